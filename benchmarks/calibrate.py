@@ -121,9 +121,9 @@ def calibrate(transport: Transport, loaded: Config, name: str, steps: int) -> Cl
 
 def _load_of(trainer: Trainer, name: str) -> StageLoad:
     """The load of a rank that trains all layers of the model `name`."""
-    live = trainer.parts.live
+    live = trainer.live
     kept = {} if live is None else live.targets.kept()
-    profile, config = trainer.parts.profile, trainer.config
+    profile, config = trainer.profile, trainer.config
     planned_model = ProfiledModel(config, profile, name, kept, optimizer_of(config.optimizer))
     loads = planned_model.stages(1, 1, microbatches=MICROBATCHES)
     assert loads is not None, "without a memory limit one stage always fits"
@@ -159,7 +159,7 @@ def _profile(loaded: Config, steps: int, size: int, *, is_split: bool = False) -
         job, named_model(alone), lambda: open_datasets(alone), alone, grid=Grid(1, 1), quiet=True
     )
     overhead = max(0, resident_memory_bytes() - trainer.state_bytes().total)
-    phases = trainer.parts.phases
+    phases = trainer.phases
     trainer.step()  # not timed, since it allocates and compiles
     compute, compress, weight, forwards = [], [], [], []
     for _ in range(steps):

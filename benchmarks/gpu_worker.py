@@ -125,7 +125,7 @@ def train(job: Job, spec: dict[str, Any]) -> None:
         "built",
         seconds=time.perf_counter() - began,
         state=asdict(trainer.state_bytes()),
-        device=trainer.parts.layers[0].state.gradient.device.type,
+        device=trainer.layers[0].state.gradient.device.type,
         peak=peaks(),
     )
     if HAS_GPU:

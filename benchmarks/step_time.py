@@ -59,7 +59,7 @@ def make_trainer(samo: Mapping[str, Any], layers: int) -> Trainer:
 
 def take_step(trainer: Trainer, row: Row | None) -> None:
     """One step of one variant, and what it took, unless it only warms up."""
-    phases = trainer.parts.phases
+    phases = trainer.phases
     phases.begin_step()
     trainer.step()
     seconds = phases.end_step()

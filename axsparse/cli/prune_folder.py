@@ -246,7 +246,7 @@ def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     with timings.of("evaluation"):
         evaluation = trainer.evaluate()
         after = math.nan if evaluation is None else evaluation.loss
-    targets, state = trainer.parts.plan.targets, trainer.state_bytes().total
+    targets, state = trainer.plan.targets, trainer.state_bytes().total
     assert targets is not None, "something is pruned"
     trainer.close()
 

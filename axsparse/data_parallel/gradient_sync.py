@@ -45,7 +45,6 @@ class _Bucket:
     wire: Tensor | None = None
     """The copy that is sent; None if the gradient buffer itself is."""
     work: Work | None = None
-    """The collective operation under way."""
 
 
 class GradientSync:

@@ -143,8 +143,7 @@ class RunningStatistics:
         return _unpacked(buffer, tensors)
 
     def _of_all_microbatches(self) -> list[Tensors]:
-        """The statistics that every microbatch of the step left, in the order of microbatches, on
-        the host; all types travel in one message."""
+        """The statistics after every microbatch of the step, on the host, in one message."""
         like = [tensor for _, tensor in self._before]
         size = sum(tensor.nbytes for tensor in like)
         own = torch.cat([bytes_of(tensor) for left in self._left for tensor in left])
@@ -156,10 +155,8 @@ class RunningStatistics:
 
 
 def _join(norm: Sequence[tuple[BufferSlot, Tensor]], left: Sequence[Tensors]) -> None:
-    """Store the statistics of one normalisation after all microbatches of a step.
-
-    `norm` has the statistics that the step began with, and `left` those that each microbatch left.
-    """
+    """Store the statistics of one normalisation from the start `norm` and what each microbatch
+    `left`."""
     number = next((n for n, (slot, _) in enumerate(norm) if slot.key == COUNT), None)
     begun = [0 if number is None else int(norm[number][1]) + n for n in range(len(left))]
     ended = [n + 1 for n in begun] if number is None else [int(each[number]) for each in left]
@@ -177,9 +174,8 @@ def _join(norm: Sequence[tuple[BufferSlot, Tensor]], left: Sequence[Tensors]) ->
 
 
 def _decay(momentum: object, before: int, after: int) -> float:
-    """The factor by which a microbatch has multiplied the running statistics of a normalisation of
-    torch's. `before` and `after` are its counts of calls around the microbatch; modules that keep
-    no count of their calls have one call."""
+    """The factor by which a microbatch has multiplied running statistics, from the counts of calls
+    around it; one call if calls are not counted."""
     if momentum is None:  # the mean over all calls
         return before / after
     assert isinstance(momentum, float | int)

@@ -27,7 +27,6 @@ class Flags:
     them."""
 
     stop: bool = False
-    """Whether the rank was asked to stop."""
     writing: bool = False
     """Whether the rank is still writing its part of a checkpoint."""
     save: bool = False
@@ -45,16 +44,13 @@ class LocalStats:
     """The losses of this replica's microbatches, over the global number of targets. They count on
     the last stage only, and are added exactly and rounded once."""
     partials: Mapping[str, Tensor]
-    """This replica's share of `norm_partials`."""
     notice: Flags = NOTHING
     is_finite: bool = True
     """Whether this rank's own gradients were finite, before they were summed over replicas."""
     digest: int = 0
-    """A number below 2⁵³ that is equal for equal weights; 0 on all ranks where weights are not
-    compared."""
+    """Equal for equal weights; 0 on all ranks where weights are not compared."""
     fits: Mapping[str, UnitFit] = field(default_factory=dict)
-    """Where sums are exact: the fit of the largest entry of each tensor that has a gradient
-    here."""
+    """Where sums are exact: the fit of the largest entry of each tensor with a gradient here."""
 
 
 @dataclass(frozen=True)

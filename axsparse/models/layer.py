@@ -155,9 +155,7 @@ class Model:
     samples of one microbatch.
     """
     ties: Sequence[Tie] = ()
-    """The pairs of parameters that are one weight."""
     name: str = "custom"
-    """The name that the banner and error messages show."""
     metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
     """Metrics that an evaluation reports next to the loss, by name.
 
@@ -237,10 +235,7 @@ def count_top1(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class _NoDraws(TorchFunctionMode):
-    """Skips normal distributions for tensors on the meta device.
-
-    Torch would load its compiler for them, which takes two seconds on every rank.
-    """
+    """Skips normal distributions on the meta device, for which torch loads its compiler (2 s)."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

@@ -40,11 +40,9 @@ class Activations:
     bytes that its backward can defer."""
 
     inputs: int
-    """The inputs of the layer, from the layer before."""
     saved: int
     """Tensors that the backward needs, without inputs and weights."""
     outputs: int
-    """The outputs of the layer, for the next one."""
     widest: int
     """The largest tensor among the saved ones and the outputs; its gradient is as large."""
     deferred: int = 0
@@ -127,8 +125,7 @@ class _Calls(TorchFunctionMode):
         return result
 
     def deferrable(self, weights: Iterable[Tensor]) -> tuple[int, float]:
-        """Bytes and flops of the gradients of these weights that can wait: of weights with one
-        call."""
+        """Bytes and flops of the gradients of weights with a single call, which can wait."""
         calls = [self._products.get(_storage(weight), []) for weight in weights]
         single = [of_weight[0] for of_weight in calls if len(of_weight) == 1]
         inputs = {_storage(given): given for given, _, _ in single}.values()
@@ -147,8 +144,7 @@ def _attention(
     is_causal: bool = False,
     **others: Any,
 ) -> Tensor:
-    """Attention by the fused CPU kernel, or by torch's choice where that kernel does not apply,
-    as with dropout."""
+    """Attention by the fused CPU kernel, or by torch where that does not apply."""
     # Keys and values may have fewer heads, which the kernel does not repeat in memory.
     own = slice(1) if others.get("enable_gqa") else slice(2)
     heads = {tensor.shape[own] + tensor.shape[3:] for tensor in (query, key, value)}
@@ -178,13 +174,11 @@ def _attention_flops(
 FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops
 }
-"""Flop formulas of kernels that torch's counter does not know. Its own formula for attention
-refuses shared heads in torch 2.11."""
+"""For torch's counter, whose own formula refuses shared heads in torch 2.11."""
 
 
 class _NoModules:
-    """A stand-in for the module tracker of torch's counter of flops, which needs hooks on
-    activations that may have no gradient."""
+    """In the place of torch's module tracker, whose hooks need activations with gradients."""
 
     parents = ("Global",)
 
@@ -216,8 +210,7 @@ class Tracer:
         self.start: StartValues | None = None
         """Start values of layers that really run, which replace the layers' initialisation."""
         self.sums = NO_SUMS
-        """Sums over tensor-parallel ranks in the forward and in the backward of the last layer that
-        was run."""
+        """Sums over tensor-parallel ranks in the last layer that was run."""
 
     @property
     def shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
@@ -293,8 +286,8 @@ class Tracer:
     def _layer_sums(
         self, name: str, outputs: Sequence[Tensor], again: Callable[[], object]
     ) -> LayerSums:
-        """Sums over tensor-parallel ranks in the forward that gave these outputs, and in its
-        backward, which runs on the meta device to count them; `again` runs the forward."""
+        """Sums over tensor-parallel ranks in a forward, which `again` repeats, and in its
+        backward."""
         counter = self._counter
         if counter is None:
             return NO_SUMS

@@ -156,9 +156,6 @@ def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _among(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Which tokens have a target in a chunk of words, (T,), and its column there, (T, 1).
-
-    The columns of the other tokens are arbitrary columns of the chunk.
-    """
+    """Which tokens have a target in a chunk of words, (T,), and its column there, (T, 1)."""
     here = (targets >= start) & (targets < stop)
     return here, (targets - start).clamp(0, stop - start - 1).unsqueeze(1)

@@ -66,7 +66,6 @@ class ParameterInfo:
     """Global name."""
     shape: tuple[int, ...]
     trained: bool
-    """Whether it requires a gradient."""
     multiplies: bool = True
     """Whether it is a weight of a linear, convolution, recurrent or attention module."""
     expert_inputs: int = 0
@@ -138,7 +137,6 @@ class ModelProfile:
     """The contents of a model."""
 
     layers: Sequence[LayerInfo]
-    """In the order of the model."""
     ties: Mapping[str, str]
     """Global names of tied parameters: second use → first use."""
     start: str = ""
@@ -231,8 +229,7 @@ def profile(
 
 
 def _by_name(layers: Sequence[LayerInfo]) -> dict[str, ParameterInfo]:
-    """The parameters of all layers by their global names; ConfigError for names that are used
-    twice, or that files cannot have."""
+    """The parameters of all layers by name; ConfigError for names used twice or unfit for files."""
     parameters: dict[str, ParameterInfo] = {}
     names: set[str] = set()
     for layer in layers:
@@ -343,8 +340,7 @@ def profile_layers(
 
 
 def _are_alike(one: Layer, other: Layer) -> bool:
-    """Whether two layers are built, and initialised, by the same functions of the same
-    arguments."""
+    """Whether two layers are built and initialised by the same functions of equal arguments."""
     if one != replace(other, name=one.name, build=one.build, init=one.init):
         return False
     same_init = one.init is other.init or _same_call(one.init, other.init)
@@ -428,8 +424,7 @@ def _profile_layer(
 def _sharded(
     layer: Layer, module: nn.Module, sharding: LayerSharding | None
 ) -> tuple[nn.Module, dict[str, nn.Parameter]]:
-    """The module as one rank has it, and its parameters in the order of the full layer; shards have
-    their index in their name."""
+    """The module as one rank has it, and its parameters in order, a shard's name with its index."""
     order = [name for name, _ in module.named_parameters()]
     shards: Mapping[str, TensorShard] = {}
     if sharding is not None and layer.tp_plan:
@@ -443,10 +438,7 @@ def _sharded(
 
 
 def _module_of(layer: Layer) -> nn.Module:
-    """The module on the meta device.
-
-    A layer without `init` that cannot be built there is built in memory and thrown away.
-    """
+    """The module on the meta device, or in memory if it cannot be built there."""
     with preserved_rng(), warnings.catch_warnings():
         if layer.init is None:  # Values that `build` loads are needed on the owning stage only.
             warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter")
@@ -505,8 +497,7 @@ def _module_with_values(layer: Layer, start: StartValues | None) -> nn.Module:
 
 
 def _check_module(layer: Layer, module: nn.Module) -> None:
-    """Raise ConfigError for modules and parameters that cannot be trained, and for buffers that no
-    checkpoint could hold."""
+    """ConfigError for parameters that cannot be trained, and buffers that cannot be saved."""
     is_filled = layer.init is not None and not isinstance(module, PartModule)
     for prefix, child in module.named_modules():
         for name, value in vars(child).items() if is_filled else ():
@@ -584,11 +575,7 @@ def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, st
 
 
 def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Mapping[str, str]) -> None:
-    """Raise ConfigError if the two uses of a weight could start differently.
-
-    Uses in two layers may stand on two stages, each of which draws the values by itself: this
-    needs the same `init` for both.
-    """
+    """ConfigError if two uses of a weight, on two stages say, could start differently."""
     owners = {
         parameter.name: layer
         for layer, info in zip(model.layers, layers, strict=True)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 COUNT = "num_batches_tracked"
-"""The running statistic that counts calls in training."""
 _STATISTICS = {"running_mean": 0, "running_var": 1, COUNT: 0}
 """Running statistics of torch's normalisations, and their start values."""
 
@@ -25,7 +24,6 @@ class BufferSlot:
     owner: nn.Module
     """The submodule that registers the buffer."""
     key: str
-    """The buffer's name in `owner`."""
 
     @property
     def tensor(self) -> Tensor:

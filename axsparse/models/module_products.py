@@ -104,8 +104,7 @@ def _is_convolution(kind: type[nn.Module]) -> bool:
 
 
 def _is_usable(module: nn.Module, products: Products, inputs: Tensor) -> bool:
-    """Whether autograd records this call with the tensors themselves, not something around
-    them."""
+    """Whether autograd records this call with the tensors themselves, not wrappers of them."""
     kind, weight = type(inputs), products.weight
     return (
         module._parameters.get("weight") is weight
@@ -124,10 +123,8 @@ def _wanted(ctx: Any, place: int) -> bool:
 
 
 def _accumulates(ctx: Any, place: int) -> bool | None:
-    """Whether the present backward accumulates into a leaf, the function's tensor `place`: False if
-    it only makes gradients of other tensors, None if `autograd.grad` was asked for the gradient of
-    this leaf.
-    """
+    """Whether the present backward accumulates into a leaf, the function's tensor `place`; None if
+    `autograd.grad` was asked for its gradient."""
     try:
         return bool(torch._C._will_engine_execute_node(ctx.next_functions[place][0]))
     except RuntimeError:
@@ -141,9 +138,8 @@ def _gradients(
     saved: tuple[Tensor, Tensor],
     compute: Callable[..., list[Tensor]],
 ) -> list[Tensor | None]:
-    """The gradients that autograd receives: all that `compute` makes, unless the module's products
-    take them. The products take no gradient of a backward that will itself be differentiated, or
-    that `autograd.grad` has started."""
+    """The gradients that autograd receives: all of them, unless the products take them, which they
+    do in a plain backward only."""
     if not any(_wanted(ctx, place) for place in places):
         return [None] * len(places)
     if torch.is_grad_enabled() or not _accumulates(ctx, places[0]):

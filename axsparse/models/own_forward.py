@@ -118,11 +118,9 @@ class _Call:
     """One call of a member of a list."""
 
     path: str
-    """The list's."""
     key: str
     """The member's name in the list."""
     leaves: list[Any] = field(default_factory=list)
-    """The arguments."""
     spec: Any = None
     outputs: list[Any] = field(default_factory=list)
     output_spec: Any = None
@@ -393,7 +391,6 @@ class _Run:
     stop: int
     """The call before which the run ends."""
     values: Mapping[Name, Tensor]
-    """The inputs of the layer, by name."""
     seen: dict[Name, Tensor]
     """The tensors on the meta device that the segment reads."""
     before: ExitStack
@@ -492,8 +489,7 @@ class _Split:
             }
 
     def _owners(self, timeline: _Timeline) -> list[set[str]]:
-        """The names of the tensors that each segment has: those that it reads, and with the last
-        one those that nothing reads."""
+        """The names of the tensors that each segment has; the last one has what nothing reads."""
         outside: dict[int, list[str]] = {}
         for name, tensor in _state(self._module):
             if not any(
@@ -543,8 +539,7 @@ class _Split:
         return into
 
     def _tree(self, module: nn.Module, meta: nn.Module, own: set[str], prefix: str) -> nn.Module:
-        """A copy of a module that has the tensors with these names; all others are plain attributes
-        on the meta device, which nobody trains or saves."""
+        """A copy of a module with these tensors; all others are attributes on the meta device."""
         view = copy.copy(module)
         for kind in ("_parameters", "_buffers"):
             mine = {}
@@ -624,8 +619,8 @@ class _Split:
     def _ran(
         self, tree: nn.Module, first: int, stop: int, values: Mapping[Name, Tensor]
     ) -> tuple[Any, bool]:
-        """Run the forward from segment `first` on; returns the leaves that call `stop` is given, or
-        the result, and whether the forward has come to its end."""
+        """Run the forward from segment `first` on: what call `stop` is given and False, or the
+        result and True."""
         inputs = [values.get(("input", number, 0)) for number in range(len(self._dtypes))]
         with ExitStack() as before:
             seen: dict[Name, Tensor] = {}
@@ -672,8 +667,7 @@ class _Split:
 def _reject_other_result(
     module: nn.Module, parts: Sequence[nn.Module], inputs: Sequence[Tensor]
 ) -> None:
-    """ConfigError where the layers one after the other do not give what the module gives, in
-    evaluation mode."""
+    """ConfigError where the layers in a row give another result than the module in evaluation."""
     for each in (module, *parts):
         each.eval()
     values: Any = inputs

@@ -6,7 +6,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,7 @@ from axsparse.runtime.errors import ConfigError
 COMPILING = "_compiling"
 """The attribute of a module with what torch.compile has made for it."""
 UNFILLED = 0xA5
-"""The bytes of a tensor from the meta device that has no values yet: of a number that no module
-starts at in any type of more than a byte."""
+"""The bytes of a tensor from the meta device that has no values yet."""
 
 
 def from_sequential(
@@ -85,8 +84,7 @@ def from_sequential(
 
 
 def _reject_more(modules: nn.Sequential) -> None:
-    """ConfigError for code that no stage would run or train, since stages have the children
-    alone."""
+    """ConfigError for code that no stage would run, since stages have the children alone."""
     tensors = {**modules._parameters, **modules._buffers}
     hooks = (
         *(modules._forward_hooks, modules._forward_pre_hooks),
@@ -115,9 +113,8 @@ def runs_in_order(modules: nn.Sequential) -> bool:
 
 def _container(modules: object) -> nn.Sequential | None:
     """The `nn.Sequential` of the modules, if it is of a class of the user's; else None."""
-    if isinstance(modules, nn.Sequential) and type(modules) not in (nn.Sequential, PlainModel):
-        return modules
-    return None
+    is_own = isinstance(modules, nn.Sequential) and type(modules) not in (nn.Sequential, PlainModel)
+    return cast(nn.Sequential, modules) if is_own else None
 
 
 class OwnValues:
@@ -186,10 +183,8 @@ def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
 
 
 def _are_on_meta(layers: Mapping[str, nn.Module]) -> bool:
-    """Whether the modules are on the meta device.
-
-    Raises ConfigError if only some are, or if one of them cannot initialise itself.
-    """
+    """Whether the modules are on the meta device; ConfigError if only some are, or if one of them
+    cannot initialise itself."""
     places = {
         layer: {tensor.is_meta for _, tensor in _tensors(module)}
         for layer, module in layers.items()
@@ -292,8 +287,7 @@ def is_in_evaluation(model: Model) -> bool:
 
 
 def _started(module: nn.Module, layer: str) -> nn.Module:
-    """A newly initialised copy of the module of a layer, on torch's default device; ConfigError for
-    a tensor that its `reset_parameters` leave as it was."""
+    """A newly initialised copy of a module; ConfigError for a tensor that stays without values."""
     fresh = structure(module).to_empty(device=torch.empty(0).device)
     for _, tensor in _tensors(fresh):
         if not tensor.is_meta:

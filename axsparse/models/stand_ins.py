@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,7 +23,6 @@ class Reached(Exception):  # noqa: N818 - it ends a forward, and is no error
     def __init__(self, given: Any) -> None:
         super().__init__()
         self.given = given
-        """The arguments of the layer."""
 
 
 class StandIn(nn.Module):
@@ -99,21 +100,45 @@ def outermost_lists(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, nn.M
     return found
 
 
-def are_alike(one: object, other: object) -> bool:
-    """Whether two values are equal: modules by class and attributes, except the number that a
-    layer of transformers has; tensors by shape and type."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        first, second = ((t.shape, t.dtype, t.requires_grad) for t in (one, other))
-        return first == second
+def are_alike(one: object, other: object, around: frozenset[int] = frozenset()) -> bool:
+    """Whether two values are equal: modules by class and attributes, but for numbers of layers,
+    tensors by shape, type and hooks, functions by their code and what they hold. `around` has the
+    modules that lie around the first one."""
+    if one is other or id(one) in around:
+        return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, nn.Module):
-        return are_alike({**vars(one), "layer_idx": 0}, {**vars(other), "layer_idx": 0})
+    if isinstance(one, nn.Module) and isinstance(other, nn.Module):
+        return are_alike(_attributes(one), _attributes(other), around | {id(one)})
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(are_alike(one[k], other[k]) for k in one)
+        # Keys of hooks are numbers that count all hooks.
+        first, second = ([key for key in each if not isinstance(key, int)] for each in (one, other))
+        return first == second and are_alike([*one.values()], [*other.values()], around)
     if isinstance(one, (tuple, list)) and isinstance(other, (tuple, list)):
-        return len(one) == len(other) and all(map(are_alike, one, other))
-    return one is other or (isinstance(one, (bool, int, float, str, set)) and one == other)
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(are_alike(*pair, around) for pair in pairs)
+    if isinstance(one, Tensor | partial | MethodType | FunctionType):
+        return are_alike(_facts(one), _facts(other), around)
+    return isinstance(one, (bool, int, float, str, set)) and one == other
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module, less the number by which a layer of transformers finds its cache,
+    and that by which a `PartModule` finds its arguments and its modules."""
+    own = {name: value for name, value in vars(module).items() if name not in ("layer_idx", "_run")}
+    return {**own, "_parts": [*own.get("_parts", {}).values()]}
+
+
+def _facts(value: Any) -> list[object]:
+    """The values in which two tensors or functions of a type differ, if they do."""
+    if isinstance(value, Tensor):
+        hooks = [value._backward_hooks, len(value._post_accumulate_grad_hooks or ())]
+        return [tuple(value.shape), value.dtype, value.requires_grad, *hooks]
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    return [value.__code__, *(cell.cell_contents for cell in value.__closure__ or ())]
 
 
 def tied_names(model: nn.Module) -> list[tuple[str, str]]:

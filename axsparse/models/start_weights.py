@@ -29,14 +29,11 @@ from axsparse.runtime.files.safetensors import (
 from axsparse.runtime.files.sparse_safetensors import SPARSE_FILE, SparseFile
 
 WHOLE_FILE, INDEX_FILE = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
-"""Names of the file of weights, or of the index of several, in Hugging Face's folders."""
 PICKLED = ".bin"
 """Ending of Hugging Face's older files."""
 MOST_NAMED = 8
-"""Names of tensors in a note for the user."""
 SAMPLES, SAMPLE_BYTES = 16, 65_536
-"""The blocks of a file that its fingerprint covers in addition to its length: SAMPLES + 1 of this
-size."""
+"""A fingerprint covers SAMPLES + 1 blocks of a file, and its length."""
 COUNTER = "num_batches_tracked"
 """A counter that older files of batch normalisations lack; it then starts at zero."""
 Convert = Callable[[str, Tensor], Tensor]
@@ -193,8 +190,7 @@ class FromFile:
     convert: Convert
     fingerprint: str
     trained: Mapping[str, bool]
-    """Whether a tensor of real numbers is trained, by its global name: parameters, and buffers,
-    which are not."""
+    """Whether a tensor of real numbers is trained, by its global name; buffers are not."""
     new: tuple[str, ...] = ()
     """Global names that begin as the model would without the file."""
     unused: tuple[str, ...] = ()
@@ -300,8 +296,7 @@ def _name_in(file: WeightFile, named: Callable[[str], str], name: str) -> str:
 
 
 def _needed(profiled: ModelProfile) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """The tensors that a file should contain: parameters, a tied one once, and buffers of the state
-    dict. By name, the shape and whether the name must be there."""
+    """By name of each tensor that a file should contain, its shape and whether it must be there."""
     needed = {name: (shape, True) for name, shape in profiled.shapes.items()}
     for layer in profiled.layers:
         for buffer in layer.buffers:
@@ -325,10 +320,8 @@ def _check_shape(
 
 
 def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:
-    """Raise DataError if a file holds a tied weight twice, with different values.
-
-    `seconds` maps the name of each second use to the name of the first, both as in the file.
-    """
+    """DataError if a file has a tied weight twice, with two values; `seconds` maps second names to
+    first ones, as in the file."""
     for second, first in seconds.items():
         if second in file.shapes and not torch.equal(file.read(second), file.read(first)):
             raise DataError(

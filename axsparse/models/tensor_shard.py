@@ -19,7 +19,6 @@ class TensorShard:
 
     full_shape: tuple[int, ...]
     dim: int
-    """The dimension that is sharded."""
     index: int
     count: int
     packed: int = 1

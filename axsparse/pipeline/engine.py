@@ -38,14 +38,12 @@ slows down a stage that is ahead in an evaluation, where it waits for no gradien
 MOST_WAITING = 4
 """An evaluation takes no more messages from the link while this many wait for their action."""
 EVALUATED = 1 << 40
-"""Added to the microbatch numbers of messages in an evaluation, so that a neighbour that still
-trains does not confuse them with training microbatches."""
+"""Added to the microbatch numbers of messages in an evaluation, to tell them apart."""
 MOST_AHEAD = 2
 """How many unfinished actions a GPU may have: one that runs and one queued behind it. With more,
 the order would depend on how far the host is ahead, and not on arrivals."""
 AHEAD_ALONE = 8
-"""The same of a stage without neighbours, where nothing arrives: a GPU that runs small microbatches
-must not wait until its host has launched the next backward."""
+"""The same of a stage without neighbours, whose GPU must not wait for launches."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,6 @@ class Engine:
         self._arrived = {direction: deque() for direction in Direction}
         """Messages that the policy has not yet received."""
         self._inbox: dict[tuple[Direction, int], Message] = {}
-        """Messages that wait for their action."""
         self._offset = 0
         """Added to the microbatch numbers of messages now: 0, or `EVALUATED`."""
         self._policy: Policy | None = None
@@ -215,10 +212,7 @@ class Engine:
     def _execute(
         self, policy: Policy, run: Callable[[Action], None], most_waiting: float = math.inf
     ) -> None:
-        """Run every action of a policy.
-
-        Once `most_waiting` messages wait for their action, no more are taken from the link.
-        """
+        """Run every action of a policy; while `most_waiting` messages wait, no more are taken."""
         policy = self._around(_Throttled(policy, self._is_congested), self._offset)
         self._taken = dict.fromkeys(Direction, 0)
         self._policy = policy
@@ -253,8 +247,7 @@ class Engine:
                 self._arrived[message.direction].append(message)
 
     def _is_congested(self) -> bool:
-        """Whether the GPU has as many unfinished actions as it may have, or the link unsent
-        messages."""
+        """Whether the GPU has all actions that it may have, or the link too much to send."""
         while self._unfinished and self._unfinished[0].query():
             self._unfinished.popleft()
         is_alone = self._coords.is_first and self._coords.is_last
@@ -268,18 +261,14 @@ class Engine:
                 message = arrived.popleft()
                 number = message.microbatch - self._offset
                 if not 0 <= number < EVALUATED:
-                    raise self._evaluates_alone()
+                    here, there = ("trains", "evaluates")[:: -1 if self._offset else 1]
+                    raise ConfigError(
+                        f"trainer.evaluate: this rank {here} while a neighbouring stage {there}; "
+                        "call it on all ranks together, between the same steps"
+                    )
                 self._taken[direction] += 1
                 self._inbox[direction, number] = message
                 policy.arrived(direction, number)
-
-    def _evaluates_alone(self) -> ConfigError:
-        """The error of a stage that trains while its neighbour evaluates, or the reverse."""
-        here, there = ("trains", "evaluates")[:: -1 if self._offset else 1]
-        return ConfigError(
-            f"trainer.evaluate: this rank {here} while a neighbouring stage {there}; call it on "
-            "all ranks together, between the same steps"
-        )
 
     def _pause(self) -> None:
         with self._phases("bubble"):

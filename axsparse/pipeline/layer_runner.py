@@ -12,7 +12,7 @@ to which `training/layer_check.py` compares it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
 from axsparse.runtime.canonical_form import canonical
-from axsparse.runtime.errors import ConfigError, note_errors
+from axsparse.runtime.errors import note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_state import LayerState
 
@@ -33,8 +33,7 @@ Tensors = tuple[Tensor, ...]
 DrawKey = tuple[int | str, ...]
 """The key from which the random numbers of a call follow."""
 GRAPHS = 4
-"""The most graphs that torch.compile makes of one layer: in training and in evaluation, and each
-again for a last microbatch that is smaller."""
+"""Graphs of one layer: in training and evaluation, each also for a smaller microbatch."""
 
 
 @dataclass
@@ -104,23 +103,18 @@ class LayerRunner:
         self._modes = [(each, each.training) for each in module.modules()]
         """All modules, and whether they train: one that was set to evaluation stays there."""
         self._slots = slots(module)
-        self._persistent = [slot for slot in self._slots if slot.persists]
         self._changing: list[BufferSlot] | None = None
         """The buffers that a training forward changes; None until the first call has shown them."""
         self._writes: dict[bool, bool] = {}
         """Whether a forward writes into its inputs, by training mode, once it is known."""
-        self._parameters = list(module.named_parameters())
+        self.parameters = list(module.parameters())
+        """The parameters of the layer, both trained and frozen."""
         self._widened = _half_parameters_of_norms(module)
         if is_compiled:
             _allow_graphs(GRAPHS)
         self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
         self.record: RecordedRun | None = None
         """Takes down the next training forward and its backward; None takes down nothing."""
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters of the layer, both trained and frozen."""
-        return [parameter for _, parameter in self._parameters]
 
     def train(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of a training forward, whose random numbers follow from `key`.
@@ -142,19 +136,11 @@ class LayerRunner:
         return outputs if record is None else record.end(outputs, self._slots)
 
     def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
-        """The outputs of an evaluation; ConfigError if it changes a buffer that is state."""
+        """The outputs of an evaluation, which must not change a buffer that is state."""
         self._set_mode(training=False)
         self._expand()
-        marks = _marks(self._persistent)
         seed_all(*key, "evaluate")
-        outputs = self._own(inputs)
-        for slot in _changed(self._persistent, marks):
-            raise ConfigError(
-                f"layer {self.name}: an evaluation changes buffer {slot.name!r}, and must leave "
-                "training as it is; change it only where self.training, or register it with "
-                "persistent=False if it is a cache"
-            )
-        return outputs
+        return self._own(inputs)
 
     def _expand(self, _: Tensor | None = None) -> None:
         """Make the layer's weights dense: before its forward, and before its backward, which a
@@ -163,8 +149,8 @@ class LayerRunner:
             self._state.expand()
 
     def _set_mode(self, *, training: bool) -> None:
-        """Put all modules into training or evaluation mode. Where no forward has changed its own
-        mode, this takes a hundredth of torch's time."""
+        """Set the modes of all modules, if any differs: the check takes a hundredth of torch's
+        time."""
         if any(each.training is not (training and trains) for each, trains in self._modes):
             self._module.train(training)
             for each, trains in self._modes:
@@ -209,7 +195,11 @@ class LayerRunner:
         outputs = self._seeded(inputs, key)
         if self._changing is None:
             self._changing = [
-                slot for slot, old in before if slot.is_statistic or _differ(slot.tensor, old)
+                slot
+                for slot, old in before
+                if slot.is_statistic
+                or slot.tensor.dtype != old.dtype
+                or not torch.equal(slot.tensor, old)
             ]
         return outputs
 
@@ -221,25 +211,13 @@ class LayerRunner:
         return self._own(inputs)
 
     def _own(self, inputs: Tensors) -> Tensors:
-        """One call that leaves its inputs as they are, and whose outputs no later call writes to.
-
-        A layer that writes into its inputs gets copies: the originals belong to another stage or
-        layer, or are what a recomputation starts from.
-        """
+        """One call that leaves its inputs as they are, which get copied for a layer that writes."""
         writes = self._writes.get(self._module.training)
         if writes is not False:
             inputs = tuple(tensor.clone() for tensor in inputs)
         versions = [tensor._version for tensor in inputs]
-        weights = [weight._version for _, weight in self._parameters]
         with note_errors(f"layer {self.name}"):
             outputs = as_tuple(self.name, self._run(inputs))
-        for (name, weight), version in zip(self._parameters, weights, strict=True):
-            if weight._version != version:
-                raise ConfigError(
-                    f"layer {self.name}: its forward writes to parameter {name!r}, so that "
-                    "replicas would drift apart; leave weights to the optimizer, or keep what the "
-                    "forward changes in a buffer"
-                )
         if writes is None:
             wrote = versions != [tensor._version for tensor in inputs]
             self._writes[self._module.training] = wrote
@@ -254,13 +232,8 @@ class LayerRunner:
         return module(*inputs)
 
     def _apart(self, outputs: Tensors) -> Tensors:
-        """The outputs in canonical form, each a separate tensor; of buffers and sparse weights they
-        are copies.
-
-        The next forward may change a buffer, and the next layer replaces the weights. One tensor in
-        two places would have its gradients added in another order on one stage than over two
-        stages.
-        """
+        """The outputs in canonical form, each a separate tensor, copied where a later call or layer
+        writes: uses of one tensor would add gradients in an order that depends on the stages."""
         buffers = {slot.tensor.untyped_storage().data_ptr() for slot in self._slots}
         apart: list[Tensor] = []
         for output in map(canonical, outputs):
@@ -317,11 +290,8 @@ def forward_plainly(
 
 
 class _Start(torch.autograd.Function):
-    """A scalar whose backward passes each of `roots` its gradient.
-
-    `torch.autograd.backward` with gradients does the same, but imports sympy to compare shapes,
-    which costs every rank 0.3 seconds and 40 MB.
-    """
+    """A scalar whose backward passes each of `roots` its gradient, as `torch.autograd.backward`
+    does, which imports sympy for that (0.3 s, 40 MB)."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *roots: Tensor) -> Tensor:
@@ -364,11 +334,8 @@ def _call_with(module: nn.Module, parameters: dict[str, Tensor], *inputs: Tensor
 
 
 def _allow_graphs(more: int) -> None:
-    """Let torch.compile make more graphs of one function.
-
-    All layers run the same function, and torch counts its graphs. From the ninth on it would only
-    warn, and run layers without fusing them.
-    """
+    """Let torch.compile make more graphs of one function, which all layers run: from the ninth on
+    it would only warn and fuse nothing."""
     from torch._dynamo import config
 
     # Torch before 2.6 has the older names.
@@ -387,12 +354,8 @@ def _allow_graphs(more: int) -> None:
 def _half_parameters_of_norms(
     module: nn.Module,
 ) -> list[tuple[str, nn.Parameter, torch.dtype]]:
-    """The parameters of normalisations that have another type than the running statistics there,
-    each with its name and the type of the statistics.
-
-    Statistics stay in fp32, since half precision would lose small changes, and torch wants weights
-    and statistics of one type.
-    """
+    """The parameters of normalisations in another type than the statistics there (fp32, since half
+    precision loses small changes), each with its name and that type."""
     narrow = []
     for prefix, norm in tracked_norms(module).items():
         statistics = norm.running_mean
@@ -401,27 +364,3 @@ def _half_parameters_of_norms(
             if parameter.dtype != statistics.dtype:
                 narrow.append((key, parameter, statistics.dtype))
     return narrow
-
-
-# -- buffers ----------------------------------------------------------------------------
-
-
-def _marks(watched: Sequence[BufferSlot]) -> list[tuple[Tensor, int]]:
-    """Each buffer's tensor and version, by which `_changed` finds out whether it was written to.
-
-    Writes by torch's own kernels, such as those to running statistics, do not count.
-    """
-    return [(slot.tensor, slot.tensor._version) for slot in watched]
-
-
-def _changed(
-    watched: Sequence[BufferSlot], marks: Sequence[tuple[Tensor, int]]
-) -> Iterator[BufferSlot]:
-    """The buffers that were replaced or written to since `_marks` looked at them."""
-    for slot, (tensor, version) in zip(watched, marks, strict=True):
-        if slot.tensor is not tensor or tensor._version != version:
-            yield slot
-
-
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return one.dtype != other.dtype or not torch.equal(one, other)

@@ -124,11 +124,8 @@ class _Within:
 def _best(
     within: _Within, stages: int, price: Callable[[float], float], combine: Combine
 ) -> tuple[float, list[int]] | None:
-    """The least combined price of a cut, and the first layer of each of its stages; None if there
-    is no cut.
-
-    Of several such cuts, it is the one with the lowest first layers.
-    """
+    """The least combined price of a cut and the first layer of each of its stages, the lowest of
+    several; None if there is no cut."""
     before, layers = within.before, within.layers
     # For each end of the stages so far, the price of the best cut of the layers before it, and
     # the place of its first layers in the order of all such cuts.

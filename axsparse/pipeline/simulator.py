@@ -58,12 +58,9 @@ class StageRun:
     ends: list[float] = field(default_factory=list)
     """The ends of the actions, without the handling of messages that follows them."""
     compute: float = 0.0
-    """The time of all actions together."""
     p2p: float = 0.0
-    """The time of handling all messages together."""
     end: float = 0.0
-    """When the result of its last action was sent: the stage can reduce its gradients from then
-    on."""
+    """When the result of its last action was sent."""
     handled: list[tuple[float, float]] = field(default_factory=list)
     """Begin and end of the handling of each message that takes time."""
 
@@ -98,7 +95,6 @@ def simulate(
 
 
 Message = tuple[Direction, int]
-"""The direction and the microbatch of a message."""
 
 
 @dataclass
@@ -110,7 +106,6 @@ class _Stage:
     inbox: list[Message] = field(default_factory=list)
     """Messages that have arrived, before the stage takes them in."""
     is_idle: bool = False
-    """Whether it waits for a message."""
     free: float = 0.0
     """Until when the stage handles messages that it has taken in."""
 
@@ -125,8 +120,7 @@ class _Simulation:
         self._durations = durations
         self._edges = edges
         self._events: list[tuple[float, int, int, int, Message | None]] = []
-        """Tuples of time, 0 for an arrival and 1 for a decision, number, stage, and arrived
-        message."""
+        """Time, 0 for an arrival or 1 for a decision, number, stage, and arrived message."""
         self._number = 0
         """The number of the last event, which orders events of one time and kind."""
 
@@ -166,8 +160,7 @@ class _Simulation:
             self._execute(number, action, now)
 
     def _take_in(self, number: int, now: float) -> float:
-        """Pass the messages in the inbox on to the policy; returns when the last of them is
-        handled."""
+        """Pass the inbox on to the policy; returns when the last message is handled."""
         stage = self._stages[number]
         for direction, microbatch in stage.inbox:
             stage.policy.arrived(direction, microbatch)

@@ -38,8 +38,6 @@ class _InFlight:
 
     inputs: Tensors
     outputs: Tensors
-    versions: list[int]
-    """The versions of the outputs after the forward: a later write changes them."""
 
 
 class Stage:
@@ -116,8 +114,7 @@ class Stage:
                 outputs = (self._summed_loss(outputs, targets, key) / divisor,)
         if not self._leaves_are_known:
             self._reject_foreign(outputs)
-        versions = [output._version for output in outputs]
-        self._live[microbatch] = _InFlight(inputs, outputs, versions)
+        self._live[microbatch] = _InFlight(inputs, outputs)
         return outputs
 
     def backward(
@@ -130,11 +127,6 @@ class Stage:
         """
         live = self._live.pop(microbatch)
         inputs, outputs = live.inputs, live.outputs
-        if live.versions != [output._version for output in outputs]:
-            raise ConfigError(
-                f"layer {self.layers[-1].name}: an output was written to after it had been passed "
-                "on; return a tensor that the module does not keep, or a copy of it"
-            )
         roots = [output for output in outputs if output.requires_grad]
         if self._loss is not None:
             gradients = [torch.full_like(root, loss_scale) for root in roots]
@@ -204,11 +196,8 @@ class Stage:
 
     @torch.enable_grad()  # an evaluation may come first
     def _reject_mean(self, outputs: Tensors, targets: Tensor | None) -> None:
-        """ConfigError if the loss is a mean: if one sample given twice costs as much as once.
-
-        The trainer divides the sum of all losses by the global count of targets, so that a mean
-        would silently make loss and gradients too small.
-        """
+        """ConfigError if a sample given twice costs as much as once: the loss is a mean, and the
+        trainer divides the sum of losses by the global count of targets."""
         self._loss_is_known = True
         assert self._loss is not None
         if targets is None or targets.dim() == 0 or not len(targets):
@@ -252,11 +241,8 @@ class Stage:
             )
 
     def _reject_foreign(self, outputs: Tensors) -> None:
-        """ConfigError if a parameter that no layer has gets a gradient: nobody would train it.
-
-        `outputs` come from a forward. Other leaves of autograd's graph may belong to the forward,
-        as in a gradient penalty.
-        """
+        """ConfigError if a parameter that no layer has gets a gradient. Other leaves of the graph
+        may belong to the forward, as in a gradient penalty."""
         self._leaves_are_known = True
         known = {id(weight) for layer in self.layers for weight in layer.parameters}
         nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]

@@ -104,7 +104,7 @@ class DeferredGradients:
         if current is None or weight not in current.left:
             return False
         if weight.grad is not None:
-            self.append(None, (weight,), (weight.grad,), _as_it_is)
+            self.append(None, (weight,), (weight.grad,), lambda gradient: [gradient])
             weight.grad = None
         current.arrived.add(weight)
         return True
@@ -151,8 +151,7 @@ class DeferredGradients:
         return False
 
     def _compute(self, waiting: _Waiting, place: int) -> None:
-        """Compute the deferred gradients at this place, and collect the weights that are
-        complete."""
+        """Compute the deferred gradients at this place, and collect complete weights."""
         deferred = waiting.each[place]
         del waiting.each[place]
         weights, gradients = deferred.weights, deferred.gradients()
@@ -188,11 +187,10 @@ class WeightProducts:
         self.weight = weight
         self.sparse = sparse
         self.is_alone: bool | None = None
-        """Whether all of the gradient of a microbatch comes from one call of the module; None
-        until a backward has shown it."""
+        """Whether a microbatch's gradient comes from one call; None until a backward shows it."""
         self._stage = stage
         self.deferred = deferred
-        self._first: dict[nn.Parameter, _Bits | None] = {}
+        self.first: dict[nn.Parameter, _Bits | None] = {}
         """The gradients of the first call in the backward that shows it, until they are compared
         with the gradients that autograd has accumulated. Of each gradient sums alone: autograd
         would copy a gradient that is also held here."""
@@ -231,12 +229,9 @@ class WeightProducts:
         return list(compute(*saved))
 
     def _is_deferred(self, deferred: DeferredGradients) -> bool:
-        """Whether the gradient of a call waits.
-
-        The first gradient of a weight does not wait: autograd makes all of it, which shows whether
-        the weight has other gradients than this call's. If it has, autograd adds the gradients of
-        this weight in its own order from then on, as in an unsplit backward.
-        """
+        """Whether the gradient of a call waits. Autograd makes the first one of a weight, which
+        shows whether it has others; those autograd adds in its own order, as in an unsplit
+        backward."""
         if self.is_alone is None:
             is_sparse = self.sparse is not None and self.sparse.is_wanted
             return is_sparse or deferred.has(self.weight)
@@ -245,26 +240,20 @@ class WeightProducts:
     def _first_gradients(
         self, weights: Sequence[nn.Parameter], gradients: list[Tensor]
     ) -> list[Tensor | None]:
-        if self._first:
+        if self.first:
             self.is_alone = False
         else:
-            self._first.update(zip(weights, map(_Bits.of, gradients), strict=True))
+            self.first.update(zip(weights, map(_Bits.of, gradients), strict=True))
             self._stage.show(self)
         return list(gradients)
 
     def compare(self, weight: nn.Parameter) -> None:
         """Compare the gradient that has arrived at a weight with the gradient of the call."""
-        first = self._first.get(weight)
+        first = self.first.get(weight)
         if first is not None:
-            self._first[weight] = None
+            self.first[weight] = None
             if weight.grad is None or not first.equal(weight.grad):
                 self.is_alone = False
-
-    def conclude(self) -> None:
-        """End the backward that shows whether the module's gradient is alone."""
-        self._first.clear()
-        if self.is_alone is None:
-            self.is_alone = True
 
 
 class StageProducts:
@@ -282,10 +271,8 @@ class StageProducts:
         modules take part: modules whose weight may have sparse products, and modules in `beside`,
         whose gradients `compute_deferred` may compute."""
         self.is_in_backward = False
-        """Whether the backward of a microbatch runs."""
         self._is_split = is_split
         self.deferred = DeferredGradients(collector) if is_split or beside else None
-        """The deferred gradients; None if none ever are."""
         self._products: dict[nn.Module, WeightProducts] = {}
         for name, module in layers:
             for path, each in _uncompiled(module):
@@ -345,16 +332,18 @@ class StageProducts:
                     self.deferred.run(microbatch)
         finally:
             self.is_in_backward = False
-        while self._showing:
-            self._showing.pop().conclude()
+        while self._showing:  # this backward has shown whether their gradients are alone
+            products = self._showing.pop()
+            products.first.clear()
+            if products.is_alone is None:
+                products.is_alone = True
 
     def show(self, products: WeightProducts) -> None:
         """Have the gradients of these products compared in the present backward."""
         self._showing.append(products)
 
     def _arrived(self, weight: nn.Parameter) -> bool:
-        """Look at a gradient that autograd has accumulated in a weight; True if it has to wait for
-        the deferred gradients of the weight."""
+        """Look at a gradient that autograd has accumulated; True if it has to wait."""
         assert self.deferred is not None
         for products in self._showing:
             products.compare(weight)
@@ -369,8 +358,7 @@ class StageProducts:
             pass
 
     def _weights(self) -> Iterator[nn.Parameter]:
-        """The weights that may be deferred, and the biases of convolutions, which are deferred
-        together with them."""
+        """The weights that may be deferred, and the biases of convolutions with them."""
         for module, products in self._products.items():
             if products.deferred is None:
                 continue
@@ -381,8 +369,7 @@ class StageProducts:
 
 
 def _uncompiled(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and all below it, each with its path, less those whose backward torch.compile
-    makes."""
+    """A module and all below it with their paths, less those that torch.compile runs."""
     has_compiled_call = getattr(module, "_compiled_call_impl", None) is not None
     if has_compiled_call or is_compiled(module):
         return
@@ -395,10 +382,6 @@ def _has_hooks(weight: nn.Parameter) -> bool:
     """Whether a weight has hooks other than the collector's."""
     hooks = weight._post_accumulate_grad_hooks or ()
     return bool(weight._backward_hooks) or len(hooks) > 1
-
-
-def _as_it_is(gradient: Tensor) -> list[Tensor]:
-    return [gradient]
 
 
 @dataclass(frozen=True)

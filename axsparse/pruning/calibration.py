@@ -18,11 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from time import monotonic
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.models.layer import Layer, as_tuple
@@ -57,10 +56,8 @@ class Calibration:
 
     pruning: LayerPruning
     layers: Sequence[Layer]
-    """The layers of this stage."""
     pruned: Sequence[str]
-    """The names of all layers of which something is pruned, in order; the last one is fitted by the
-    loss as well."""
+    """All layers of which something is pruned; the last one is fitted by the loss as well."""
     options: StateOptions
     coords: RankCoords
     transport: Transport
@@ -71,7 +68,6 @@ class Calibration:
     held_out: Batch
     """The samples of which the loss is computed before and after; nothing is made of them else."""
     says: Callable[[str], None] = lambda _: None
-    """Shows the user a line about how far the calibration is."""
     fit: Reconstruction | None = None
     """How pruned layers are fitted to the dense ones; None leaves them as they were pruned."""
     num_targets: Sequence[int] = ()
@@ -101,7 +97,7 @@ class Calibration:
         link = branch.link(self.coords)
         # Held-out samples also pass through the layers as they were, and all samples do where
         # layers are fitted.
-        both = self._passing
+        both = (*self.samples, *self.held_out.microbatches)
         again = both if self.fit is not None else self.held_out.microbatches
         fitted = self.samples if self.fit is not None else ()
         if self.coords.is_first:
@@ -132,11 +128,6 @@ class Calibration:
         branch.close()  # and its link, once all is sent
         return masks
 
-    @property
-    def _passing(self) -> Sequence[Microbatch]:
-        """The microbatches that pass through the pruned layers, in order."""
-        return (*self.samples, *self.held_out.microbatches)
-
     def _mean_loss(self, flow: Sequence[Tensors]) -> float:
         """The mean loss of a target of the held-out samples, which are the last of a flow."""
         held_out = self.held_out.microbatches
@@ -157,8 +148,7 @@ class Calibration:
         targets: Sequence[Tensors],
         masks: CalibratedMasks,
     ) -> None:
-        """Draw the masks of one layer, and replace its inputs in `flow` by its outputs, and its
-        inputs in `dense` by its outputs with the weights from before."""
+        """Draw the masks of one layer, and replace its inputs by its outputs, pruned and dense."""
         built = self._built(layer)
         first = len(flow) - len(dense)
         for number, inputs in enumerate(dense):
@@ -182,8 +172,8 @@ class Calibration:
         targets: Sequence[Tensors],
         masks: CalibratedMasks,
     ) -> tuple[float, float] | None:
-        """Draw the masks of one layer and fit its kept weights; returns the errors before and after
-        the last fit, None if nothing is fitted."""
+        """Draw the masks of one layer and fit its kept weights; returns the errors of the last
+        fit."""
 
         def pass_samples() -> None:
             for number, inputs in enumerate(samples):
@@ -202,12 +192,12 @@ class Calibration:
         return errors
 
     def _built(self, layer: Layer) -> BuiltLayer:
-        """A layer of the model as it was, dense and without moments; one of which nothing is pruned
-        has weights only."""
+        """A layer as it was, dense and without moments; frozen if nothing of it is pruned."""
         alone = replace(self.options, replicas=ALONE, sharding=None, expansion=None)
         options = replace(alone, masks=None, moments=())
         if layer.name not in self.pruned:
-            layer = replace(layer, build=partial(_frozen, layer.build))
+            build = layer.build
+            layer = replace(layer, build=lambda: build().requires_grad_(False))
         [built] = build_layers([layer], self.pruning.ties, options)
         built.module.eval()
         return built
@@ -258,8 +248,7 @@ class Calibration:
         errors_of: Errors,
         masks: CalibratedMasks,
     ) -> tuple[float, float] | None:
-        """Fit a layer of which something is pruned; returns the errors before and after, None if
-        nothing is pruned."""
+        """Fit a layer of which something is pruned; returns the errors before and after."""
         name, module = built.spec.name, built.module
         shared = {*self.pruning.ties, *self.pruning.ties.values()}
         owned = {
@@ -289,26 +278,23 @@ class Calibration:
             if fitted is not None:
                 masters[local].copy_(fitted)
         errors = fit.heal(module, masters, pruned, errors_of, len(self.samples))
-        self._reject_no_numbers(name, *errors)
+        before, after = errors
+        if not math.isfinite(before):
+            raise TrainingError(
+                f"pruning.heal: {name} puts out numbers in {self.options.dtype} that are not "
+                "finite; choose another precision, or other texts"
+            )
+        if not math.isfinite(after):
+            raise TrainingError(
+                f"pruning.heal_rate: at {fit.rate:g} the error of {name} goes from "
+                f"{before:.4f} to {after}; choose a smaller rate"
+            )
         for local, tensor in owned.items():
             if local in pruned:
                 masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
             else:
                 masks.fitted[tensor.name] = masters[local].cpu().clone()
         return errors
-
-    def _reject_no_numbers(self, layer: str, before: float, after: float) -> None:
-        """TrainingError where the error of a layer is not finite, before or after healing."""
-        if not math.isfinite(before):
-            raise TrainingError(
-                f"pruning.heal: {layer} puts out numbers in {self.options.dtype} that are not "
-                "finite; choose another precision, or other texts"
-            )
-        if self.fit is not None and not math.isfinite(after):
-            raise TrainingError(
-                f"pruning.heal_rate: at {self.fit.rate:g} the error of {layer} goes from "
-                f"{before:.4f} to {after}; choose a smaller rate"
-            )
 
     def _log(self, built: BuiltLayer, what: str, errors: tuple[float, float] | None) -> None:
         if errors is not None:
@@ -344,8 +330,7 @@ class Calibration:
         return errors
 
     def _forward(self, built: BuiltLayer, number: int, inputs: Tensors) -> Tensors:
-        """The outputs of a layer for a microbatch; its random numbers are the same in every
-        pass."""
+        """The outputs of a layer for a microbatch, with the same random numbers in every pass."""
         name, module = built.spec.name, built.module
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
@@ -378,10 +363,6 @@ class Calibration:
             if len(flow) < count:
                 backoff.pause()
         return flow
-
-
-def _frozen(build: Callable[[], nn.Module]) -> nn.Module:
-    return build().requires_grad_(False)
 
 
 class CalibrationProgress:

@@ -82,7 +82,6 @@ class Criterion:
 
     score: Literal["magnitude", "random"] | Score
     seed: int = 0
-    """Seeds the generator of the random score."""
     pattern: tuple[int, int] | None = None
     """With (n, m), the n highest of every m consecutive inputs are kept."""
     stacks: Mapping[str, int] = field(default_factory=dict)
@@ -115,9 +114,19 @@ class Criterion:
             return torch.rand(torch.Size(shape).numel(), generator=generator), by_value
         assert callable(self.score)
         scores = self.score(name, weight().clone())
-        if not isinstance(scores, Tensor) or scores.shape != shape or not _is_plain(scores):
+        is_tensor = isinstance(scores, Tensor)
+        if (
+            not is_tensor
+            or scores.shape != shape
+            or (scores.layout, scores.device.type) != (torch.strided, "cpu")
+            or scores.is_complex()
+        ):
+            kind = type(scores).__name__
+            if is_tensor:
+                kind = f"{tuple(scores.shape)} of {scores.dtype}, {scores.layout}, on "
+                kind += str(scores.device)
             raise ConfigError(
-                f"score of {name}: {_description(scores)}; it must be one number an entry, a dense "
+                f"score of {name}: {kind}; it must be one number an entry, a dense "
                 f"real tensor of shape {shape} on the CPU"
             )
         scores = scores.detach().float().reshape(-1)
@@ -164,8 +173,7 @@ class Criterion:
 def _mask_of_stack(
     scores: Tensor, keys: Keys, experts: int, keep: int, within: Tensor | None
 ) -> Tensor:
-    """The flat mask of a stack of which each matrix keeps its share; the first ones keep one more
-    where `keep` is no multiple."""
+    """The flat mask of a stack; each matrix keeps its share, the first ones one more if need be."""
     size = scores.numel() // experts
     shares = [keep // experts + (expert < keep % experts) for expert in range(experts)]
     if within is None:
@@ -257,15 +265,3 @@ def _reject_other_arguments(score: Score) -> None:
             f"score: {error}; it is called with a tensor's name, its weights, and gradient or "
             "inputs if it has an argument of that name"
         ) from error
-
-
-def _is_plain(scores: Tensor) -> bool:
-    return (
-        scores.layout == torch.strided and scores.device.type == "cpu" and not scores.is_complex()
-    )
-
-
-def _description(scores: object) -> str:
-    if not isinstance(scores, Tensor):
-        return type(scores).__name__
-    return f"{tuple(scores.shape)} of {scores.dtype}, {scores.layout}, on {scores.device}"

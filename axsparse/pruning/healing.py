@@ -26,6 +26,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam
 
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import DataError, writing
@@ -53,12 +54,9 @@ class Reconstruction:
     """How long and how fast a layer is fitted."""
 
     passes: int
-    """How often all samples are seen."""
     rate: float
-    """The learning rate at the first step, for a tensor whose entries have a root mean square of
-    1."""
+    """The learning rate at the first step, in root mean squares of a tensor."""
     batch: int = 1
-    """Microbatches of a step."""
     replicas: Replicas = ALONE
     """The ranks that fit the same layer, and share the microbatches."""
 
@@ -83,7 +81,11 @@ class Reconstruction:
         """
         parameters = dict(module.named_parameters())
         trained = {name: parameters[name] for name in masters}
-        optimizers = {name: _adam(master) for name, master in masters.items()}
+        # Fused, the optimizer of a tensor takes one pass and no memory in between.
+        optimizers = {
+            name: Adam([master], betas=BETAS, fused=master.device.type in ("cpu", "cuda"))
+            for name, master in masters.items()
+        }
         sizes = _sizes(masters)
         before = self._error(errors, microbatches)
         batches = [
@@ -182,8 +184,7 @@ class HealedLayers:
 
     folder: Path
     fingerprint: str
-    """The fingerprint of the settings and weights that decide the contents; other files are passed
-    over."""
+    """Of the settings and weights that decide the contents; other files are passed over."""
     writes: bool
     """Whether this rank writes files: one of the ranks that hold a layer does."""
 
@@ -245,7 +246,6 @@ MASK, KEPT, FITTED = "mask ", "kept ", "fitted "
 entry, the kept weights of matrices whose weights have changed, and the values of fitted parameters
 that are not pruned."""
 _FINGERPRINT, _ERRORS = "axsparse healed by", "errors"
-"""The keys of the fingerprint and of the errors in the metadata of a file."""
 
 
 def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:
@@ -268,15 +268,9 @@ def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:
 
 
 def _sizes(masters: Mapping[str, Tensor]) -> dict[str, float]:
-    """The root mean square of each tensor's nonzero entries; a tensor of zeros gets the largest of
-    the other tensors'."""
+    """The root mean square of nonzero entries; a tensor of zeros gets the others' largest."""
     sizes = {
         name: math.sqrt(float(master.square().sum()) / max(int(master.count_nonzero()), 1))
         for name, master in masters.items()
     }
     return {name: size or max(sizes.values()) for name, size in sizes.items()}
-
-
-def _adam(master: Tensor) -> torch.optim.Adam:
-    """The optimizer of one tensor; fused, it takes one pass and no memory in between."""
-    return torch.optim.Adam([master], betas=BETAS, fused=master.device.type in ("cpu", "cuda"))

@@ -1,9 +1,9 @@
 """Prunes one layer: gathers statistics of its matrices' inputs, draws their masks, and puts the
 kept entries into its weights.
 
-`input_statistics` has the methods that look at inputs, and `expert_statistics` their way through
-the experts of a mixture. A score of the user's own may decide by the norms that Wanda gathers
-(`criteria.Score`), and methods that look at weights alone gather nothing.
+`input_statistics` has the methods that look at inputs, also of the experts of a mixture. A score of
+the user's own may decide by the norms that Wanda gathers (`criteria.Score`), and methods that look
+at weights alone gather nothing.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from axsparse.models.layer import Layer, StartValues, on_meta
 from axsparse.models.module_products import forwards_in_place
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.expert_statistics import ExpertProducts, ExpertStatistics
 from axsparse.pruning.input_statistics import (
     METHODS,
     STATISTICS,
     Convolution,
+    ExpertProducts,
+    ExpertStatistics,
     HowMany,
     InputStatistics,
     PatchStatistics,
@@ -47,11 +48,9 @@ class CalibratedMasks:
     kept: Mapping[str, int]
     """The number of kept entries of each matrix, of all stages."""
     start: StartValues | None
-    """The values that the model starts from."""
     bits: dict[str, Bits] = field(default_factory=dict)
     kept_weights: dict[str, Tensor] = field(default_factory=dict)
-    """The kept weights of the matrices that pruning has changed, in the precision of the run, or
-    in fp32 where they were fitted."""
+    """The kept weights that pruning has changed, in fp32 where they were fitted."""
     fitted: dict[str, Tensor] = field(default_factory=dict)
     """The fp32 values of parameters that are not pruned and were fitted."""
     unmet: list[str] = field(default_factory=list)
@@ -209,10 +208,8 @@ class LayerPruning:
         statistics: InputStatistics | ExpertStatistics | None,
         masks: CalibratedMasks,
     ) -> None:
-        """Draw the mask of a matrix and put its kept entries into `weight`.
-
-        A separate function, so that all this is freed before the next matrix.
-        """
+        """Draw the mask of a matrix and put its kept entries into `weight`; what it takes is
+        freed."""
         if self.criterion.sees_inputs or statistics is None:
             criterion = replace(self.criterion, stacks=self.targets.stacks)
             if statistics is not None:
@@ -249,11 +246,7 @@ class LayerPruning:
 def _adding(
     name: str, module: Multiplying, statistics: InputStatistics, unseen: set[str]
 ) -> Callable[[Tensor], Tensor]:
-    """The forward of a module that also adds its inputs to statistics.
-
-    It takes the module's name out of `unseen`. Some modules are never called: the projection of an
-    `nn.MultiheadAttention` hands over its weight alone.
-    """
+    """The forward of a module that also adds its inputs to statistics, and leaves `unseen`."""
     forward = module.forward
 
     def add_and_call(input: Tensor) -> Tensor:  # noqa: A002

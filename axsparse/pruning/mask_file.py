@@ -39,9 +39,7 @@ from axsparse.samo.selection import Bits, pack
 MASK_FILE = "mask.safetensors"
 """The file in the run directory with the masks that the pruning method has found."""
 MASKS = "masks"
-"""The key of the metadata."""
 PIECE = 1 << 20
-"""Entries of a bool mask that are counted at a time."""
 ANEW = "get the file anew"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 

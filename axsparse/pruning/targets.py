@@ -27,10 +27,8 @@ from axsparse.samo.masks import Shape, Weight
 FROM_START = frozenset(("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt"))
 """Methods whose first masks need nothing but the initial weights, and perhaps samples."""
 NOTHING_PRUNABLE = "no tensor that could be pruned"
-"""The words of the error if a pattern matches nothing."""
 
 OWN_FORM = "pattern=sparsity with a sparsity from 0 to below 1; write it like block0.*=0.5"
-"""The form of the entries of `pruning.layers`."""
 
 
 @dataclass(frozen=True)

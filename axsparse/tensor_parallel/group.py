@@ -37,8 +37,7 @@ class TensorGroup:
         self.fixed_bytes = 0
         """The part of `bytes_sent` that does not grow with the samples of a microbatch."""
         self._copied: tuple[Tensor, bool, int, Tensor] | None = None
-        """The input of the last column-parallel module, whether autograd recorded it, its version,
-        and its copy."""
+        """The input of the last column-parallel module, its mode and version, and its copy."""
         self._backoff = transport.backoff
         self._keeping = kept_rng if transport.name.endswith("local") else nullcontext
         ranks = [grid.rank(coords.stage, coords.replica, tp_rank) for tp_rank in range(self.size)]
@@ -219,8 +218,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Scatter(torch.autograd.Function):
-    """This rank's shard of a full tensor; backward, the full gradient from the shards of all
-    ranks."""
+    """This rank's shard of a full tensor; backward, the full gradient from all shards."""
 
     @staticmethod
     def forward(ctx: Any, group: TensorGroup, shard: TensorShard, full: Tensor) -> Tensor:

@@ -8,41 +8,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Any
 
 from axsparse.runtime.communication import Direction, Link, Message, Work
 from axsparse.runtime.errors import ConfigError
 from axsparse.tensor_parallel.group import TensorGroup
 
 
-class Action(Protocol):
-    """The next action of a stage: a kind, as a number, and the microbatch that it is done for."""
-
-    @property
-    def kind(self) -> int: ...
-
-    @property
-    def microbatch(self) -> int: ...
-
-
-A = TypeVar("A", bound=Action)
-A_co = TypeVar("A_co", bound=Action, covariant=True)
-
-
-class Policy(Protocol[A_co]):
-    """Chooses the actions of a stage; `pipeline/policy.py` says how."""
-
-    @property
-    def finished(self) -> bool: ...
-
-    def expects(self, direction: Direction) -> bool: ...
-
-    def arrived(self, direction: Direction, microbatch: int) -> None: ...
-
-    def next(self) -> A_co | None: ...
-
-
-class Lockstep(Policy[A]):
+class Lockstep:
     """A policy around a policy: the first rank decides, the others follow.
 
     A follower runs the actions in the order of the broadcasts, each as soon as its input has
@@ -51,30 +24,29 @@ class Lockstep(Policy[A]):
     """
 
     def __init__(
-        self, group: TensorGroup, make: Callable[[int, int], A], policy: Policy[A], mode: int
+        self, group: TensorGroup, make: Callable[[int, int], Any], policy: Any, mode: int
     ) -> None:
-        """`mode` distinguishes training from evaluation. `make` makes an action of a kind and a
-        microbatch."""
+        """`policy` is one of `pipeline/policy.py`, and `make` makes its actions of a kind and a
+        microbatch. `mode` distinguishes training from evaluation."""
         self._policy, self._mode, self._group, self._make = policy, mode, group, make
         self._here = dict.fromkeys(Direction, 0)
-        """How many inputs have arrived."""
-        self._due: A | None = None
+        self._due: Any = None
         """The action that was broadcast and has not begun here."""
         self._is_last = False
         """Whether no further action follows that one."""
 
     @property
     def finished(self) -> bool:
-        return self._policy.finished or (self._is_last and self._due is None)
+        return bool(self._policy.finished) or (self._is_last and self._due is None)
 
     def expects(self, direction: Direction) -> bool:
-        return self._policy.expects(direction)
+        return bool(self._policy.expects(direction))
 
     def arrived(self, direction: Direction, microbatch: int) -> None:
         self._policy.arrived(direction, microbatch)
         self._here[direction] += 1
 
-    def next(self) -> A | None:
+    def next(self) -> Any:
         if self._group.rank == 0:
             action = self._policy.next()
             if action is not None:
@@ -89,10 +61,7 @@ class Lockstep(Policy[A]):
         return begun
 
     def _receive(self) -> None:
-        """Take the next action that the first rank has begun, if there is one.
-
-        ConfigError if that rank evaluates while this one trains, or the reverse.
-        """
+        """Take the next action of the first rank, if there is one; ConfigError for another mode."""
         words = self._group.next_broadcast(4)
         if words is None:
             return
@@ -104,12 +73,11 @@ class Lockstep(Policy[A]):
             )
         self._due, self._is_last = self._make(kind, microbatch), bool(is_last)
 
-    def _has_input(self, action: A) -> bool:
-        """Whether an action could run here: one that needs no message can, and one for which the
-        stage expects no further message."""
+    def _has_input(self, action: Any) -> bool:
+        """Whether the input of an action, if it needs a message, is here."""
         for direction in Direction:
             if action.kind == direction and self._policy.expects(direction):
-                return action.microbatch < self._here[direction]
+                return bool(action.microbatch < self._here[direction])
         return True
 
 

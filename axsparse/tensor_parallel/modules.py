@@ -43,8 +43,7 @@ from axsparse.tensor_parallel.plan import OF_MODULES, shards_of, styles_of
 
 
 def _features(like: Tensor, size: int, weight: TensorShard) -> TensorShard:
-    """The shard of activations of which the last dimension, `size` features in all, is sharded as
-    a weight is."""
+    """The shard of activations whose last dimension, of this size, is sharded as a weight is."""
     shape = (*like.shape[:-1], size)
     return TensorShard(shape, like.dim() - 1, weight.index, weight.count, weight.packed)
 

@@ -63,8 +63,7 @@ def shards_of(
 
 
 def _check_size(name: str, style: TpStyle, shard: TensorShard, key: str) -> None:
-    """ConfigError where a dimension does not divide into N equal shards; shards of words may
-    differ."""
+    """ConfigError where a dimension has no N equal shards; shards of words may differ."""
     size, count = shard.full_shape[shard.dim], shard.count
     if style.kind == "vocabulary":
         if count > size:

@@ -1,4 +1,4 @@
-"""Builds the parts of a run from a configuration, a model and data, for a new or a resumed one."""
+"""The steps of a rank before it trains: settings, devices, plan, directory and state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
@@ -26,17 +26,16 @@ from axsparse.models.model_profile import ModelProfile, costs_text, profile, wit
 from axsparse.observe.metrics import reject_missing_packages
 from axsparse.observe.out_of_memory import record_history, with_advice
 from axsparse.pruning.calibration import Calibration
-from axsparse.pruning.criteria import Score
 from axsparse.pruning.healing import HealedLayers, Reconstruction
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
+from axsparse.pruning.methods.pruner import Pruner
 from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Console
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.machine import give_back_at_once, keep_freed_blocks
 from axsparse.runtime.process import BLOCKS, are_scattered
@@ -44,7 +43,7 @@ from axsparse.samo.expansion import Expansion
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.masks import Masks
-from axsparse.samo.optim.optimizer import LearningRate, Optimizer, own_learning_rate
+from axsparse.samo.optim.optimizer import Optimizer, own_learning_rate
 from axsparse.samo.optim.update import prepare_loops
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import Replicas
@@ -67,94 +66,22 @@ from axsparse.training.checkpoint.verification import (
     reject_other_model,
     reject_other_settings,
 )
-from axsparse.training.parts import Parts, assemble
 from axsparse.training.placement import Placement, bind_rank
 from axsparse.training.plan import (
     RunPlan,
     decided_precision,
-    found_budget,
     plan_run,
     reject_mismatching_rank,
 )
-from axsparse.training.run_data import Data, open_data, with_example
-from axsparse.training.run_directory import RunDir, find_run, open_run_dir
+from axsparse.training.run_data import Data, open_data
+from axsparse.training.run_directory import RunDir, open_run_dir
 
 HEALED = "healing"
-"""The folder in the run directory with the layers that are healed, until the first checkpoint has
-them."""
+"""The folder in the run directory with healed layers, until the first checkpoint has them."""
 OF_HEALING = ("pruning.", "data.", "model.", "seed", "precision", "batch.microbatch_size")
-"""Settings, or prefixes of settings, that determine the result of pruning at once and healing on a
-layer, in addition to the first weights and the texts."""
+"""Beginnings of settings that determine the result of pruning at once and healing."""
 SILENT_SECONDS = 2.0
 """How long a start waits for compiled loops before it says so."""
-
-
-# Reason: these are the arguments of the Python API, all but the first four optional.
-@torch.inference_mode(mode=False)
-@torch.enable_grad()  # whoever calls may have switched gradients off
-def prepare_run(
-    job: Job,
-    model: Model,
-    open_datasets: Callable[[], Datasets],
-    config: Config,
-    *,
-    grid: Grid | None = None,
-    score: Score | None = None,
-    optimizer: Optimizer | None = None,
-    learning_rate: LearningRate | None = None,
-    quiet: bool = False,
-    resume: str | None = None,
-    overwrite: bool = False,
-) -> tuple[Parts, RunDir | None]:
-    """All parts of a run on this rank, its state built or read, and its directory; None of a quiet
-    run. All ranks call this together.
-
-    The arguments and errors are as in `Trainer`, with the model, the data and the configuration in
-    one form each. `open_datasets` is called on first and last stages only. Without `grid`, the
-    layout of the configuration decides.
-    """
-    together(job.transport, lambda: _reject_other_rules(optimizer, learning_rate))
-    job.run_dir = None
-    config = _check_settings(job, config, model)
-    if quiet:
-        together(job.transport, lambda: _reject_quiet(resume))
-    if overwrite:
-        together(job.transport, lambda: _reject_overwriting(config, resume))
-    placement, config = _coords(job, config)
-    transport = placement.transport
-    open_datasets = cache(open_datasets)
-    run_here = None if model.example is not None else placement.backend.device
-    model = with_example(model, config, transport, open_datasets)
-    profiled = _profile(model, config, transport, run_here)
-
-    existing = RunDir() if quiet else find_run(config, transport, resume)
-    existing = replace(existing, overwrites=overwrite)
-    deciding = partial(
-        plan_run,
-        *(config, model, profiled, transport),
-        grid=grid,
-        score=score,
-        budget=found_budget(config, transport, placement.memory),
-        saved=None if existing.checkpoint is None else existing.checkpoint.manifest.pruned,
-        on_host=placement.gpu is None,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-    )
-    plan = together(transport, deciding)
-    placement = replace(placement, table=(*placement.table, *_scattered(plan, transport)))
-    loops = _prepare_process(job, plan, transport)
-
-    data = open_data(plan, config, transport, open_datasets, pinned=placement.pins)
-    directory = None if quiet else _open_run_directory(job, plan, config, data.entry, existing)
-    _wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
-    layers, options = _build_state(plan, placement, data, existing.checkpoint, job.run_dir)
-    parts = assemble(plan, layers, options, data, placement, job.run_dir)
-    job.keep_branch(parts)
-    if existing.checkpoint is not None:
-        together(transport, partial(_load, existing.checkpoint, parts))
-    if plan.on_host and not plan.memory_is_tight:
-        keep_freed_blocks()
-    return parts, directory
 
 
 @dataclass(frozen=True)
@@ -165,7 +92,6 @@ class PrunedLayers:
     healed: HealedLayers
     """A file for each layer of which something is pruned."""
     pruned: Sequence[str]
-    """The names of these layers."""
     before: float
     """The mean loss of a validation target of the model as it was; NaN without validation data."""
     after: float
@@ -190,15 +116,15 @@ def prune_layers(
     pass through the layers by the side. Raises what `prepare_run` raises, and TrainingError where
     healing diverges.
     """
-    _check_settings(job, config, model)
-    placement, config = _coords(job, config)
+    check_settings(job, config, model)
+    placement, config = placed(job, config)
     transport = placement.transport
-    profiled = _profile(model, config, transport)
+    profiled = profile_together(model, config, transport)
     on_host = placement.gpu is None
     plan = together(
         transport, lambda: plan_run(config, model, profiled, transport, on_host=on_host)
     )
-    _prepare_process(job, plan, transport)
+    prepare_process(job, plan, transport)
     if plan.on_host:
         keep_freed_blocks()  # A layer reuses the memory of the one before: 16 % of healing's time.
     data = open_data(plan, config, transport, open_datasets)
@@ -227,7 +153,7 @@ def prune_layers(
 # -- settings -----------------------------------------------------------------------------
 
 
-def _check_settings(job: Job, config: Config, model: Model) -> Config:
+def check_settings(job: Job, config: Config, model: Model) -> Config:
     """Check the configuration; returns it, under the name of the model unless it has one."""
     config = config.named(model.name)
     together(job.transport, lambda: check_config(config))
@@ -235,7 +161,7 @@ def _check_settings(job: Job, config: Config, model: Model) -> Config:
     return config
 
 
-def _reject_other_rules(optimizer: object, learning_rate: object) -> None:
+def reject_other_rules(optimizer: object, learning_rate: object) -> None:
     """ConfigError for rules of wrong types, which would otherwise be found deep within."""
     if not isinstance(optimizer, Optimizer | None):
         raise ConfigError(
@@ -251,17 +177,16 @@ def _reject_other_rules(optimizer: object, learning_rate: object) -> None:
         own_learning_rate(learning_rate, 0)
 
 
-def _reject_quiet(resume: str | None) -> None:
-    """ConfigError for a quiet run that is to resume another, since it has no run directory."""
-    if resume is not None:
+def reject_other_starts(
+    config: Config, *, quiet: bool, resume: str | None, overwrite: bool
+) -> None:
+    """ConfigError for a quiet run that is to resume another, and where there is no run to
+    overwrite, or it is also to be resumed."""
+    if quiet and resume is not None:
         raise ConfigError(
             "Trainer: resume goes on in a run directory, and quiet has none; leave one of them out"
         )
-
-
-def _reject_overwriting(config: Config, resume: str | None) -> None:
-    """ConfigError where there is no run to overwrite, or where it is also to be resumed."""
-    if resume is not None or config.run_dir == "auto":
+    if overwrite and (resume is not None or config.run_dir == "auto"):
         why = "resume goes on with a run" if resume is not None else "run_dir is auto, a new one"
         raise ConfigError(
             f"Trainer: overwrite begins a run_dir anew, and {why}; leave one of them out"
@@ -271,7 +196,7 @@ def _reject_overwriting(config: Config, resume: str | None) -> None:
 # -- this process among the others --------------------------------------------------------
 
 
-def _coords(job: Job, config: Config) -> tuple[Placement, Config]:
+def placed(job: Job, config: Config) -> tuple[Placement, Config]:
     """This rank's device, with a new transport that only the coming trainer uses, and the
     configuration with a precision for all devices."""
     placement = job.placement
@@ -286,7 +211,7 @@ def _coords(job: Job, config: Config) -> tuple[Placement, Config]:
     return replace(placement, transport=transport, table=(*placement.table, *lines)), config
 
 
-def _profile(
+def profile_together(
     model: Model, config: Config, transport: Transport, device: torch.device | None = None
 ) -> ModelProfile:
     """The survey on every rank.
@@ -315,7 +240,7 @@ def _profile(
     return with_costs(profiled, text_of_first(transport, costs))
 
 
-def _prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | None:
+def prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | None:
     """Check that all ranks run the same code and settings, and set up this process; returns the
     thread that loads compiled loops, if the stage has tensors that are worth them."""
     job.where = str(plan.coords)
@@ -330,7 +255,7 @@ def _prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | 
     return None
 
 
-def _scattered(plan: RunPlan, transport: Transport) -> list[str]:
+def scattered(plan: RunPlan, transport: Transport) -> list[str]:
     """A line for the screen where stages that send to each other could be on one host."""
     hosts = gather_texts(transport.world, transport.backoff, socket.gethostname())
     if plan.coords.grid.parallelism == 1 or not are_scattered(hosts):
@@ -338,7 +263,7 @@ def _scattered(plan: RunPlan, transport: Transport) -> list[str]:
     return [f"warning: neighbouring stages are on different hosts; start with {BLOCKS}"]
 
 
-def _wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
+def wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
     """Wait until loops are loaded: building the state and the first step would wait for the loops,
     and the memory outside the state is measured only after that."""
     if loops is None:
@@ -360,8 +285,8 @@ def _say(line: str) -> None:
 # -- the run directory --------------------------------------------------------------------
 
 
-def _open_run_directory(
-    job: Job, plan: RunPlan, config: Config, data: DataEntry, resumed: RunDir
+def open_run_directory(
+    job: Job, plan: RunPlan, config: Config, data: DataEntry, resumed: RunDir, *, overwrite: bool
 ) -> RunDir:
     """Open the run directory and write the initial records; from now on signals save.
 
@@ -380,7 +305,7 @@ def _open_run_directory(
         return lines
 
     changes = together(transport, fits)
-    opened = open_run_dir(config, transport, resumed)
+    opened = open_run_dir(config, transport, resumed, overwrite=overwrite)
     together(transport, lambda: opened.begin(plan.config) if transport.rank == 0 else None)
     if transport.rank == 0:
         notes = _with_stages(resumed, plan, config)
@@ -392,8 +317,7 @@ def _open_run_directory(
 
 
 def _with_stages(resumed: RunDir, plan: RunPlan, config: Config) -> Sequence[str]:
-    """The lines about a resumed run, with the number of stages where `auto` takes another one than
-    the run was written with."""
+    """The lines about a resumed run, with the number of stages where `auto` takes another one."""
     if resumed.checkpoint is None or config.layout.g_inter != "auto":
         return resumed.notes
     written = resumed.checkpoint.manifest.config["layout"]["g_inter"]
@@ -407,7 +331,7 @@ def _with_stages(resumed: RunDir, plan: RunPlan, config: Config) -> Sequence[str
 # -- the state of this rank's stage -------------------------------------------------------
 
 
-def _build_state(
+def build_state(
     plan: RunPlan,
     placement: Placement,
     data: Data,
@@ -497,12 +421,8 @@ def _first_masks(
     data: Data,
     run_dir: Path | None,
 ) -> Masks | None:
-    """The masks that state is built with; None where it starts dense. Of a run with a directory
-    the first replica says how far its calibration is.
-
-    Ranks communicate while they draw masks, so that no `together` can stand around the drawing: a
-    rank that fails there ends the job.
-    """
+    """The masks that state is built with; None where it starts dense. Ranks communicate while they
+    draw, so that one that fails there ends the job."""
     if plan.targets is None or not plan.starts_pruned:
         return None
     if plan.targets.mask_file is not None:
@@ -577,8 +497,7 @@ def _calibration(
 
 
 def _calibrated(transport: Transport, calibration: Calibration) -> CalibratedMasks:
-    """The masks that a calibration draws; ConfigError on all ranks where it does not fit the
-    model."""
+    """The masks that a calibration draws; ConfigError on all ranks if it does not fit the model."""
     together(transport, calibration.check)
     return calibration.draw()
 
@@ -597,10 +516,10 @@ def _healed_layers(plan: RunPlan, data: Data, folder: Path) -> HealedLayers:
     return HealedLayers(folder, fingerprint, writes=is_first)
 
 
-def _load(checkpoint: Checkpoint, parts: Parts) -> None:
+def load_state(
+    checkpoint: Checkpoint, plan: RunPlan, layers: Sequence[BuiltLayer], pruner: Pruner | None
+) -> None:
     """Read the state of this rank, and how far its pruning method was."""
-    load_layers(checkpoint, parts.layers, parts.profile.ties)
-    if parts.pruner is not None:
-        parts.pruner.restore(
-            checkpoint.manifest.method_state, CheckpointFiles(checkpoint).read_pruner
-        )
+    load_layers(checkpoint, layers, plan.profile.ties)
+    if pruner is not None:
+        pruner.restore(checkpoint.manifest.method_state, CheckpointFiles(checkpoint).read_pruner)

@@ -6,7 +6,7 @@
 
 `from_pretrained` loads the folder of `hf`, `load_pruned` the other one. Both have the files of
 a tokenizer: copies of the files next to the weights of `model.from`, or else files made from the
-tokenizer of the data. `axsparse.models.zoo.gpt2_files` knows the names and shapes of GPT-2; a model
+tokenizer of the data. `axsparse.models.zoo.gpt` knows the names and shapes of GPT-2; a model
 of transformers has its own.
 
 Pruned entries are zero in dense tensors. A tied weight is written once, under the name of its
@@ -40,7 +40,7 @@ from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.start_weights import WHOLE_FILE, open_weights
-from axsparse.models.zoo.gpt2_files import gpt2_name, turned
+from axsparse.models.zoo.gpt import gpt2_name, turned
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import (
     ConfigError,
@@ -88,7 +88,6 @@ TEMPLATES = "additional_chat_templates"
 """The folder next to them of chat templates with names, NAME.jinja."""
 _FOLDER_FILES = {WHOLE_FILE, SPARSE_FILE, CONFIG_FILE}
 Value = Callable[[], Tensor]
-"""Reads a tensor."""
 Tensors = Mapping[str, tuple[TensorHeader, Value]]
 """Tensors to be written, by their names in the file."""
 _STEP = "step"
@@ -103,7 +102,6 @@ class ExportSummary:
     tensors: int
     nbytes: int
     notes: Sequence[str] = ()
-    """Remarks about the export for the user."""
 
 
 # Reason: these are the arguments of the Python API, all but the first three optional.
@@ -251,8 +249,7 @@ def _write(
     *,
     force: bool,
 ) -> int:
-    """Write tensors to `path`, into a folder if there are other files, complete or not at all;
-    returns their bytes."""
+    """Write tensors to `path`, into a folder if there are other files; returns their bytes."""
     headers = {name: header for name, (header, _) in tensors.items()}
     is_folder = files is not None
     with _new(path) as unfinished:
@@ -402,10 +399,7 @@ class Weights:
 
 
 def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
-    """OutputError if something is there already.
-
-    Allowed are an empty folder and, with `force`, what an earlier export left there.
-    """
+    """OutputError unless there is nothing, an empty folder or, with `force`, an earlier export."""
     with writing(f"--out: {path}", "free the disk, or choose another place"):
         if not path.is_symlink() and not path.exists():
             return
@@ -534,8 +528,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 def _files(
     config: Config, dtype: torch.dtype, data: tuple[str, str]
 ) -> tuple[dict[str, bytes], list[str]]:
-    """The files next to weights of a run, with the tokenizer of its data if it is known; a note if
-    that cannot be read any more and `model.from` names no other."""
+    """The files next to weights of a run, with the tokenizer of its data if it can be read."""
     untold: list[str] = []
     tokenizer = None
     try:

@@ -18,16 +18,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from axsparse.data.batches import Batch
+from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.layer import Layer, Model, on_meta
 from axsparse.models.module_buffers import replaced, slots, tracked_norms
 from axsparse.models.sequential import given_module, is_in_evaluation
+from axsparse.models.stand_ins import are_alike
+from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.layer_runner import (
     LayerRunner,
     RecordedRun,
@@ -37,14 +39,15 @@ from axsparse.pipeline.layer_runner import (
     run_plainly,
 )
 from axsparse.runtime.canonical_form import bytes_of
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, ConfigError, one_line
 from axsparse.runtime.exchange import sum_by_owner, together
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.expansion import put_storage
+from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, full_weights
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
-from axsparse.training.parts import Parts
 from axsparse.training.plan import RunPlan
 
 OWN_MODELS = "axsparse.models.zoo"
@@ -62,8 +65,7 @@ noise."""
 FIXED_POINT_UNIT = 2.0**-40
 """The unit of exact sums in the check: entries up to 2**20 fit, and 2e-12 is seen."""
 AT_ONCE = 2
-"""Layers of a stage that are compared after one pass of the microbatch: the recording of a run
-takes about as much as a layer's activations."""
+"""Layers compared after one pass, whose recording takes about a layer's activations each."""
 SILENT_SECONDS = 1.0
 """A check that takes longer says so."""
 SHARDED = (
@@ -72,9 +74,6 @@ SHARDED = (
     '"replicated", or move it behind the rowwise module (Layer.tp_plan)'
 )
 """The likely cause where tensor-parallel ranks compute something else than one."""
-NUMBERED = {"layer_idx", "_run"}
-"""Attributes in which layers of one kind may differ: the number by which a layer of transformers
-finds its cache, and that by which `PartModule` finds the layer's arguments."""
 
 
 def is_checked(model: Model, setting: bool | str) -> bool:
@@ -85,72 +84,81 @@ def is_checked(model: Model, setting: bool | str) -> bool:
     return not all(_module_of(layer).startswith(OWN_DECODER) for layer in model.layers)
 
 
-def check_layers(parts: Parts, batch: Batch) -> None:
-    """Compare the distinct layers of this stage with plain torch, by a microbatch of `batch`.
+# Reason: the parts of a rank that one microbatch passes through.
+def check_layers(
+    plan: RunPlan,
+    layers: Sequence[BuiltLayer],
+    engine: Engine,
+    collector: GradientCollector,
+    statistics: RunningStatistics,
+    transport: Transport,
+    batch: Batch,
+) -> str:
+    """Compare the distinct layers of this stage with plain torch, by a microbatch of `batch`;
+    returns a line for the user, empty if the check was fast.
 
     All ranks call this together, before their first step. ConfigError on all ranks for the first
     layer that differs anywhere.
     """
     began = time.monotonic()
-    chosen = _distinct(parts.layers)
-    counts = sum_by_owner(parts.transport.world, parts.transport.backoff, [len(chosen)])
+    chosen = _distinct(layers)
+    live = [layer.module for layer in layers]
+
+    def failure_of(here: Sequence[int]) -> AxsparseError | None:
+        # What is recorded is freed on return, before the next layers need memory.
+        buffers = [(slot, slot.tensor.clone()) for module in live for slot in slots(module)]
+        runners = [engine.layers[number] for number in here]
+        with _same_attributes(live), replaced(buffers):
+            with _recorded(layers, runners, collector, statistics) as records:
+                engine.train(
+                    replace(batch, microbatches=batch.microbatches[:1]),
+                    1.0,  # The summed loss: its gradients fit every precision better than a mean's.
+                    1.0,
+                    statistics.before_forward,
+                    # Never the last one: no sums over replicas begin.
+                    lambda _: collector.microbatch(is_last=False),
+                )
+            pairs = [(layers[n], record) for n, record in zip(here, records, strict=True)]
+            # The first layer of the model is the first that its stage compares.
+            is_first = plan.coords.is_first and 0 in here
+            samples = batch.microbatches[0].inputs if is_first else None
+            return _first_failure(plan, pairs, samples)
+
+    counts = sum_by_owner(transport.world, transport.backoff, [len(chosen)])
+    # Ranks that have no layers left to compare take part in the passes of the others.
     for first in range(0, int(max(count for [count] in counts)), AT_ONCE):
-        failure = _failure_of(parts, batch, chosen[first : first + AT_ONCE])
-        together(parts.transport, partial(_raise, failure))
+        failure = failure_of(chosen[first : first + AT_ONCE])
+        together(transport, partial(_raise, failure))
     seconds = time.monotonic() - began
-    if seconds > SILENT_SECONDS:
-        parts.recorder.say(
-            f"compared {len(chosen)} of {len(parts.layers)} layers with plain torch in "
-            f"{seconds:.1f} s (train.check_layers)"
-        )
+    if seconds <= SILENT_SECONDS:
+        return ""
+    return (
+        f"compared {len(chosen)} of {len(layers)} layers with plain torch in {seconds:.1f} s "
+        "(train.check_layers)"
+    )
 
 
-# -- the run of the layout ----------------------------------------------------------------
-
-
-def _failure_of(parts: Parts, batch: Batch, chosen: Sequence[int]) -> AxsparseError | None:
-    """The error of the first of some layers of this stage that differs. All ranks call this
-    together, also those that have no layers left to compare."""
-    live = [layer.module for layer in parts.layers]
-    originals = [slot for module in live for slot in slots(module)]
-    with ExitStack() as kept:
-        kept.enter_context(_same_attributes(live))
-        kept.enter_context(replaced([(slot, slot.tensor.clone()) for slot in originals]))
-        records = _recorded(parts, batch, [parts.engine.layers[number] for number in chosen])
-        pairs = [
-            (parts.layers[number], record) for number, record in zip(chosen, records, strict=True)
-        ]
-        # The first layer of the model is the first that its stage compares.
-        is_first = parts.coords.is_first and 0 in chosen
-        samples = batch.microbatches[0].inputs if is_first else None
-        return _first_failure(parts.plan, pairs, samples)
-
-
-def _recorded(parts: Parts, batch: Batch, runners: Sequence[LayerRunner]) -> list[RecordedRun]:
-    """Pass one microbatch through all stages, and take down the runs of some layers."""
-    records = []
+@contextmanager
+def _recorded(
+    layers: Sequence[BuiltLayer],
+    runners: Sequence[LayerRunner],
+    collector: GradientCollector,
+    statistics: RunningStatistics,
+) -> Iterator[list[RecordedRun]]:
+    """Take down the runs of some layers in a microbatch, as in the first one of a step."""
     for runner in runners:
         runner.record = RecordedRun()
-        records.append(runner.record)
-    parts.collector.begin()
-    parts.statistics.begin()
-    for layer in parts.layers:
+    collector.begin()
+    statistics.begin()
+    for layer in layers:
         for tensor in layer.state.tensors:
             tensor.unit = FIXED_POINT_UNIT if layer.state.is_exact else tensor.unit
     try:
-        parts.engine.train(
-            replace(batch, microbatches=batch.microbatches[:1]),
-            1.0,  # The summed loss: its gradients fit every precision better than a mean's.
-            1.0,
-            parts.statistics.before_forward,
-            # Never the last one: no sums over replicas begin.
-            lambda _: parts.collector.microbatch(is_last=False),
-        )
+        yield [runner.record for runner in runners if runner.record is not None]
     finally:
         for runner in runners:
             runner.record = None
-        parts.statistics.undo()
-    return records
+        statistics.undo()
 
 
 # -- the run of plain torch ---------------------------------------------------------------
@@ -162,8 +170,7 @@ def _first_failure(
     samples: Tensors | None,
 ) -> AxsparseError | None:
     """The error of the first layer that differs; `samples` are the inputs of the first pair as the
-    data set has them, on the first stage. Tensor-parallel ranks call this together: all of
-    them go through all layers, since they gather the weights of each."""
+    data set has them. Tensor-parallel ranks gather the weights of each layer together."""
     model, config = plan.model, plan.config
     trains_all = is_in_evaluation(model)
     first: AxsparseError | None = None
@@ -193,8 +200,8 @@ def _raise(error: AxsparseError | None) -> None:
 
 
 def _gather_handed_weights(layer: BuiltLayer, record: RecordedRun) -> None:
-    """Make full tensors of the shards that a layer returns, such as a weight which it hands to the
-    loss, and of their gradients; tensor-parallel ranks call this together."""
+    """Gather the shards that a layer returns, such as a weight for the loss, and their
+    gradients."""
     outputs = list(record.outputs)
     for tensor in layer.state.tensors:
         for number, output in enumerate(outputs):
@@ -211,9 +218,8 @@ def _gather_handed_weights(layer: BuiltLayer, record: RecordedRun) -> None:
 def _plain_module(
     layer: BuiltLayer, weights: Mapping[str, Tensor], record: RecordedRun, seed: int
 ) -> Iterator[nn.Module]:
-    """The module of a layer as the user gave or declared it, with full weights and the buffers that
-    the recorded forward found; a module that the user holds has its own tensors again
-    afterwards."""
+    """The module of a layer as the user gave or declared it, with full weights and the recorded
+    buffers; a module that the user holds has its own tensors again afterwards."""
     module = given_module(layer.spec)
     if module is None:
         yield _filled(_rebuilt(layer.spec, seed), layer.spec.name, weights, record)
@@ -240,10 +246,8 @@ def _rebuilt(spec: Layer, seed: int) -> nn.Module:
 def _filled(
     module: nn.Module, name: str, weights: Mapping[str, Tensor], record: RecordedRun
 ) -> nn.Module:
-    """Give the module of a layer these weights, and the buffers that the recorded forward found.
-
-    Parameters of normalisations have the type of their running statistics, as torch wants them.
-    """
+    """Give the module of a layer these weights, and the recorded buffers. Parameters of
+    normalisations have the type of their statistics, as torch wants them."""
     buffers = record.buffers
     places = slots(module)
     if weights.keys() != dict(module.named_parameters()).keys() or buffers.keys() != {
@@ -306,8 +310,8 @@ class _Comparison:
 
     @torch.no_grad()
     def reject_rounded(self, samples: Tensors) -> None:
-        """ConfigError where the inputs of the first layer give other outputs before they are cast
-        to the precision of the run; many modules take no others."""
+        """ConfigError where rounding the samples to the precision of the run changes the
+        outputs."""
         record, name = self.record, self.layer.spec.name
         if all(one.dtype == other.dtype for one, other in zip(samples, record.inputs, strict=True)):
             return
@@ -329,7 +333,7 @@ class _Comparison:
 
     @torch.no_grad()
     def _changes_from_call_to_call(self, plain: Run) -> bool:
-        """Whether a second forward, from the same buffers and random numbers, gives another
+        """Whether a second forward from the same buffers and random numbers gives another
         result."""
         self._reset_buffers()
         name, record = self.layer.spec.name, self.record
@@ -373,9 +377,8 @@ class _Comparison:
     def _weights_apart(
         self, gradients: Mapping[str, Tensor | None]
     ) -> dict[str, tuple[float, float]]:
-        """`_apart` of the kept entries of the gradient of each trained parameter, by its name in
-        the layer. No gradient is a gradient of zeros. Block by block, since copies of all kept
-        entries would take more memory than a step does."""
+        """`_apart` of the kept entries of the gradient of each trained parameter, block by block,
+        since copies of all would take more memory than a step does."""
         state = self.layer.state
         state.complete_sums()
         apart: dict[str, tuple[float, float]] = {}
@@ -453,8 +456,7 @@ def _difference(ours: Tensor, plain: Tensor, tolerance: float) -> tuple[float, f
 
 
 def _apart(ours: Tensor, plain: Tensor) -> tuple[float, float]:
-    """The largest difference of two tensors of one shape, and the largest entry of plain
-    torch's."""
+    """The largest difference of two tensors of one shape, and the largest entry of the second."""
     wide = torch.float64 if torch.float64 in (ours.dtype, plain.dtype) else torch.float32
     one, other = ours.to(wide), plain.to(wide)
     apart = (one - other).abs()
@@ -486,62 +488,18 @@ def _module_of(layer: Layer) -> str:
 
 def _distinct(layers: Sequence[BuiltLayer]) -> list[int]:
     """The numbers of the layers of which none before has the same structure and settings."""
-    first: dict[object, int] = {}
+    known: list[tuple[nn.Module, str]] = []
+    distinct = []
     for number, layer in enumerate(layers):
         is_sharded = layer.state.group is not None and layer.spec.tp_plan
-        built = on_meta(layer.spec) if is_sharded else layer.module
         given = given_module(layer.spec)
-        module = built if given is None else given
-        first.setdefault((_structure(module, set()), str(layer.spec.tp_plan)), number)
-    return list(first.values())
-
-
-def _structure(module: nn.Module, seen: set[int]) -> object:
-    """The classes, settings and shapes of a module and of all below it, as a value that is equal
-    for modules that are alike."""
-    if id(module) in seen:
-        return "again"
-    seen.add(id(module))
-    settings = {
-        name: _setting(value, seen)
-        for name, value in vars(module).items()
-        if name not in NUMBERED and name not in ("_parameters", "_buffers", "_modules")
-    }
-    tensors = [
-        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, _setting(hooks, seen))
-        for name, tensor in (*module._parameters.items(), *module._buffers.items())
-        if tensor is not None
-        for hooks in [(tensor._backward_hooks, len(tensor._post_accumulate_grad_hooks or ()))]
-    ]
-    children = [
-        (name, _structure(child, seen))
-        for name, child in module._modules.items()
-        if child is not None
-    ]
-    return type(module), tuple(sorted(settings.items())), tuple(tensors), tuple(children)
-
-
-def _setting(value: object, seen: set[int]) -> object:
-    """A value that is equal for settings that make the same layer; as text, which compares."""
-    if value is None or isinstance(value, bool | int | float | str | torch.dtype):
-        return repr(value)
-    if isinstance(value, list | tuple):
-        return repr([_setting(each, seen) for each in value])
-    if isinstance(value, Mapping):
-        # Keys of hooks are numbers that count all hooks.
-        return repr([(str(k) * (not isinstance(k, int)), _setting(value[k], seen)) for k in value])
-    if isinstance(value, set | frozenset):
-        return repr(sorted(str(_setting(each, seen)) for each in value))
-    if isinstance(value, nn.Module):
-        return repr(_structure(value, seen))
-    if isinstance(value, partial):
-        return _setting([value.func, value.args, value.keywords], seen)
-    if isinstance(value, MethodType):
-        return _setting([value.__func__, value.__self__], seen)
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return f"{id(value.__code__)} {_setting(cells, seen)}"
-    return f"{type(value).__name__} {id(value)}"
+        if given is None:
+            given = on_meta(layer.spec) if is_sharded else layer.module
+        kind = given, str(layer.spec.tp_plan)
+        if not any(are_alike(kind, other) for other in known):
+            known.append(kind)
+            distinct.append(number)
+    return distinct
 
 
 # -- what stays as it was -----------------------------------------------------------------

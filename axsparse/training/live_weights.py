@@ -95,8 +95,7 @@ class LiveWeights:
                     yield _Tensor(name, now.dtype, tuple(now.shape), value)
 
     def _groups(self) -> dict[int, Collective]:
-        """The groups of rank 0 with the first rank of each later stage, as far as this rank is in
-        them."""
+        """The groups of rank 0 and the first rank of each later stage that this rank is in."""
         if self._to_first is None:
             coords, transport = self._plan.coords, self._transport
             stages = range(1, coords.grid.g_inter) if coords.is_first else [coords.stage]

@@ -20,8 +20,7 @@ from axsparse.config.hf_config import CONFIG_FILE, read_json
 from axsparse.models.layer import mismatched_values
 from axsparse.models.module_buffers import slots
 from axsparse.models.start_weights import open_weights
-from axsparse.models.zoo.hf_file import HfFile
-from axsparse.models.zoo.hf_models import empty_model
+from axsparse.models.zoo.hf_models import HfFile, empty_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.samo.pruned_weight import (
     FEWEST_ZEROS,

@@ -45,7 +45,6 @@ class Placement:
     table: Sequence[str] = ()
     """Lines for the screen that say which rank has which GPU; empty without GPUs."""
     memory: GpuMemory | None = None
-    """The memory of this rank's GPU; None on a CPU."""
 
     @property
     def pins(self) -> bool:

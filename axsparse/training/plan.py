@@ -70,7 +70,6 @@ from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half, cpu_multiplies
 from axsparse.samo.state_bytes import WeightKind, master_kind, stage_bytes
 from axsparse.tensor_parallel.plan import check_ties
-from axsparse.training.checkpoint.verification import flat
 from axsparse.training.placement import GpuMemory
 
 COMPILED_WIDTH = 1024
@@ -93,7 +92,6 @@ class ParameterGroup:
     """The settings of a parameter that `optimizer.learning_rates` or `weight_decays` name."""
 
     peak: float
-    """The parameter's peak learning rate."""
     weight_decay: float
 
 
@@ -105,27 +103,20 @@ class RunPlan:
     model: Model
     profile: ModelProfile
     stages: Sequence[range]
-    """The layers of each stage."""
     coords: RankCoords
     targets: Targets | None
     """The pruned tensors; None trains dense."""
     criterion: Criterion
-    """The score by which entries are kept."""
     optimizer: Optimizer
     learning_rate: LearningRate | None
     """A custom schedule; None for the configuration's."""
     groups: Mapping[str, ParameterGroup]
     """The parameters that have separate settings, by name; both uses of a tied weight."""
     kept_at_start: Mapping[str, int]
-    """The number of entries of each pruned tensor that state is built with.
-
-    Under one threshold for all tensors it is an even spread, since the true numbers depend on the
-    weights. A run that resumes has the numbers that were saved.
-    """
+    """Kept entries of each pruned tensor when state is built; an even spread if not known yet."""
     prediction: Prediction | None
     """The planner's memory and time; None for a model without an example."""
     on_host: bool
-    """Whether ranks compute on CPUs."""
     memory_budget: float
     """Bytes that this rank may take in addition to its process's at its start."""
     shards: Mapping[str, TensorShard]
@@ -195,7 +186,7 @@ class RunPlan:
     @property
     def facts(self) -> dict[str, str]:
         """The facts that must be equal on all ranks: every version, every setting, every layer."""
-        settings = {key: str(value) for key, value in flat(self.config.model_dump()).items()}
+        settings = {key: str(value) for key, value in self.config.by_key().items()}
         layers = {f"layer {layer.name}": repr(layer.parameters) for layer in self.profile.layers}
         return {
             **versions(),
@@ -275,7 +266,10 @@ def plan_run(
     largest = planned_model.tp_shard(grid.g_tensor)
     # Stages that the user has chosen are tried in any memory, unless a limit is given.
     is_limited = choice is not None or config.layout.memory_per_rank != "auto"
-    stages = _stages(config, decided, grid, largest, budget if is_limited else UNLIMITED)
+    if config.layout.split != "auto":
+        stages: Sequence[range] = split_by_hand(config.layout.split)
+    else:
+        stages = balanced(config, decided, grid, largest, budget if is_limited else UNLIMITED)
 
     def state_of(config: Config) -> list[int]:
         stored, layers = state_format(config, optimizer, grid.g_data), largest.profile.layers
@@ -356,20 +350,10 @@ def _weights(profile: ModelProfile, row: Candidate | None) -> WeightKind:
     return "sparse" if has_costs(profile) else "dense"
 
 
-def _stages(
-    config: Config, decided: Config, grid: Grid, largest: ProfiledModel, budget: MemoryBudget
-) -> Sequence[range]:
-    """The layers of each stage; `budget` limits a split that is left to `auto`."""
-    if config.layout.split != "auto":
-        return split_by_hand(config.layout.split)
-    return balanced(config, decided, grid, largest, budget)
-
-
 def _decided(
     config: Config, grid: Grid, extra_in_flight: int, compiled: bool | Literal["loss"]
 ) -> Config:
-    """The configuration with every `auto` replaced but `layout.split` and `samo.zero_stage`,
-    which need the rest; `extra_in_flight` and `compiled` are for the section `pipeline`."""
+    """The configuration with every `auto` replaced but `layout.split` and `samo.zero_stage`."""
     pruning, steps = config.pruning, config.train.steps
     automatic: dict[str, object] = {
         "data.sequence_length": sample_length(config),
@@ -380,7 +364,7 @@ def _decided(
         "pruning.until_step": max(round(steps * 0.5), pruning.at_step, 1),
         "schedule.decay_steps": max(steps, config.schedule.warmup_steps),
     }
-    written = flat(config.model_dump())
+    written = config.by_key()
     asked = {key: value for key, value in automatic.items() if written[key] == "auto"}
     layout = {f"layout.{key}": getattr(grid, key) for key in ("g_inter", "g_data", "g_tensor")}
     return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})

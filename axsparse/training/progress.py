@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from axsparse.config.schema import Config, SpikesConfig
 from axsparse.pruning.methods.pruner import MaskUpdate
@@ -55,9 +55,7 @@ class SpikeHistory(_Counters):
     """The recent losses by which the next one is found to be a spike, alike on every rank."""
 
     losses: Annotated[list[float], Field(max_length=10_000)] = []
-    """The losses of the last good steps, oldest first."""
     in_a_row: Count = 0
-    """Number of spikes since the last good step."""
 
     def decide(self, settings: SpikesConfig, step: int, loss: float) -> Spike | None:
         """The spike that a finite loss is; None if the loss is good, which is then remembered."""
@@ -115,7 +113,6 @@ class Progress(_Counters):
     not_finite: Count = 0
     """Number of steps skipped because loss or gradient was not finite."""
     spiked: Count = 0
-    """Number of steps skipped for a spike of the loss."""
     last_good: Count = 0
     """The last step that updated the weights; 0 before the first. Its loss was computed with the
     weights of the step before: weights that were saved before this step are known to train, later
@@ -128,23 +125,6 @@ class Progress(_Counters):
     spikes: SpikeHistory = Field(default_factory=SpikeHistory)
     best: BestEntry | None = None
     """The best evaluation; None before the first, and if none is looked for."""
-
-    @model_validator(mode="after")
-    def _nothing_comes_after_the_last_step(self) -> Progress:
-        """A learning rate that begins in the future, say, would be another run in silence."""
-        counts = {
-            "updates": self.updates,
-            "schedule_start": self.schedule_start,
-            "masks_changed": self.masks_changed or 0,
-            "last_good": self.last_good,
-            # The step that ends a run, and is not done, may be the first bad one.
-            "first_bad.step": 0 if self.first_bad is None else self.first_bad.step - 1,
-            "best.step": 0 if self.best is None else self.best.step,
-        }
-        for name, count in counts.items():
-            if count > self.step:
-                raise ValueError(f"{name} is beyond the {self.step} steps done")
-        return self
 
     @classmethod
     def at_start(cls, config: Config) -> Progress:
@@ -162,8 +142,8 @@ class Progress(_Counters):
         )
 
     def copied(self) -> Progress:
-        """A copy that the coming steps do not change, checked as one that is read."""
-        return Progress.model_validate(self.model_dump())
+        """A copy that the coming steps do not change."""
+        return self.model_copy(deep=True)
 
     def learning_rate(self, config: Config, own: LearningRate | None, peak: float) -> float:
         """The learning rate of the coming step for parameters with this peak.

@@ -41,7 +41,6 @@ class Data:
     unit: Unit
     """The unit of a target: a token, or a sample."""
     fingerprint: str
-    """The fingerprint of the training samples."""
 
     @property
     def entry(self) -> DataEntry:
@@ -156,12 +155,10 @@ MEMBERS = (
     *("name", "fingerprint", "vocab_size", "targets_per_sample"),
     *("__len__", "count_targets", "read"),
 )
-"""The members of a `Dataset`."""
 
 
 def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
-    """Open the datasets; DataError if the function returns something else, or datasets that do not
-    separate documents where `separate` asks for it."""
+    """Open the datasets; DataError if they are none, or do not separate documents as asked."""
     opened = open_datasets()
     if not isinstance(opened, Datasets):
         suggestion = f"; for each, {advice_for(opened)}" if isinstance(opened, DataLoader) else ""

@@ -57,14 +57,11 @@ class RunDir:
     found: Path | None = None
     """The directory of the run that is gone on with; None if the run gets a new one."""
     checkpoint: Checkpoint | None = None
-    """The checkpoint that all ranks have verified, which may be in another run's directory; None
-    starts from the beginning."""
+    """The verified checkpoint, perhaps in another run's directory; None starts anew."""
     notes: tuple[str, ...] = ()
     """Lines for the user about the existing checkpoints and the chosen one."""
     lock: RunLock | None = None
     """Keeps other jobs out of the directory; None on ranks other than 0, and without one."""
-    overwrites: bool = False
-    """Whether a new run removes the records and checkpoints of another in its directory."""
     made: Path | None = None
     """The new directory, once `open_run_dir` has made it."""
 
@@ -149,7 +146,9 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
     return RunDir(there, checkpoint, tuple(notes), locks[0] if locks else None)
 
 
-def open_run_dir(config: Config, transport: Transport, run: RunDir) -> RunDir:
+def open_run_dir(
+    config: Config, transport: Transport, run: RunDir, *, overwrite: bool = False
+) -> RunDir:
     """The directory of the run that was found, or a new one, which rank 0 makes and locks.
 
     Nothing in a directory that exists is changed, unless the run overwrites it. All ranks call this
@@ -159,7 +158,7 @@ def open_run_dir(config: Config, transport: Transport, run: RunDir) -> RunDir:
         return run
 
     def make() -> tuple[Path, RunLock] | None:
-        return make_run_dir(config, overwrite=run.overwrites) if transport.rank == 0 else None
+        return make_run_dir(config, overwrite=overwrite) if transport.rank == 0 else None
 
     made = together(transport, make)
     path = Path(text_of_first(transport, "" if made is None else str(made[0])))
@@ -224,8 +223,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
 
 
 def _is_run(path: Path, where: str) -> bool:
-    """Whether a directory is marked; OutputError if it is not, and has files that a run would
-    replace."""
+    """Whether a directory is marked; OutputError if not, and a run would replace files of it."""
     try:
         return is_marked(path)
     except ConfigError as reason:
@@ -342,10 +340,7 @@ def _reject_lost(run_dir: Path) -> None:
 
 
 def _reject_older(run_dir: Path, named: Path) -> None:
-    """ConfigError if the run has checkpoints after the one that is named.
-
-    The later checkpoints belong to steps that the resumed run would do again.
-    """
+    """ConfigError if the run has later checkpoints, whose steps would be done again."""
     step = step_of(named)
     if named.resolve().parent != (run_dir / CHECKPOINTS).resolve() or step is None:
         return

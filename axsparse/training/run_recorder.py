@@ -60,17 +60,18 @@ def make_recorder(
         predicted_memory_bytes=peak_bytes,
         predicted_step_seconds=None if predicted is None else predicted.step_seconds,
     )
-    if run_dir is None:
-        return Recorder(transport.world, transport.backoff, figures, None, None)
-    slow = _slow_ranks(plan, transport)
-    if transport.rank != 0:
+    slow = None if run_dir is None else _slow_ranks(plan, transport)
+    if run_dir is None or transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
     console = make_console(sys.stdout)
     lines = _banner(plan, data, transport, run_dir, int(max(row[0] for row in rows)), peak_bytes)
     start = plan.model.start
     note = start.note() if isinstance(start, FromFile) else ""
     notes = (*filter(None, [note]), *remarks(config, data.training.num_samples))
-    for line in (*placement.table, *lines, *notes, *_pruned(plan)):
+    pruned: Sequence[str] = ()
+    if plan.targets is not None:
+        pruned = pruning_lines(profile, plan.targets, config.pruning)
+    for line in (*placement.table, *lines, *notes, *pruned):
         console.line(line)
     file = open_records(config, run_dir, run_dir / METRICS_FILE)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
@@ -103,13 +104,6 @@ def _banner(
         metrics=run_dir / METRICS_FILE,
         planned="" if predicted_bytes is None else _planned(plan, predicted_bytes),
     )
-
-
-def _pruned(plan: RunPlan) -> list[str]:
-    """The pruned tensors, and the ones that stay dense."""
-    if plan.targets is None:
-        return []
-    return pruning_lines(plan.profile, plan.targets, plan.config.pruning)
 
 
 def _slow_ranks(plan: RunPlan, transport: Transport) -> SlowRanks | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -70,39 +70,6 @@ they are read, or None for the settings' data."""
 
 
 @dataclass(frozen=True)
-class OfModule:
-    """The loss and the metrics that make a model of a module."""
-
-    loss: LossFunction | None = None
-    metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
-
-    def reject_other(self, model: object) -> None:
-        """ConfigError for a module without a loss, and for a loss of what is no module."""
-        if isinstance(model, nn.Module) != (self.loss is not None):
-            raise ConfigError(
-                f"Trainer: loss is for an nn.Module, and model is {type(model).__name__}; leave it "
-                "out, since such a model has its loss"
-                if self.loss is not None
-                else f"Trainer: {type(model).__name__} has no loss; give loss=, which returns the "
-                "summed loss of the outputs and the targets"
-            )
-
-    def model(self, module: nn.Module, open_datasets: Callable[[], Datasets]) -> Model:
-        """The model, cut where the first samples pass from layer to layer."""
-        assert self.loss is not None
-        if isinstance(module, nn.Sequential) and runs_in_order(module):
-            return from_sequential(module, self.loss, metrics=self.metrics)
-        training = open_datasets().training
-        with preserved_rng():
-            inputs, _ = training.read(np.arange(min(2, len(training))))
-        made = from_module(module, self.loss, lambda _: inputs, metrics=self.metrics)
-        return replace(made, example=None)
-
-
-NOTHING = OfModule()
-
-
-@dataclass(frozen=True)
 class RunSources:
     """A model, data and settings."""
 
@@ -111,14 +78,16 @@ class RunSources:
     config: Config
 
 
+# Reason: what a program gives.
 def run_sources(
     model: ModelSource,
     data: DataSource,
     config: Config | Mapping[str, Any] | str | Path | None,
     settings: Mapping[str, Any],
-    of_module: OfModule = NOTHING,
+    loss: LossFunction | None = None,
+    metrics: Mapping[str, MetricFunction] = {},
 ) -> RunSources:
-    """All of them in one form each.
+    """All of them in one form each; `loss` and `metrics` make a model of a module.
 
     Raises ConfigError for what has none of the forms, and what `configure` and `named_model` raise.
     """
@@ -132,16 +101,41 @@ def run_sources(
             f"Trainer: model is {type(model).__name__}; give an nn.Module and loss=, an ax.Model, "
             "ax.hf(folder), or leave it out for that of the settings"
         )
-    of_module.reject_other(model)
+    if isinstance(model, nn.Module) != (loss is not None):
+        kind = type(model).__name__
+        raise ConfigError(
+            f"Trainer: {kind} has no loss; give loss=, which returns the summed loss of the "
+            "outputs and the targets"
+            if loss is None
+            else f"Trainer: loss is for an nn.Module, and model is {kind}; leave it out, since "
+            "such a model has its loss"
+        )
     of_data = data.settings if isinstance(data, Tokens) else {}
     whole = load_settings(config, of_model, of_data, settings)
-    if isinstance(model, nn.Module):
-        opener = cache(_opener(data, whole))
-        made = of_module.model(model, opener)
-        return RunSources(made, opener, whole.named(made.name))
-    made = model if isinstance(model, Model) else named_model(whole)
-    whole = whole.named(made.name)
-    return RunSources(made, _opener(data, whole), whole)
+    opener = cache(_opener(data, whole)) if isinstance(model, nn.Module) else _opener(data, whole)
+    if isinstance(model, Model):
+        made = model
+    elif isinstance(model, nn.Module):
+        assert loss is not None
+        made = _model_of(model, loss, metrics, opener)
+    else:
+        made = named_model(whole)
+    return RunSources(made, opener, whole.named(made.name))
+
+
+def _model_of(
+    module: nn.Module,
+    loss: LossFunction,
+    metrics: Mapping[str, MetricFunction],
+    open_datasets: Callable[[], Datasets],
+) -> Model:
+    """The model of a module, cut where the first samples pass from layer to layer."""
+    if isinstance(module, nn.Sequential) and runs_in_order(module):
+        return from_sequential(module, loss, metrics=metrics)
+    training = open_datasets().training
+    with preserved_rng():
+        inputs, _ = training.read(np.arange(min(2, len(training))))
+    return replace(from_module(module, loss, lambda _: inputs, metrics=metrics), example=None)
 
 
 def _opener(data: DataSource, config: Config) -> Callable[[], Datasets]:

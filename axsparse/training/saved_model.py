@@ -46,7 +46,6 @@ class SavedModel:
 
     checkpoint: Checkpoint
     config: Config
-    """The configuration of the run."""
     model: Model
     modules: list[nn.Module]
     """The modules of the model's layers, in order. Both uses of a tied weight are one tensor."""

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import num_microbatches
-from axsparse.data.batches import Batch, Prefetcher
+from axsparse.data.batches import Batch, Batches, Prefetcher
+from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
+from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.step_consensus import (
     NOTHING,
     Flags,
@@ -25,15 +27,19 @@ from axsparse.data_parallel.step_consensus import (
     StepResult,
 )
 from axsparse.models.module_buffers import slots
+from axsparse.observe.phases import Phases
+from axsparse.pipeline.engine import Engine
 from axsparse.pruning.methods.pruner import MaskUpdate
-from axsparse.runtime.communication import Op
+from axsparse.runtime.communication import Op, Transport
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.process import write_line
 from axsparse.samo.backend import to_host
 from axsparse.samo.fixed_point import UnitFit, Units
+from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import bits_digest, masks_digest, weights_digest
+from axsparse.samo.offload import Offload
 from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
@@ -42,7 +48,6 @@ from axsparse.samo.tensor_state import TensorState
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
 from axsparse.training.layer_check import check_layers, is_checked
-from axsparse.training.parts import Parts
 from axsparse.training.plan import RunPlan
 from axsparse.training.progress import FirstBad, Progress, Spike
 
@@ -51,38 +56,56 @@ MOST_NAMED = 4
 
 
 class Step:
-    """Runs training steps, one after the other, on the parts of one rank."""
+    """Runs training steps, one after the other, on one rank."""
 
-    def __init__(self, parts: Parts, progress: Progress) -> None:
+    # Reason: all that a step computes with.
+    def __init__(
+        self,
+        plan: RunPlan,
+        progress: Progress,
+        batches: Batches,
+        layers: Sequence[BuiltLayer],
+        engine: Engine,
+        *,
+        collector: GradientCollector,
+        sync: GradientSync,
+        weights: WeightGather,
+        statistics: RunningStatistics,
+        replicas: Replicas,
+        tp_group: TensorGroup | None,
+        offload: Offload | None,
+        transport: Transport,
+        phases: Phases,
+        run_dir: Path | None,
+        says: Callable[[str], None],
+    ) -> None:
         """The steps count in `progress`. All ranks call this together; TrainingError if replicas
         have other weights or masks than replica 0."""
-        config = parts.plan.config
-        self.skips = SkippedSteps(parts.plan, parts.run_dir, progress)
-        """The steps that updated nothing."""
-        self._config = config
-        self._parts = parts
-        self._progress = progress
+        self._plan, self._config, self._coords = plan, plan.config, plan.coords
+        self._progress, self._batches, self._transport = progress, batches, transport
+        self._layers, self._engine, self._phases = layers, engine, phases
+        self._states = [layer.state for layer in layers]
+        self._collector, self._sync, self._weights = collector, sync, weights
+        self._statistics, self._replicas, self._tp_group = statistics, replicas, tp_group
+        self._offload, self._says = offload, says
+        self.skips = SkippedSteps(plan, run_dir, progress)
         self._parameters = [
             (layer.spec.full_name(name), parameter, parameter.requires_grad)
-            for layer in parts.layers
+            for layer in layers
             for name, parameter in layer.module.named_parameters()
         ]
         self._units: Units | None = None
         """The units of exact sums; None where gradients are summed as numbers."""
-        if config.samo.gradient == "exact":
-            self._units = Units(num_microbatches(config.batch), progress.exponents)
-        checks = config.train.check_layers
-        self._checks_layers = (
-            checks is True if progress.step else is_checked(parts.plan.model, checks)
-        )
+        if self._config.samo.gradient == "exact":
+            self._units = Units(num_microbatches(self._config.batch), progress.exponents)
+        checks = self._config.train.check_layers
+        self._checks_layers = checks is True if progress.step else is_checked(plan.model, checks)
         """Whether the coming step compares the layers with plain torch first."""
         self._named: dict[str, set[str]] = {}
-        self._buffers_are_compared = parts.coords.grid.g_data == 1
+        self._buffers_are_compared = self._coords.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
-        _reject_unequal(
-            weights_digest(parts.layers), parts.replicas, parts.coords.stage, UNEQUAL_WEIGHTS
-        )
+        self._reject_unequal(weights_digest(layers), UNEQUAL_WEIGHTS)
         self._consensus = self._make_consensus()
 
     @torch.inference_mode(mode=False)
@@ -98,14 +121,16 @@ class Step:
         self.check_layers()
         step = self._progress.step + 1
         verdict = self._gradients(self._next_batch(), notice)
-        reject_drifted_weights(verdict, step, self._parts.coords.grid)
-        spike = self.skips.spike_of(step, verdict)
+        reject_drifted_weights(verdict, step, self._coords.grid)
+        spike = None
+        if verdict.finite:
+            spike = self._progress.spikes.decide(self._config.spikes, step, verdict.loss)
         if verdict.finite and spike is None:
-            with self._parts.phases("collective"):
-                self._parts.statistics.finish()
+            with self._phases("collective"):
+                self._statistics.finish()
             self._clip_and_update(verdict)
         else:
-            self._parts.statistics.undo()
+            self._statistics.undo()
         self._warn_of_own_buffers()
         self.skips.record(step, verdict, spike)
         self._progress.end_step()
@@ -122,29 +147,37 @@ class Step:
             self._checks_layers = False
             self._reject_frozen()
             self._read_ahead = self._next_batch()
-            check_layers(self._parts, self._read_ahead)
+            line = check_layers(
+                self._plan,
+                self._layers,
+                self._engine,
+                self._collector,
+                self._statistics,
+                self._transport,
+                self._read_ahead,
+            )
+            if line:
+                self._says(line)
 
     def _gradients(self, batch: Batch, notice: Callable[[], Flags] = lambda: NOTHING) -> StepResult:
-        """Compute the gradients of a batch, and reach a verdict on them with all ranks.
-
-        Where exact sums did not fit, the gradients are computed again in other units.
-        """
+        """The verdict of all ranks on the gradients of a batch, which are computed again in other
+        units where exact sums did not fit."""
         while True:
             self._begin_step()
             losses = self._forward_backward(batch)
-            self._all_reduce_gradients()
-            digest = 0
-            if self._compares_replicas:
-                digest = self._digest()
-                group, layers = self._parts.tp_group, self._parts.layers
-                if group is not None:
-                    reject_partial_gradients(group, layers, self._parts.coords.stage)
+            self._sync.finish()  # the sums over tied weights and replicas, begun meanwhile
+            digest, every = 0, self._config.train.compare_replicas_every
+            if every and (self._progress.step + 1) % every == 0:
+                with self._phases("optimizer"):
+                    digest = weights_digest(self._layers)
+                if self._tp_group is not None:
+                    reject_partial_gradients(self._tp_group, self._layers, self._coords.stage)
             verdict = self._agree(losses, notice, digest)
             if self._units is None or not verdict.finite:
                 return verdict
             if self._units.follow(verdict.fits):
                 return verdict
-            self._parts.statistics.undo()
+            self._statistics.undo()
 
     # -- the parts of a step, in their order ----------------------------------------------
 
@@ -152,28 +185,25 @@ class Step:
         batch, self._read_ahead = self._read_ahead, None
         if batch is not None:
             return batch
-        with self._parts.phases("data"):
+        with self._phases("data"):
             if self._prefetcher is None:
-                self._prefetcher = Prefetcher(
-                    self._parts.data.training.training, self._progress.step
-                )
+                self._prefetcher = Prefetcher(self._batches.training, self._progress.step)
             return self._prefetcher.get(self._progress.step)
 
     def _begin_step(self) -> None:
         """Open a step, whose first gradient of each parameter overwrites the last step's."""
         self._reject_frozen()
         if self._units is not None:
-            ties = self._parts.profile.ties
-            for layer in self._parts.layers:
-                for tensor in layer.state.tensors:
+            ties = self._plan.profile.ties
+            for state in self._states:
+                for tensor in state.tensors:
                     tensor.unit = self._units.unit(ties.get(tensor.name, tensor.name))
-        self._parts.collector.begin()
-        self._parts.sync.begin()
-        self._parts.statistics.begin()
+        self._collector.begin()
+        self._sync.begin()
+        self._statistics.begin()
 
     def _reject_frozen(self) -> None:
-        """ConfigError if a callback has frozen a parameter, or has made one train: its moments in
-        the optimizer would not follow."""
+        """ConfigError if a parameter was frozen or thawed, which its moments would not follow."""
         for name, parameter, trains in self._parameters:
             if parameter.requires_grad is not trains:
                 raise ConfigError(
@@ -183,44 +213,25 @@ class Step:
                 )
 
     def _forward_backward(self, batch: Batch) -> list[Tensor]:
-        """Run all microbatches; returns their losses on the last stage, nothing elsewhere.
-
-        Hooks compress every gradient as it appears (`samo/gradient_hooks.py`).
-        """
-        parts = self._parts
-        losses = parts.engine.train(
+        """Run all microbatches; returns their losses on the last stage, nothing elsewhere."""
+        losses = self._engine.train(
             batch,
             self._count_targets(batch),
             self._progress.loss_scale,
-            parts.statistics.before_forward,
-            lambda is_last: parts.collector.microbatch(is_last=is_last),
+            self._statistics.before_forward,
+            lambda is_last: self._collector.microbatch(is_last=is_last),
         )
         self._name_once(
-            f"warning: {parts.coords}: its microbatches of step {self._progress.step + 1} gave "
+            f"warning: {self._coords}: its microbatches of step {self._progress.step + 1} gave "
             "no gradient to {}; it counts as zero (freeze what no sample ever uses)",
-            parts.collector.finish(),
+            self._collector.finish(),
         )
         self._name_once(
-            f"{parts.coords}: pipeline.split_backward leaves unsplit, since they have gradients "
+            f"{self._coords}: pipeline.split_backward leaves unsplit, since they have gradients "
             "besides that of one call of their layer: {}",
-            parts.engine.unsplit,
+            self._engine.unsplit,
         )
         return losses
-
-    def _all_reduce_gradients(self) -> None:
-        """Wait for the sums over tied weights and replicas, which began while layers computed."""
-        self._parts.sync.finish()
-
-    @property
-    def _compares_replicas(self) -> bool:
-        """Whether replicas are compared in the present step."""
-        every, step = self._config.train.compare_replicas_every, self._progress.step + 1
-        return bool(every) and step % every == 0
-
-    def _digest(self) -> int:
-        """A hash of the weights that this rank answers for; 0 if there are none."""
-        with self._parts.phases("optimizer"):
-            return weights_digest(self._parts.layers)
 
     def _agree(
         self,
@@ -229,11 +240,10 @@ class Step:
         digest: int = 0,
     ) -> StepResult:
         """Agree on all ranks on the loss, the norm, and whether both are finite."""
-        parts = self._parts
-        with parts.phases("optimizer"):
-            squares = norm_partials([layer.state for layer in parts.layers], self._counted)
-            exact = [layer.state for layer in parts.layers if layer.state.is_exact]
-            extremes = [*parts.sync.own_extremes, *(layer.most for layer in exact)]
+        with self._phases("optimizer"):
+            squares = norm_partials(self._states, self._counted)
+            exact = [state for state in self._states if state.is_exact]
+            extremes = [*self._sync.own_extremes, *(layer.most for layer in exact)]
             # Losses, extremes and squares reach the host in one copy.
             values = iter(to_host([*losses, *extremes, *squares.values()]))
         each = [float(next(values)) for _ in losses]
@@ -241,27 +251,25 @@ class Step:
         partials = {name: next(values) for name in squares}
         summed = [tensor for layer in exact for tensor in layer.tensors]
         fits = self._fits(dict(zip(summed, ends[len(ends) - len(summed) :], strict=True)))
-        with parts.phases("collective"):
+        with self._phases("collective"):
             is_finite = all(map(math.isfinite, ends))
             report = LocalStats(each, partials, notice(), is_finite, digest, fits)
             return self._consensus.reach(report, self._progress.loss_scale)
 
     def _fits(self, largest: Mapping[TensorState, float]) -> dict[str, UnitFit]:
-        """How exact sums fit their units, from the largest entry of each tensor; both uses of a
-        tied weight count as its first."""
+        """How exact sums fit their units, by the largest entries; a tied weight counts once."""
         fits: dict[str, UnitFit] = {}
         for tensor, most in largest.items():
             assert self._units is not None, "sums of numbers note no largest entry"
             fit = self._units.fit(most / tensor.unit)
-            first = self._parts.profile.ties.get(tensor.name, tensor.name)
+            first = self._plan.profile.ties.get(tensor.name, tensor.name)
             if fit is not None:
                 fits[first] = max(fit, fits.get(first, fit))
         return fits
 
     def _clip_and_update(self, verdict: StepResult) -> None:
         """Clip by the global norm, step the optimizer on kept entries, write the dense weights."""
-        parts, settings = self._parts, self._config.optimizer
-        progress = self._progress
+        settings, progress = self._config.optimizer, self._progress
         progress.updates += 1
         hyper = Hyper(
             step=progress.updates,
@@ -270,11 +278,11 @@ class Step:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        with parts.phases("optimizer"):
+        with self._phases("optimizer"):
             factor = clip_factor(verdict.grad_norm, settings.clip_norm)
             update(
-                [layer.state for layer in parts.layers],
-                parts.plan.optimizer,
+                self._states,
+                self._plan.optimizer,
                 hyper,
                 factor / progress.loss_scale,
                 own={
@@ -283,12 +291,12 @@ class Step:
                         learning_rate=self.learning_rate(group.peak),
                         weight_decay=group.weight_decay,
                     )
-                    for name, group in parts.plan.groups.items()
+                    for name, group in self._plan.groups.items()
                 },
-                updated=parts.weights.updated,
-                staged_layers=iter if parts.offload is None else parts.offload.staged_layers,
+                updated=self._weights.updated,
+                staged_layers=iter if self._offload is None else self._offload.staged_layers,
             )
-        parts.weights.finish()
+        self._weights.finish()
 
     # -- between steps --------------------------------------------------------------------
 
@@ -300,7 +308,7 @@ class Step:
         batch = self._read_ahead = self._next_batch()
         while True:
             verdict = self._gradients(batch)
-            self._parts.statistics.undo()
+            self._statistics.undo()
             if verdict.finite:
                 return
             self.skips.rescale(self._progress.step + 1, verdict)
@@ -313,7 +321,7 @@ class Step:
 
     def learning_rate(self, peak: float) -> float:
         """The learning rate of the coming step for parameters with this peak."""
-        return self._progress.learning_rate(self._config, self._parts.plan.learning_rate, peak)
+        return self._progress.learning_rate(self._config, self._plan.learning_rate, peak)
 
     def close(self) -> None:
         """End the thread that reads ahead; safe to call twice."""
@@ -324,19 +332,16 @@ class Step:
     # -- details --------------------------------------------------------------------------
 
     def _count_targets(self, batch: Batch) -> float:
-        """The step's global number of targets, by which the last stage divides its losses.
-
-        Other stages divide nothing and get 1. DataError if the step has no target.
-        """
-        parts = self._parts
-        if not parts.coords.is_last:
+        """The global number of targets of the step, by which the last stage divides its losses; 1
+        on other stages. DataError if there is none."""
+        if not self._coords.is_last:
             return 1.0
-        each = parts.data.training.targets_per_sample
+        each = self._batches.targets_per_sample
         if each is not None:
             return float(each * self._config.batch.global_batch_size)
-        with parts.phases("collective"):
+        with self._phases("collective"):
             count = torch.tensor([batch.num_targets], dtype=torch.float64)
-            parts.replicas.exchange(Op.ALL_REDUCE, count)
+            self._replicas.exchange(Op.ALL_REDUCE, count)
         if not count:
             raise DataError(
                 f"data: none of the samples of step {self._progress.step + 1} has a target "
@@ -346,49 +351,49 @@ class Step:
 
     def _make_consensus(self) -> StepConsensus:
         """Check that replicas keep the same entries, and lay out the vector of the agreement."""
-        parts, transport = self._parts, self._parts.transport
-        _reject_unequal(
-            masks_digest(parts.layers), parts.replicas, parts.coords.stage, UNEQUAL_MASKS
-        )
+        self._reject_unequal(masks_digest(self._layers), UNEQUAL_MASKS)
         kept = {
             tensor.name: tensor.kept
-            for layer in parts.layers
-            for tensor in layer.state.owned
-            if parts.coords.tp_rank == 0 or tensor.shard is not None
+            for state in self._states
+            for tensor in state.owned
+            if self._coords.tp_rank == 0 or tensor.shard is not None
         }
-        names = parts.plan.counted
+        names = self._plan.counted
         self._counted = [name for name in names if name in kept]
-        return StepConsensus(transport.world, transport.backoff, parts.coords, names, kept)
+        world, backoff = self._transport.world, self._transport.backoff
+        return StepConsensus(world, backoff, self._coords, names, kept)
+
+    def _reject_unequal(self, digest: int, text: str) -> None:
+        """TrainingError, of a text with {replica} and {stage}, if a replica has another digest."""
+        digests = torch.zeros(self._replicas.size, dtype=torch.float64)
+        digests[self._replicas.rank] = digest
+        self._replicas.exchange(Op.ALL_REDUCE, digests)
+        first, *others = digests.tolist()
+        for replica, other in enumerate(others, 1):
+            if other != first:
+                raise TrainingError(text.format(replica=replica, stage=self._coords.stage))
 
     def _warn_of_own_buffers(self) -> None:
-        """Warn, after the first step, of buffers that each replica has in its own way.
-
-        Checkpoints hold the first replica's, from which all replicas resume.
-        """
+        """Warn once of buffers that differ between replicas; checkpoints have the first one's."""
         if self._buffers_are_compared:
             return
         self._buffers_are_compared = True
-        parts = self._parts
         names = [
-            parts.layers[number].spec.full_name(name)
-            for number, name in parts.statistics.different()
+            self._layers[number].spec.full_name(name)
+            for number, name in self._statistics.different()
         ]
         self._name_once(
-            f"warning: {parts.coords}: each replica has its own {{}}; checkpoints hold the first "
+            f"warning: {self._coords}: each replica has its own {{}}; checkpoints hold the first "
             "replica's, so that a run that resumes goes on otherwise if training depends on them",
             names,
         )
 
     def _name_once(self, text: str, names: Sequence[str]) -> None:
-        """Print a text, in which "{}" stands for the names that it has not named before, if there
-        are any.
-
-        Of the replicas of a stage, the first one prints it.
-        """
+        """Print a text in which "{}" stands for the names that it has not named before, if any."""
         known = self._named.setdefault(text.rpartition("{}")[2], set())
         new = [name for name in names if name not in known]
         known.update(new)
-        if new and self._parts.coords.replica == 0:
+        if new and self._coords.replica == 0:
             more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
             write_line(text.format(f"{', '.join(new[:MOST_NAMED])}{more}"))
 
@@ -402,20 +407,6 @@ UNEQUAL_MASKS = (
     "masks: replica {replica} keeps other entries than replica 0 on stage {stage}; masks must "
     "depend on seed, names and weights only"
 )
-
-
-def _reject_unequal(digest: int, replicas: Replicas, stage: int, text: str) -> None:
-    """TrainingError if a replica of this stage has another digest than replica 0.
-
-    All replicas call this together. `text` names {replica} and {stage}.
-    """
-    digests = torch.zeros(replicas.size, dtype=torch.float64)
-    digests[replicas.rank] = digest
-    replicas.exchange(Op.ALL_REDUCE, digests)
-    first, *others = digests.tolist()
-    for replica, other in enumerate(others, 1):
-        if other != first:
-            raise TrainingError(text.format(replica=replica, stage=stage))
 
 
 def reject_partial_gradients(group: TensorGroup, layers: Sequence[BuiltLayer], stage: int) -> None:
@@ -477,12 +468,6 @@ class SkippedSteps:
         self._run_dir = run_dir
         self._progress = progress
 
-    def spike_of(self, step: int, verdict: StepResult) -> Spike | None:
-        """The spike of step number `step`; None if its loss is usual or not finite."""
-        if not verdict.finite:
-            return None
-        return self._progress.spikes.decide(self._config.spikes, step, verdict.loss)
-
     def record(self, step: int, verdict: StepResult, spike: Spike | None) -> None:
         """Take note of step number `step`, and let the loss scale follow it.
 
@@ -490,7 +475,14 @@ class SkippedSteps:
         """
         self.reason = None
         if spike is not None:
-            self._record_spike(spike)
+            patience = self._config.spikes.patience
+            if self._progress.spikes.in_a_row >= patience:
+                raise self._given_up(
+                    f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for "
+                    "that (spikes.patience)"
+                )
+            self.reason = str(spike)
+            self._progress.spiked += 1
             return
         if verdict.finite:
             self._progress.last_good = step
@@ -520,17 +512,6 @@ class SkippedSteps:
             f"step {first.step}: {first.what}, and no step could update for {patience} in a "
             f"row, up to step {step} (loss_scale.patience)"
         )
-
-    def _record_spike(self, spike: Spike) -> None:
-        """Count a step that is skipped for a spike; TrainingError after too many in a row."""
-        patience = self._config.spikes.patience
-        if self._progress.spikes.in_a_row >= patience:
-            raise self._given_up(
-                f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for that "
-                "(spikes.patience)"
-            )
-        self.reason = str(spike)
-        self._progress.spiked += 1
 
     def _given_up(self, why: str) -> TrainingError:
         """The error of a run whose steps do not update any more.

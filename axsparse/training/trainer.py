@@ -9,6 +9,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,23 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
+from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.step_consensus import Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.sequential import plain_model, reject_dotted_names
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import with_advice
+from axsparse.observe.phases import DevicePhases, Phases
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
-from axsparse.observe.watchdog.watchdog import open_watchdog
+from axsparse.observe.watchdog.watchdog import Activity, open_watchdog
+from axsparse.pipeline.engine import Engine, Rank, decides_alone
+from axsparse.pipeline.policy import action
+from axsparse.planner.auto_layout import configured_schedule
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.mask_file import MASK_FILE
+from axsparse.pruning.methods.live_masks import LiveMasks
+from axsparse.pruning.methods.method_registry import choose_pruner
 from axsparse.pruning.methods.pruner import Pruner, StepContext
 from axsparse.runtime.errors import (
     ConfigError,
@@ -36,20 +45,47 @@ from axsparse.runtime.errors import (
     note_errors,
 )
 from axsparse.runtime.exchange import sum_by_owner, sum_of, together
+from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, own_job
+from axsparse.runtime.machine import keep_freed_blocks
 from axsparse.runtime.stop_signal import StopRequest
+from axsparse.samo.gradient_hooks import GradientCollector
+from axsparse.samo.offload import Offload
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.build import prepare_run
+from axsparse.tensor_parallel.lockstep import Lockstep
+from axsparse.tensor_parallel.modules import Sharding
+from axsparse.training.build import (
+    build_state,
+    check_settings,
+    load_state,
+    open_run_directory,
+    placed,
+    prepare_process,
+    profile_together,
+    reject_other_rules,
+    reject_other_starts,
+    scattered,
+    wait_for_loops,
+)
 from axsparse.training.checkpoint.checkpoint_folder import path_of
 from axsparse.training.checkpoint.saver import Saver
 from axsparse.training.evaluation import Evaluation, evaluate
 from axsparse.training.export import save_folder
 from axsparse.training.live_weights import LiveWeights
-from axsparse.training.parts import Parts
+from axsparse.training.plan import found_budget, plan_run
 from axsparse.training.progress import Progress
-from axsparse.training.run_directory import RunDir
-from axsparse.training.run_sources import DataSource, ModelSource, OfModule, run_sources
+from axsparse.training.run_data import open_data, with_example
+from axsparse.training.run_directory import RunDir, find_run
+from axsparse.training.run_recorder import make_recorder
+from axsparse.training.run_sources import DataSource, ModelSource, run_sources
+from axsparse.training.stage_parts import (
+    stage_link,
+    stage_of_layers,
+    stage_products,
+    stage_statistics,
+    stage_ties,
+)
 from axsparse.training.step import Step
 
 
@@ -118,9 +154,9 @@ class Trainer:
             settings["learning_rate"], learning_rate = learning_rate, None
         given = together(
             job.transport,
-            lambda: run_sources(model, data, config, settings, OfModule(loss, metrics)),
+            lambda: run_sources(model, data, config, settings, loss, metrics),
         )
-        parts, directory = prepare_run(
+        self._prepare(
             *(job, given.model, given.open_datasets, given.config),
             score=score,
             optimizer=optimizer,
@@ -129,32 +165,174 @@ class Trainer:
             resume=resume,
             overwrite=overwrite,
         )
-        self._take_over(job, parts, directory)
 
-    def _take_over(self, job: Job, parts: Parts, directory: RunDir | None) -> None:
-        """Begin where a run stands; without a directory it saves nothing, and no signal stops
-        it."""
-        self.parts = parts
-        self.config = config = parts.plan.config
+    # Reason: the arguments of `__init__`, and all that a rank consists of, in order.
+    @torch.inference_mode(mode=False)
+    @torch.enable_grad()  # whoever calls may have switched gradients off
+    def _prepare(
+        self,
+        job: Job,
+        model: Model,
+        open_datasets: Callable[[], Datasets],
+        config: Config,
+        *,
+        grid: Grid | None = None,
+        score: Score | None = None,
+        optimizer: Optimizer | None = None,
+        learning_rate: LearningRate | None = None,
+        quiet: bool = False,
+        resume: str | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Build all that this rank trains with, its state built or read. All ranks call this
+        together.
+
+        The arguments and errors are as in `__init__`, with the model, the data and the
+        configuration in one form each. `open_datasets` is called on first and last stages only.
+        Without `grid`, the layout of the configuration decides. A quiet run saves nothing, and no
+        signal stops it.
+        """
+        # The settings, this rank among the others, and what is to be trained.
+        together(job.transport, lambda: reject_other_rules(optimizer, learning_rate))
+        job.run_dir = None
+        config = check_settings(job, config, model)
+        together(
+            job.transport,
+            lambda: reject_other_starts(config, quiet=quiet, resume=resume, overwrite=overwrite),
+        )
+        self.placement, config = placed(job, config)
+        self.transport = transport = self.placement.transport
+        gpu, backoff, open_datasets = self.placement.gpu, transport.backoff, cache(open_datasets)
+        run_here = None if model.example is not None else self.placement.backend.device
+        model = with_example(model, config, transport, open_datasets)
+        profile = profile_together(model, config, transport, run_here)
+
+        # The plan of the run, its data, and its directory.
+        found = RunDir() if quiet else find_run(config, transport, resume)
+        deciding = partial(
+            plan_run,
+            *(config, model, profile, transport),
+            grid=grid,
+            score=score,
+            budget=found_budget(config, transport, self.placement.memory),
+            saved=None if found.checkpoint is None else found.checkpoint.manifest.pruned,
+            on_host=gpu is None,
+            optimizer=optimizer,
+            learning_rate=learning_rate,
+        )
+        self.plan = plan = together(transport, deciding)
+        self.coords, self.profile, self.config = plan.coords, plan.profile, plan.config
+        coords, resolved = self.coords, self.config
+        table = (*self.placement.table, *scattered(plan, transport))
+        self.placement = replace(self.placement, table=table)
+        loops = prepare_process(job, plan, transport)
+        self.data = open_data(plan, config, transport, open_datasets, pinned=self.placement.pins)
+        entry, directory = self.data.entry, None
+        if not quiet:
+            directory = open_run_directory(job, plan, config, entry, found, overwrite=overwrite)
+        self.run_dir: Path | None = None if directory is None else directory.path
+        """The directory that the run writes to; None of a quiet one."""
+        wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
+
+        # The layers of the stage, and what computes them.
+        self.layers, options = build_state(
+            plan, self.placement, self.data, found.checkpoint, self.run_dir
+        )
+        self.expansion = options.expansion
+        """The memory in which sparse weights are expanded; None if all are dense at rest."""
+        self.recorder = make_recorder(plan, self.layers, self.data, self.placement, self.run_dir)
+        self.phases = Phases() if gpu is None else DevicePhases(gpu)
+        states = [layer.state for layer in self.layers]
+        column = coords.grid.dp_group(coords.stage, coords.tp_rank)
+        gradients = transport.collective(f"gradients of stage {coords.stage}", column)
+        self.sync = GradientSync(
+            states,
+            stage_ties(plan, self.layers, transport),
+            replicas=gradients,
+            wire_dtype=plan.dtype,
+            backoff=backoff,
+            phases=self.phases,
+        )
+        self.collector = GradientCollector(states, self.sync.ready, self.phases.compression)
+        sharding = options.sharding
+        self.tp_group = sharding.group if isinstance(sharding, Sharding) else None
+        """The tensor-parallel ranks of this stage, where its layers are sharded."""
+        products = stage_products(plan, self.layers, self.collector)
+        self.link = stage_link(transport.link(coords), self.tp_group, self.phases, products)
+        self.engine = Engine(
+            Rank(coords, backoff, self.phases, gpu),
+            stage_of_layers(plan, self.layers, products, self.tp_group, self.expansion),
+            self.link,
+            schedule=configured_schedule(resolved.pipeline),
+            while_idle=self.sync.advance,
+            around=decides_alone
+            if self.tp_group is None
+            else partial(Lockstep, self.tp_group, action),
+        )
+        self.statistics = stage_statistics(plan, self.layers, options.replicas)
+        self.offload = Offload(gpu, states, backoff) if gpu and resolved.samo.offload else None
+        """Brings masters and moments from the host for their update; None if they stay on the
+        device."""
+        self.activity = Activity(self.phases, backoff, self.engine.awaited)
+        """Shows the watchdog the current task of this rank."""
+
+        # Which entries are kept, and when that changes.
+        self.live: LiveMasks | None = None
+        """The live masks of this rank's layers; None where nothing ever is pruned."""
+        if plan.targets is not None:
+            self.live = LiveMasks(
+                *(self.layers, plan.profile.ties, plan.targets, plan.criterion.pattern),
+                *(options, coords, transport),
+            )
+        self.pruner = choose_pruner(
+            resolved, plan.criterion, self.live, starts_pruned=plan.starts_pruned
+        )
+        """Draws and changes masks between steps; None leaves them as they are."""
+        job.keep_branch(self)
+        if found.checkpoint is not None:
+            loading = partial(load_state, found.checkpoint, plan, self.layers, self.pruner)
+            together(transport, loading)
+        if plan.on_host and not plan.memory_is_tight:
+            keep_freed_blocks()
+
+        # How far the run is, and who looks after it.
+        self.progress = (directory and directory.progress) or Progress.at_start(resolved)
+        if not resolved.checkpoint.keep_best:
+            self.progress.best = None
         self.last_evaluation: Evaluation | None = None
         self._job = job
-        self.progress = (directory and directory.progress) or Progress.at_start(config)
-        if not config.checkpoint.keep_best:
-            self.progress.best = None
         self._saver: Saver | None = None
         self._stop: StopRequest | None = None
         if directory is not None:
-            self._saver, self._stop = Saver(directory, parts), job.stop
+            self._stop = job.stop
+            self._saver = Saver(
+                *(directory, plan, entry, self.layers, self.pruner, self.statistics),
+                transport=transport,
+                note_progress=self.activity.note_progress,
+                says=self.recorder.say,
+            )
         self._watchdog = open_watchdog(
-            config.watchdog,
-            parts.run_dir,
-            coords=parts.coords,
-            activity=parts.activity,
-            transport=parts.transport,
+            resolved.watchdog,
+            self.run_dir,
+            coords=coords,
+            activity=self.activity,
+            transport=transport,
         )
-        self._step = Step(parts, self.progress)
-        self._is_stopped = False
-        self._closed = False
+        self._step = Step(
+            *(plan, self.progress, self.data.training, self.layers, self.engine),
+            collector=self.collector,
+            sync=self.sync,
+            weights=WeightGather(gradients, backoff, self.phases),
+            statistics=self.statistics,
+            replicas=options.replicas,
+            tp_group=self.tp_group,
+            offload=self.offload,
+            transport=transport,
+            phases=self.phases,
+            run_dir=self.run_dir,
+            says=self.recorder.say,
+        )
+        self._is_stopped = self._closed = False
         self._is_ended = False
         """Whether a callback has asked to end the run."""
         self._is_ready = False
@@ -162,18 +340,13 @@ class Trainer:
         self._awaits_step = False
         """Whether the loop has given a step's number, and the step has not been done."""
         self._callbacks: dict[str, Callable[[int, Any], object] | None] = {}
-        self._live_weights = LiveWeights(parts.plan, parts.layers, parts.transport)
-        self._tracing = make_tracing(parts, self.steps_done)
+        self._live_weights = LiveWeights(plan, self.layers, transport)
+        self._tracing = self._make_tracing()
 
     @property
     def rank(self) -> int:
         """The number of this rank, from 0; rank 0 gets weights, and is the one to print."""
-        return self.parts.coords.rank
-
-    @property
-    def run_dir(self) -> Path | None:
-        """The directory that the run writes to; None of a quiet one."""
-        return self.parts.run_dir
+        return self.coords.rank
 
     @property
     def steps_done(self) -> int:
@@ -256,7 +429,6 @@ class Trainer:
             "on_checkpoint": on_checkpoint,
         }
         with self._ending_on_failure():
-            _reject_no_functions(self._callbacks)
             self._warn_of_no_evaluation(on_evaluation)
             for _ in self:
                 self.step()
@@ -281,8 +453,7 @@ class Trainer:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        """Watch the code within also before and after a run, which is watched from its first step
-        until it is closed."""
+        """Watch the code within; a run is watched from its first step until it is closed."""
         if self._watchdog is not None:
             self._watchdog.start()
         try:
@@ -294,20 +465,18 @@ class Trainer:
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
         """Close if the code within fails; whatever the caller has switched, it has gradients."""
-        parts = self.parts
         try:
             with (
                 torch.inference_mode(mode=False),
                 torch.enable_grad(),
                 with_advice(
-                    parts.coords.rank,
+                    self.coords.rank,
                     lambda: (
-                        f"{parts.phases.action or parts.activity.task} of step "
-                        f"{parts.activity.step}"
+                        f"{self.phases.action or self.activity.task} of step {self.activity.step}"
                     ),
-                    parts.state_bytes,
-                    parts.recorder.predicted_memory_bytes,
-                    parts.run_dir,
+                    self.state_bytes,
+                    self.recorder.predicted_memory_bytes,
+                    self.run_dir,
                 ),
             ):
                 yield
@@ -322,16 +491,15 @@ class Trainer:
 
     def _end(self) -> None:
         """End the run after its last step: all is saved, and the result checked."""
-        parts = self.parts
         with self._ending_on_failure():
-            parts.recorder.flush()
+            self.recorder.flush()
             if self._saver is not None:
-                parts.activity.at("checkpoint", self.steps_done)
+                self.activity.at("checkpoint", self.steps_done)
                 self._saver.finish()
                 self._announce_checkpoints()
-            reject_bad_end(self.steps_done, self.last_evaluation, parts.pruner)
+            reject_bad_end(self.steps_done, self.last_evaluation, self.pruner)
             for line in last_lines(self.progress, self._saver):
-                parts.recorder.say(line)
+                self.recorder.say(line)
         self._release()
 
     def close(self) -> None:
@@ -353,10 +521,10 @@ class Trainer:
 
     def _save_in_the_middle(self, saver: Saver) -> None:
         """Save, unless a checkpoint has it all, and say where."""
-        recorder = self.parts.recorder
+        recorder = self.recorder
         recorder.flush()
         if self.steps_done not in (0, saver.last_step):
-            self.parts.activity.at("checkpoint", self.steps_done)
+            self.activity.at("checkpoint", self.steps_done)
             saver.start(self.progress)
         saver.finish()
         self._announce_checkpoints()
@@ -367,8 +535,7 @@ class Trainer:
             )
 
     def _release(self) -> None:
-        """End all threads, remove the hooks from the weights, which would keep the model alive, and
-        close the record; safe to call twice."""
+        """End threads, hooks (which would keep the model alive) and record; safe to call twice."""
         self._closed = True
         if self in self._job.in_progress:
             self._job.in_progress.remove(self)
@@ -377,8 +544,8 @@ class Trainer:
         if self._stop is not None:
             self._stop.release()
         self._step.close()
-        self.parts.collector.close()
-        self.parts.recorder.close()
+        self.collector.close()
+        self.recorder.close()
         if self._watchdog is not None:
             self._watchdog.close()
 
@@ -387,17 +554,17 @@ class Trainer:
             return
         if self.config.train.eval_steps == 0:
             why = "train.eval_steps is 0; set it, or leave on_evaluation out"
-        elif self.parts.data.validation is None:
+        elif self.data.validation is None:
             why = "there are no validation data; give Datasets(training, validation)"
         else:
             return
-        self.parts.recorder.say(f"warning: on_evaluation is never called: {why}")
+        self.recorder.say(f"warning: on_evaluation is never called: {why}")
 
     def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""
         # Evaluate even if a signal asked to stop, since the saved weights may have new masks.
         if self._evaluation_is_due() and (
-            self._is_over or not self._is_stopped or self.parts.pruner is not None
+            self._is_over or not self._is_stopped or self.pruner is not None
         ):
             self._recorded_evaluation()
             self._heed_signal()
@@ -411,8 +578,8 @@ class Trainer:
             or (self.progress.is_best and saver.last_step != self.steps_done)
         )
         if saver is not None and (stops or is_due):
-            self.parts.recorder.flush()
-            self.parts.activity.at("checkpoint", self.steps_done)
+            self.recorder.flush()
+            self.activity.at("checkpoint", self.steps_done)
             saver.start(self.progress)
         if stops:
             self._end_stopped()
@@ -434,19 +601,18 @@ class Trainer:
         change. None if there is no validation data. ConfigError on a rank whose neighbouring stage
         trains meanwhile; replicas that wait for each other are named by the watchdog.
         """
-        parts = self.parts
-        validation = parts.data.validation
+        validation = self.data.validation
         if validation is None or self.config.train.eval_steps == 0:
             return None
-        parts.activity.at("evaluation", self.steps_done)
-        with self._watched(), parts.statistics.of_first_replica():
+        self.activity.at("evaluation", self.steps_done)
+        with self._watched(), self.statistics.of_first_replica():
             self.last_evaluation = evaluate(
-                parts.engine,
+                self.engine,
                 validation,
                 self.config.train.eval_steps,
-                tuple(parts.plan.model.metrics),
-                transport=parts.transport,
-                coords=parts.coords,
+                tuple(self.plan.model.metrics),
+                transport=self.transport,
+                coords=self.coords,
             )
         return self.last_evaluation
 
@@ -460,7 +626,7 @@ class Trainer:
         if self._saver is None:
             raise ConfigError("save: a quiet trainer has no run directory; make it without quiet")
         self._reject_closed("save")
-        self.parts.activity.at("checkpoint", self.steps_done)
+        self.activity.at("checkpoint", self.steps_done)
         with self._watched():
             self._saver.start(self.progress)
             self._saver.finish()
@@ -473,7 +639,7 @@ class Trainer:
 
         Raises, on all ranks alike, ConfigError if nothing is pruned, OutputError.
         """
-        live = self.parts.live
+        live = self.live
         if live is None:
             raise ConfigError("mask file: nothing of this model is pruned; set pruning.sparsity")
         live.save(path)
@@ -495,25 +661,25 @@ class Trainer:
         memory for the full model. Raises, on all ranks alike, ConfigError for a model that
         transformers does not have, and OutputError.
         """
-        parts, found = self.parts, self.state_dict(trained=trained)
+        found = self.state_dict(trained=trained)
 
         def write() -> None:
             if found is not None:
                 names = {name: there for name in found if (there := named(name)) is not None}
-                shapes = parts.profile.shapes
+                shapes = self.profile.shapes
                 notes = save_folder(
                     self.config,
                     {there: shapes[name] for name, there in names.items() if name in shapes},
                     {there: found[name] for name, there in names.items()},
-                    (parts.data.name, parts.data.fingerprint),
+                    (self.data.name, self.data.fingerprint),
                     Path(path),
                     step=self.steps_done,
                     force=force,
                 )
                 for note in notes:
-                    parts.recorder.say(note)
+                    self.recorder.say(note)
 
-        together(parts.transport, write)
+        together(self.transport, write)
 
     def state_dict(self, *, trained: bool = False) -> dict[str, Tensor] | None:
         """All weights and buffers as `ax.load` gives them for a checkpoint, on rank 0; None on
@@ -531,25 +697,28 @@ class Trainer:
         global names. All ranks call this together, before, between or after steps; rank 0 needs
         memory for the full model. ConfigError for a layer that has a dot in its name.
         """
-        model = self.parts.plan.model
+        model = self.plan.model
         if model.container is None:
             reject_dotted_names(model)
         tensors = self._live_weights.collect(trained=trained, caches=True)
-        return None if tensors is None else plain_model(model, self.parts.profile.ties, tensors)
+        return None if tensors is None else plain_model(model, self.profile.ties, tensors)
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state."""
-        return self.parts.state_bytes()
+        state = StateBytes.sum(layer.state.live_bytes() for layer in self.layers)
+        return state + StateBytes(
+            staged=0 if self.offload is None else self.offload.nbytes,
+            expanded=0 if self.expansion is None else self.expansion.nbytes,
+        )
 
     # -- details ------------------------------------------------------------------------
 
     def _recorded_step(self) -> StepResult:
-        parts = self.parts
-        parts.activity.at("training", self.steps_done + 1)
+        self.activity.at("training", self.steps_done + 1)
         self._step.check_layers()  # before anything of the step is counted
         if self._tracing is not None:
             self._tracing.begin(self.steps_done + 1)
-        parts.phases.begin_step()
+        self.phases.begin_step()
         rate, before = self.learning_rate, self._bytes_sent()
         scale = self.progress.loss_scale
         verdict = self._train_step()
@@ -570,20 +739,19 @@ class Trainer:
             "model_state_bytes": self.state_bytes().total,
             "gradient_bytes_sent": gradient_bytes,
             "p2p_bytes_sent": p2p_bytes,
-            "peak_memory_bytes": parts.placement.peak_memory_bytes(),
+            "peak_memory_bytes": self.placement.peak_memory_bytes(),
         }
-        seconds = parts.phases.end_step()
+        seconds = self.phases.end_step()
         if self._tracing is not None:
             self._tracing.end(self.steps_done)
-        parts.recorder.step(figures, seconds, maxima)
+        self.recorder.step(figures, seconds, maxima)
         self._call_back("on_step", "after step", self.steps_done, verdict)
         self._announce_checkpoints()
-        parts.activity.steps += 1
+        self.activity.steps += 1
         return verdict
 
     def _train_step(self) -> StepResult:
-        """`Step.train_step`, in which all ranks also learn whether any of them was asked to stop or
-        still writes a checkpoint."""
+        """`Step.train_step`, in which ranks also agree on stopping and on checkpoints under way."""
         stop, saver = self._stop, self._saver
         verdict = self._step.train_step(
             lambda: Flags(
@@ -599,20 +767,16 @@ class Trainer:
         return verdict
 
     def _call_back(self, name: str, when: str, step: int, value: object) -> None:
-        """Call a callback, if there is one; the line of an exception in it names the callback.
-
-        All ranks call each callback at the same points with equal arguments, so that a callback may
-        do what ranks do together. The run ends if one of them returns True.
-        """
+        """Call a callback on all ranks together, if there is one; True of any rank ends the run."""
         callback = self._callbacks.get(name)
         if callback is not None:
             # A callback may switch gradients off: the end of the block switches them on again.
             with note_errors(f"{name} {when} {step}"), torch.enable_grad():
                 ends = callback(step, value) is True
-            if sum_of(self.parts.transport, [float(ends)]) != [0.0] and not self._is_over:
+            if sum_of(self.transport, [float(ends)]) != [0.0] and not self._is_over:
                 self._is_ended = True
                 total = self.config.train.steps
-                self.parts.recorder.say(f"{name} ends the run after step {self.steps_done}/{total}")
+                self.recorder.say(f"{name} ends the run after step {self.steps_done}/{total}")
 
     def _announce_checkpoints(self) -> None:
         """Call `on_checkpoint` for the checkpoints that are complete since the last call."""
@@ -629,46 +793,42 @@ class Trainer:
                 self.progress.look(evaluation.loss)
             part = evaluation.samples < evaluation.available
             said = f"{evaluation.samples} of {evaluation.available} samples" if part else ""
-            self.parts.recorder.evaluation(
-                self.steps_done, evaluation.loss, evaluation.metrics, said
-            )
+            self.recorder.evaluation(self.steps_done, evaluation.loss, evaluation.metrics, said)
             self._call_back("on_evaluation", "after step", self.steps_done, evaluation)
 
     def _change_masks(self) -> None:
         """Let the pruning method change the masks, and adapt all that depends on them."""
         self.progress.masked = True
-        pruner = self.parts.pruner
+        pruner = self.pruner
         if pruner is None:
             return
         before = self.state_bytes().total
-        self.parts.activity.at("masks", self.steps_done)
+        self.activity.at("masks", self.steps_done)
         now = StepContext(self.steps_done, self.progress.updates, self._step.score_gradients)
         change = pruner.before_step(now)
         if change is None:
             return
         self._step.follow_masks(change)
-        transport, sizes = self.parts.transport, [before, self.state_bytes().total]
+        transport, sizes = self.transport, [before, self.state_bytes().total]
         rows = sum_by_owner(transport.world, transport.backoff, sizes)
         old, new = (int(max(column)) for column in zip(*rows, strict=True))
-        self.parts.recorder.masks(
+        self.recorder.masks(
             MaskRecord(self.steps_done, change.text, dict(change.figures), new, old)
         )
-        if change.is_final and self.parts.run_dir is not None:
-            self.save_mask(self.parts.run_dir / MASK_FILE)
+        if change.is_final and self.run_dir is not None:
+            self.save_mask(self.run_dir / MASK_FILE)
 
     def _bytes_sent(self) -> tuple[int, int]:
         """Bytes that were sent so far to other replicas, and to other stages and shards."""
-        sync, tp_group = self.parts.sync, self.parts.tp_group
+        sync, tp_group = self.sync, self.tp_group
         of_group = 0 if tp_group is None else tp_group.bytes_sent
-        others = self.parts.link.bytes_sent + sync.tie_bytes_sent + of_group
+        others = self.link.bytes_sent + sync.tie_bytes_sent + of_group
         return sync.gradient_bytes_sent, others
 
     def _heed_signal(self) -> None:
-        """Learn on all ranks, outside of a step, whether any of them was asked to stop.
-
-        StoppedError if so, and if there is nothing yet to be saved.
-        """
-        stop, saver, transport = self._stop, self._saver, self.parts.transport
+        """Learn outside of a step whether a rank was asked to stop; StoppedError if nothing is to
+        be saved."""
+        stop, saver, transport = self._stop, self._saver, self.transport
         if stop is None or saver is None or self._is_over:
             return
         if sum_of(transport, [float(stop.is_set)]) == [0.0]:
@@ -691,6 +851,15 @@ class Trainer:
             f"stopped after step {self.steps_done}, saved in {saver.folder}; --resume auto goes on"
         )
 
+    def _make_tracing(self) -> TraceRecorder | None:
+        """Traces some steps, but not this run's first, which compiles; None if none is wanted."""
+        train = self.config.train
+        if train.trace == 0 or self.run_dir is None:
+            return None
+        last = min(self.steps_done + 1 + train.trace, train.steps)
+        steps = range(min(self.steps_done + 2, last), last + 1)
+        return TraceRecorder(self.transport, self.coords, self.phases, self.run_dir, steps)
+
 
 def build(
     job: Job,
@@ -699,9 +868,9 @@ def build(
     config: Config,
     **how: Any,
 ) -> Trainer:
-    """A trainer on a rank of a job that is connected already; `how` is passed to `prepare_run`."""
+    """A trainer on a rank of a job that is connected already; `how` is passed to `_prepare`."""
     trainer = Trainer.__new__(Trainer)
-    trainer._take_over(job, *prepare_run(job, model, open_datasets, config, **how))
+    trainer._prepare(job, model, open_datasets, config, **how)
     return trainer
 
 
@@ -711,14 +880,6 @@ OnEvaluation = Callable[[int, Evaluation], object]
 """`on_evaluation(steps done, evaluation)`, after each evaluation; True ends the run."""
 OnCheckpoint = Callable[[int, Path], object]
 """`on_checkpoint(step, folder)`, once the checkpoint of a step is complete; True ends the run."""
-
-
-def _reject_no_functions(callbacks: Mapping[str, object]) -> None:
-    """ConfigError for the first callback that cannot be called."""
-    for name, called in callbacks.items():
-        if called is not None and not callable(called):
-            kind = type(called).__name__
-            raise ConfigError(f"train: {name} is {kind}; give a function, or leave it out")
 
 
 def reject_bad_end(steps_done: int, last: Evaluation | None, pruner: Pruner | None) -> None:
@@ -756,15 +917,3 @@ def last_lines(progress: Progress, saver: Saver | None) -> Iterator[str]:
             f"saved in {saver.folder}  ·  axsparse report {run} draws it  ·  axsparse export "
             f"{run} --to torch --out weights.safetensors takes the weights out"
         )
-
-
-def make_tracing(parts: Parts, steps_done: int) -> TraceRecorder | None:
-    """Traces some steps, but not this run's first, which allocates and compiles; None if no step
-    is to be traced, or there is no run directory."""
-    train, folder = parts.plan.config.train, parts.run_dir
-    if train.trace == 0 or folder is None:
-        return None
-    last = min(steps_done + 1 + train.trace, train.steps)
-    first = min(steps_done + 2, last)
-    steps = range(first, last + 1)
-    return TraceRecorder(parts.transport, parts.coords, parts.phases, folder, steps)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
-from axsparse.runtime.errors import ConfigError
 
 WIDTH = 16
 BATCH = {"batch": {"global_batch_size": 12, "microbatch_size": 4}, "train": {"steps": 2}}
@@ -186,23 +185,3 @@ def test_samples_in_memory_are_not_written_to() -> None:
     train_in_process(2, 1, model_of(DOUBLING, LINEAR, OUT), config, data, validation=data)
 
     assert torch.equal(inputs, before)
-
-
-def test_an_output_that_is_written_to_after_it_was_sent_is_refused() -> None:
-    def keeping(m: Any, x: Tensor) -> Any:
-        """Keeps what it returned and writes into it later."""
-        if "kept" in vars(m):
-            with torch.no_grad():
-                m.kept.mul_(0.5)
-        m.kept = m.linear(x)
-        return m.kept
-
-    config = image_config(train={"steps": 2, "check_layers": False})
-    model = model_of(partial(Doing, keeping), LINEAR, OUT)
-
-    with pytest.raises(
-        ConfigError,
-        match=r"^layer l0: an output was written to after it had been passed on; return a tensor "
-        r"that the module does not keep, or a copy of it$",
-    ):
-        train_in_process(2, 1, model, config, vector_data())

@@ -125,7 +125,7 @@ def mean_loss(ranks: Ranks, data: ArrayDataset) -> float:
     inputs, targets = (data._inputs[0][:24], data._targets[:24])
     x = inputs
     for trainer, _ in ranks:
-        for layer in trainer.parts.layers:
+        for layer in trainer.layers:
             x = layer.module.eval()(x)
     return float(summed_loss(x, targets).detach()) / 24
 
@@ -138,11 +138,11 @@ def test_a_skipped_step_leaves_no_trace_in_the_statistics(g_inter: int, g_data: 
 
     def note(trainer: Trainer) -> None:
         step = trainer.step
-        seen[trainer.parts.coords.rank] = []
+        seen[trainer.coords.rank] = []
 
         def noted_step() -> StepResult:
             found = step()
-            seen[trainer.parts.coords.rank].append(last_buffers([(trainer, Trace())]))
+            seen[trainer.coords.rank].append(last_buffers([(trainer, Trace())]))
             return found
 
         trainer.step = noted_step  # type: ignore[method-assign]  # nobody else is told of a step
@@ -163,7 +163,7 @@ def test_statistics_count_as_state_in_live_bytes_and_formula() -> None:
     model = small_wide_resnet()
     settings = image_config(train={"steps": 1})
     [(trainer, _)] = train_in_process(1, 1, model, settings, image_data(33))
-    layers = trainer.parts.profile.layers
+    layers = trainer.profile.layers
 
     statistics = sum(layer.buffer_bytes for layer in layers)
     weights = sum(4 * layer.numel for layer in layers)

@@ -128,7 +128,7 @@ def test_frozen_parameters_stay_and_unused_ones_wait_for_nobody(
     assert f"rank 1 (stage 1, replica 0): {told}.bias, " in warning
     assert " and 14 more; it counts as zero" in warning
     for trainer, _ in ranks:
-        for layer in trainer.parts.layers:
+        for layer in trainer.layers:
             if layer.spec.name == "partly":
                 frozen = layer.module.get_parameter("frozen.weight")
                 assert frozen.abs().sum() > 0
@@ -180,7 +180,7 @@ def _untrained_loss(model: Model, config: Config, inputs: Tensor, targets: Tenso
     )
     [(trainer, _)] = train_in_process(1, 1, model, still, ArrayDataset(inputs, targets))
     x = inputs
-    for layer in trainer.parts.layers:
+    for layer in trainer.layers:
         x = layer.module(x)
     return float(model.loss(x, targets).detach())
 

@@ -87,7 +87,7 @@ def test_the_student_learns_alike_in_every_pipeline_and_the_teacher_stays(
         assert trace.losses == reference.losses
         if not tied:  # a tied weight has its second use under a name of its own
             assert_bitwise(trace, reference)
-        assert one.parts.profile.ties == trainer.parts.profile.ties
+        assert one.profile.ties == trainer.profile.ties
 
 
 def logits_of(model: Model, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ def config_of(**sections: Any) -> Config:
 
 
 def states_of(trainer: Trainer) -> list[LayerState]:
-    return [layer.state for layer in trainer.parts.layers]
+    return [layer.state for layer in trainer.layers]
 
 
 def first_pruned(trainer: Trainer) -> TensorState:
@@ -126,7 +126,7 @@ def test_an_overflow_on_any_one_rank_is_skipped_by_all_and_replicas_never_differ
     seen: dict[int, Seen] = defaultdict(Seen)
 
     def prepare(trainer: Trainer) -> None:
-        rank, states = trainer.parts.transport.rank, states_of(trainer)
+        rank, states = trainer.transport.rank, states_of(trainer)
 
         def note(gradient: Tensor) -> None:
             step = trainer.steps_done
@@ -184,7 +184,7 @@ def test_overflows_at_the_floor_end_the_run_and_name_rank_and_parameter() -> Non
     config = config_of(loss_scale=settings, train={"steps": 20})
 
     def prepare(trainer: Trainer) -> None:
-        if trainer.parts.coords.stage == 1 and trainer.parts.coords.replica == 1:
+        if trainer.coords.stage == 1 and trainer.coords.replica == 1:
             plant(trainer, range(2, 20), kept_position)
 
     with pytest.raises(TrainingError) as told:

@@ -566,7 +566,7 @@ def test_the_check_leaves_nothing_behind(way: str) -> None:
     for (ours, trace), (theirs, expected) in zip(traces[0][0], traces[1][0], strict=True):
         assert_bitwise(trace, expected)
         calls = [
-            [layer.module.calls for layer in each.parts.layers if isinstance(layer.module, Mixed)]
+            [layer.module.calls for layer in each.layers if isinstance(layer.module, Mixed)]
             for each in (ours, theirs)
         ]
         assert calls[0] == calls[1]

@@ -84,7 +84,7 @@ def test_tensors_of_any_shape_and_density_train_bitwise_as_the_oracle(name: str,
     tensors = [
         tensor
         for trainer, _ in ranks[:2]
-        for layer in trainer.parts.layers
+        for layer in trainer.layers
         if layer.spec.kind == "block"
         for tensor in layer.state.owned
         if tensor.parameter.dim() >= 2

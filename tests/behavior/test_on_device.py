@@ -130,7 +130,7 @@ def agree(
     for (ours, trace), (reference, expected) in zip(run(on_device), run(None), strict=True):
         assert_bitwise(trace, expected)
         assert ours.last_evaluation == reference.last_evaluation
-        for layer in ours.parts.layers:
+        for layer in ours.layers:
             held = [layer.state.gradient, *layer.state.frozen]
             held += [tensor.parameter for tensor in layer.state.tensors]
             held += [] if config.samo.offload else [*layer.state.optimizer_state.moments_K.values()]
@@ -172,10 +172,10 @@ def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
 
     def watch(trainer: Trainer) -> None:
         def finished() -> None:
-            assert trainer.parts.link.unsent == 0
-            finish(trainer.parts.sync)
+            assert trainer.link.unsent == 0
+            finish(trainer.sync)
 
-        monkeypatch.setattr(trainer.parts.sync, "finish", finished)
+        monkeypatch.setattr(trainer.sync, "finish", finished)
 
     monkeypatch.setattr(LocalLink, "send", slow_send)
     monkeypatch.setattr(LocalLink, "arrivals", looked)
@@ -286,12 +286,11 @@ def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placi
     ranks = train_in_process(2, 1, tiny_gpt(config), config, token_data(), placement=on_device)
 
     for trainer, _ in ranks:
-        parts = trainer.parts
-        layers = [layer.spec.name for layer in parts.layers]
-        pruned = {t.name: t.kept for layer in parts.layers for t in layer.state.owned}
+        layers = [layer.spec.name for layer in trainer.layers]
+        pruned = {t.name: t.kept for layer in trainer.layers for t in layer.state.owned}
         expected = stage_bytes(
-            [info for info in parts.profile.layers if info.name in layers],
-            parts.profile.ties,
+            [info for info in trainer.profile.layers if info.name in layers],
+            trainer.profile.ties,
             pruned,
             StateFormat(half=True, gradient_bytes=2, moments=2, index="auto", offload=True),
         )
@@ -349,7 +348,7 @@ def test_layers_are_pruned_and_healed_on_devices_as_on_cpus(
         found: dict[str, Tensor] = {}
 
         def note(trainer: Trainer) -> None:
-            for layer in trainer.parts.layers:
+            for layer in trainer.layers:
                 for tensor in layer.state.owned:
                     found[tensor.name] = layer.state.dense_master(tensor.name).cpu().clone()
 

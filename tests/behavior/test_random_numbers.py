@@ -97,7 +97,7 @@ def test_draws_that_begin_later_are_seeded_as_well(
 
         def noisy_step() -> StepResult:
             if trainer.steps_done == 1:
-                for built in trainer.parts.layers:
+                for built in trainer.layers:
                     if isinstance(built.module, Noisy):
                         built.module.is_noisy = way == "first draw"
                         built.module.dropout.p = 0.5 if way == "raised dropout" else 0.0
@@ -143,8 +143,8 @@ def test_what_is_drawn_follows_from_seed_step_and_sample_and_leaves_the_users_nu
         stage = Stage(layers, loss=loss, metrics={}, input_dtype=None, seed=seed)
         inputs, key = (torch.ones(2, WIDTH),), Key(step, sample)
         torch.manual_seed(0)
-        for parameter in layers[0]._parameters:
-            nn.init.constant_(parameter[1], 0.1)
+        for parameter in layers[0].parameters:
+            nn.init.constant_(parameter, 0.1)
         if not is_training:
             return float(stage.evaluate(inputs, key, torch.zeros(2))[0])
         return float(stage.forward(0, inputs, key, torch.zeros(2), 1.0)[0].detach())

@@ -276,7 +276,7 @@ def test_products_are_sparse_from_the_step_on_that_has_pruned_enough(
 
         def counted() -> Any:
             nonlocal before
-            tensor = trainer.parts.layers[0].state.tensors[0]
+            tensor = trainer.layers[0].state.tensors[0]
             kept.append(tensor.kept / tensor.parameter.numel())
             before, many = len(calls), others.total()
             verdict = step()

@@ -647,7 +647,7 @@ def test_state_and_messages_of_every_member_are_what_plans_count(
     # The first step also compares the gradients of members.
     for before, trainer in zip(after(2), after(3), strict=True):
         state, sent = planned_bytes(trainer, model)
-        parts, earlier = trainer.parts.tp_group, before.parts.tp_group
+        parts, earlier = trainer.tp_group, before.tp_group
 
         assert trainer.state_bytes().total == state > 0
         assert parts is not None and earlier is not None

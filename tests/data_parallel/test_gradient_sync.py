@@ -315,8 +315,8 @@ def gradient_bytes(precision: str, **samo: Any) -> tuple[int, int, int]:
         batch={"microbatch_size": 6},
         train={"steps": 1},
     )
-    sent = sum(trainer.parts.sync.gradient_bytes_sent for trainer, _ in ranks)
-    tensors = [tensor for layer in ranks[0][0].parts.layers for tensor in layer.state.owned]
+    sent = sum(trainer.sync.gradient_bytes_sent for trainer, _ in ranks)
+    tensors = [tensor for layer in ranks[0][0].layers for tensor in layer.state.owned]
     kept = sum(tensor.kept for tensor in tensors)
     return sent, kept, sum(tensor.parameter.numel() for tensor in tensors)
 

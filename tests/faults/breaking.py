@@ -141,7 +141,7 @@ def break_it(
 
 def break_gradient(trainer: Trainer, spoilt: Callable[[int], bool]) -> None:
     """One entry that is kept of the third layer's weight is NaN, after `spoilt` steps."""
-    layer = next(each for each in trainer.parts.layers if each.spec.name == "hidden2")
+    layer = next(each for each in trainer.layers if each.spec.name == "hidden2")
     weight = next(each for each in layer.state.tensors if each.name == "hidden2.0.weight")
 
     def spoil(gradient: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def break_gradient(trainer: Trainer, spoilt: Callable[[int], bool]) -> None:
 def digest(trainer: Trainer) -> str:
     """Of this rank's weights."""
     found = hashlib.sha256()
-    for layer in trainer.parts.layers:
+    for layer in trainer.layers:
         for tensor in layer.state.tensors:
             found.update(tensor.parameter.detach().numpy().tobytes())
     return found.hexdigest()

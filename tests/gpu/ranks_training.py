@@ -105,7 +105,7 @@ def train(job: Job, case: Case) -> Outcome:
     found["scale"] = trainer.progress.loss_scale
     if trainer.last_evaluation is not None:
         found["validation_loss"] = trainer.last_evaluation.loss
-    for layer in trainer.parts.layers:
+    for layer in trainer.layers:
         note_state(found, layer.state)
     return found
 
@@ -126,7 +126,7 @@ def note_state(found: Outcome, state: LayerState) -> None:
 def spoil(trainer: Trainer, step: int) -> None:
     """Make a kept entry of a gradient infinite, a pruned one's if this stage has some, in one
     microbatch of a step."""
-    owned = [tensor for layer in trainer.parts.layers for tensor in layer.state.owned]
+    owned = [tensor for layer in trainer.layers for tensor in layer.state.owned]
     pruned = [tensor for tensor in owned if tensor.kept < tensor.parameter.numel()]
     tensor = (pruned or owned)[0]
     place = int(tensor.index.positions()[tensor.kept // 2])

@@ -258,7 +258,7 @@ def test_a_body_gets_a_new_head(
         f"{path}: new, and not from the file: head.weight, head.bias; "
         "left out of it: old.head.weight, old.head.bias"
     )
-    assert isinstance(trainer.parts.plan.model.start, FromFile)
+    assert isinstance(trainer.plan.model.start, FromFile)
 
 
 def test_what_begins_anew_is_part_of_what_ranks_compare(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-import axsparse.training.build
+import axsparse.training.trainer
 from axsparse.config.load import configure
 from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
@@ -97,12 +97,12 @@ def train(job: Job, part: float, overrides: list[str]) -> None:
     # What libraries load and compile for a first step is theirs, and no plan's: in bf16 more than a
     # megabyte for each shape of a matrix product. It has to leave no holes that could be filled.
     assert give_back_at_once()
-    vars(axsparse.training.build)["keep_freed_blocks"] = give_back_at_once
+    vars(axsparse.training.trainer)["keep_freed_blocks"] = give_back_at_once
     precision = [setting for setting in overrides if setting.startswith("precision=")]
     small = [*TINY, *precision] if WIDE in overrides else overrides
     steps(job, [*small, "model.num_layers=1"], 1)
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MOST_KEPT)
-    vars(axsparse.training.build)["plan_run"] = partial(limited, part)
+    vars(axsparse.training.trainer)["plan_run"] = partial(limited, part)
     steps(job, overrides, 2)
 
 

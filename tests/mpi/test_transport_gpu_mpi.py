@@ -109,7 +109,7 @@ def test_members_on_devices_have_the_bits_of_one_stage_by_way_of_the_hosts(tmp_p
         )
     transport.close()
 
-    assert trainer.parts.tp_group is not None and trainer.parts.tp_group.bytes_sent > 0
+    assert trainer.tp_group is not None and trainer.tp_group.bytes_sent > 0
     assert_bitwise(trace, expected)
 
 

@@ -34,7 +34,7 @@ def test_a_trainer_that_is_gone_gives_its_communicators_back() -> None:
     with on_mpi() as transport:
         job = Job(transport)
         first, second = trainer(job), trainer(job)
-        branches = [t.parts.transport for t in (first, second)]
+        branches = [t.transport for t in (first, second)]
         found = [communicators(b) for b in branches if isinstance(b, MpiTransport)]
         assert [len(comms) >= 6 for comms in found] == [True, True]
         first.close()

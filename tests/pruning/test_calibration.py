@@ -51,7 +51,7 @@ def kept_of(g_inter: int, g_data: int, model: Model, config: Config) -> dict[str
     """The mask of every pruned matrix, the same on all replicas."""
     masks: dict[str, Tensor] = {}
     for trainer, _ in train_in_process(g_inter, g_data, model, config, token_data()):
-        for layer in trainer.parts.layers:
+        for layer in trainer.layers:
             for tensor in layer.state.owned:
                 mask = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
                 mask[tensor.positions()] = True

@@ -65,7 +65,7 @@ def started(layout: tuple[int, int], model: Model, config: Config) -> dict[str, 
     found: dict[str, Tensor] = {}
 
     def note(trainer: Any) -> None:
-        for layer in trainer.parts.layers:
+        for layer in trainer.layers:
             for tensor in layer.state.owned:
                 value = layer.state.dense_master(tensor.name).clone()
                 assert torch.equal(found.setdefault(tensor.name, value), value), tensor.name

@@ -44,7 +44,7 @@ def drawn(path: Path, config: Config, g_inter: int, g_data: int) -> list[Trainer
     trainers: dict[int, Trainer] = {}
 
     def note(trainer: Trainer) -> None:
-        trainers[trainer.parts.coords.rank] = trainer
+        trainers[trainer.coords.rank] = trainer
         release = trainer._release
 
         def save_and_release() -> None:
@@ -62,7 +62,7 @@ def positions(trainers: list[Trainer]) -> dict[str, list[int]]:
     return {
         tensor.name: tensor.index.positions().tolist()
         for trainer in trainers
-        for layer in trainer.parts.layers
+        for layer in trainer.layers
         for tensor in layer.state.owned
     }
 

@@ -57,7 +57,7 @@ def dense_modules(config: Config) -> list[tuple[str, nn.Module]]:
     started: list[tuple[str, nn.Module]] = []
 
     def note(trainer: Trainer) -> None:
-        for layer in trainer.parts.layers:
+        for layer in trainer.layers:
             module = layer.spec.build()
             module.load_state_dict(layer.module.state_dict())
             started.append((layer.spec.name, module))
@@ -159,7 +159,7 @@ def test_a_score_of_the_inputs_of_convolutions_draws_the_masks_of_its_formula() 
     started: dict[str, nn.Module] = {}
 
     def note(trainer: Trainer) -> None:
-        for layer in trainer.parts.layers:
+        for layer in trainer.layers:
             started[layer.spec.name] = module = layer.spec.build()
             module.load_state_dict(layer.module.state_dict())
 

@@ -67,7 +67,7 @@ def test_entries_that_are_zero_stay_zero_and_all_others_are_trained(
             assert torch.equal(weight != 0, stays), name
             assert not torch.equal(weight, before[name])
             seen.add(name)
-        for layer in trainer.parts.layers:
+        for layer in trainer.layers:
             for tensor in layer.state.owned:
                 stays = before[tensor.name] != 0
                 assert tensor.kept == int(stays.sum()), tensor.name
@@ -127,7 +127,7 @@ def test_a_tensor_of_zeros_alone_was_initialized_so_and_stays_dense(folder: Path
 
     [(trainer, trace)] = train_in_process(1, 1, model_of(config), config, token_data())
 
-    kept = {t.name: t.kept for layer in trainer.parts.layers for t in layer.state.owned}
+    kept = {t.name: t.kept for layer in trainer.layers for t in layer.state.owned}
     assert not before[name].any()
     assert kept[name] == before[name].numel()
     assert trace.weights[name].all()

@@ -222,9 +222,9 @@ def test_after_training_every_rank_holds_what_the_formula_says(
     profiled = profile(model)
 
     for trainer, _ in train_in_process(g_inter, g_data, model, config, token_data()):
-        names = {layer.spec.name for layer in trainer.parts.layers}
+        names = {layer.spec.name for layer in trainer.layers}
         layers = [layer for layer in profiled.layers if layer.name in names]
-        gradient_bytes = trainer.parts.layers[0].state.accumulator.itemsize
+        gradient_bytes = trainer.layers[0].state.accumulator.itemsize
         shares = config.samo.zero_stage == 1
         stored = StateFormat(
             half=precision == "bf16",
@@ -232,9 +232,9 @@ def test_after_training_every_rank_holds_what_the_formula_says(
             moments=2,
             index="auto",
             replicas=g_data if shares else 1,
-            weights=trainer.parts.plan.types.weights,
+            weights=trainer.plan.types.weights,
         )
-        replica = trainer.parts.coords.replica
+        replica = trainer.coords.replica
         expected = stage_bytes(layers, profiled.ties, kept(model, config.pruning), stored, replica)
         assert trainer.state_bytes() == expected
 

@@ -21,8 +21,7 @@ from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
-from axsparse.models.zoo.gpt import gpt
-from axsparse.models.zoo.gpt2_files import gpt2_name, turned
+from axsparse.models.zoo.gpt import gpt, gpt2_name, turned
 from axsparse.models.zoo.hf_models import hf_model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.training.trainer import Trainer
@@ -156,8 +155,8 @@ def our_logits(model: Model, config: Config, tokens: Tensor, g_inter: int = 1) -
     stages: dict[int, list[nn.Module]] = {}
 
     def note(trainer: Trainer) -> None:
-        layers = [layer.module for layer in trainer.parts.layers]
-        stages[trainer.parts.coords.stage] = layers
+        layers = [layer.module for layer in trainer.layers]
+        stages[trainer.coords.stage] = layers
         if len(stages) == g_inter:
             found.append(forward([m for stage in sorted(stages) for m in stages[stage]]))
 

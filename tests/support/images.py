@@ -196,7 +196,7 @@ def buffers_of(ranks: Ranks) -> dict[str, Tensor]:
     return {
         f"{layer.spec.name}.{name}": buffer
         for trainer, _ in ranks
-        for layer in trainer.parts.layers
+        for layer in trainer.layers
         for name, buffer in layer.module.named_buffers()
     }
 

@@ -151,11 +151,11 @@ def of_three_axes(
 def planned_bytes(trainer: Trainer, model: Model) -> tuple[int, int]:
     """By formula: the state of a rank, given how many entries its masks keep of each tensor, and
     the bytes that it sends to the other tensor-parallel ranks of its stage in a step."""
-    run, coords = trainer.parts.plan, trainer.parts.coords
+    run, coords = trainer.plan, trainer.coords
     grid, config = coords.grid, run.config
     tp_rank = Grid(1, 1, grid.g_tensor).coords(coords.tp_rank)
     here = profile_of_tp_shard(model, profile(model, run.dtype), tp_rank, run.dtype)
-    tensors = [tensor for layer in trainer.parts.layers for tensor in layer.state.tensors]
+    tensors = [tensor for layer in trainer.layers for tensor in layer.state.tensors]
     kept = {here.ties.get(tensor.name, tensor.name): tensor.kept for tensor in tensors}
     microbatches = num_microbatches(config.batch, grid.g_data)
     loads = ProfiledModel(config, here, "member", kept, run.optimizer).stages(

@@ -124,7 +124,7 @@ def hear_in_step(trainer: Trainer, job: Job) -> None:
 def note_state(found: Ran, trainer: Trainer) -> None:
     """Add the state of one rank to the other ranks'."""
     found.progress = copy.deepcopy(trainer.progress)
-    for layer in trainer.parts.layers:
+    for layer in trainer.layers:
         state = layer.state
         for name, tensor in state.by_full_name.items():
             values = {
@@ -137,7 +137,7 @@ def note_state(found: Ran, trainer: Trainer) -> None:
             for kind, value in values.items():
                 before = found.state.setdefault(f"{kind}/{name}", value.clone())
                 assert torch.equal(before, value), f"replicas differ in {kind} of {name}"
-        if trainer.parts.coords.replica == 0:
+        if trainer.coords.replica == 0:
             for slot in slots(layer.module):
                 found.buffers[f"{layer.spec.name}.{slot.name}"] = slot.tensor.clone().cpu()
 

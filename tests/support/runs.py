@@ -152,7 +152,7 @@ def train_here(
         trace.finite.append(verdict.finite)
 
     trainer.train(on_step=note)
-    for layer in trainer.parts.layers:
+    for layer in trainer.layers:
         state = layer.state
         for name, tensor in state.by_full_name.items():
             trace.weights[name] = (

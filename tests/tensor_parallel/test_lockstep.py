@@ -33,7 +33,7 @@ class Told:
         return own.popleft() if own else None
 
 
-def stage_of(ranks: int, policies: Sequence[Policy]) -> list[Lockstep[Action]]:
+def stage_of(ranks: int, policies: Sequence[Policy]) -> list[Lockstep]:
     words: list[deque[list[int]]] = [deque() for _ in range(ranks)]
     groups: list[Any] = [Told(rank, words) for rank in range(ranks)]
     make = partial(Lockstep, make=action, mode=0)

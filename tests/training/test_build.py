@@ -13,7 +13,7 @@ from support.runs import summed_loss, tiny_config, tiny_gpt, vector_data
 from torch import Tensor, nn
 
 import axsparse.training.build
-import axsparse.training.parts
+import axsparse.training.trainer
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.models.layer import Model
@@ -60,9 +60,9 @@ def test_gpus_copy_from_pinned_batches_and_may_record_their_memory(
     has_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     heard: list[object] = []
-    parts = vars(axsparse.training.build)
-    monkeypatch.setitem(parts, "record_history", lambda: heard.append("blocks"))
-    monkeypatch.setitem(parts, "open_data", opening)
+    build_names = vars(axsparse.training.build)
+    monkeypatch.setitem(build_names, "record_history", lambda: heard.append("blocks"))
+    monkeypatch.setitem(vars(axsparse.training.trainer), "open_data", opening)
     train = {"memory_history": has_gpu}
     config = tiny_config(train=train, samo={"enabled": False})
 
@@ -90,7 +90,7 @@ class Loops:
 def test_a_start_that_waits_for_loops_says_so(
     is_told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    axsparse.training.build._wait_for_loops(Loops(), is_told=is_told)  # type: ignore[arg-type]
+    axsparse.training.build.wait_for_loops(Loops(), is_told=is_told)  # type: ignore[arg-type]
 
     said = capsys.readouterr().out
     assert said.startswith("axsparse: machine code for this processor is being") is is_told
@@ -131,7 +131,7 @@ def built(model: Model, ranks: int, data: ArrayDataset) -> tuple[list[RunPlan], 
         job = Job(LocalTransport(world, rank))
         trainer = build(job, model, open_datasets, config, quiet=True)
         trainer.close()
-        return trainer.parts.plan
+        return trainer.plan
 
     return world.run(on), opened
 

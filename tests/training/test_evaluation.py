@@ -89,7 +89,7 @@ def test_metrics_and_loss_are_means_over_the_targets() -> None:
     (inputs,), targets = VALIDATION.read(np.arange(29))
     outputs = inputs
     with torch.no_grad():
-        for layer in trainer.parts.layers:
+        for layer in trainer.layers:
             outputs = layer.module(outputs)
     right = int((outputs.argmax(dim=1) == targets).sum())
 

@@ -32,7 +32,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
 from axsparse.models.start_weights import open_weights
-from axsparse.models.zoo.gpt2_files import start_from_gpt2
+from axsparse.models.zoo.gpt import start_from_gpt2
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -120,7 +120,7 @@ def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(tmp_pat
     frozen: dict[str, Tensor] = {}
 
     def look(trainer: Any) -> None:
-        for layer in trainer.parts.layers:
+        for layer in trainer.layers:
             if layer.spec.name == "hidden1":
                 frozen["hidden1.0.weight"] = layer.module.get_parameter("0.weight").detach().clone()
 

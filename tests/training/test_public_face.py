@@ -43,7 +43,7 @@ else:
     for step in trainer:
         result = trainer.step()
         assert step == trainer.steps_done
-        if step == 5 and how == "raise" and trainer.rank == trainer.parts.coords.grid.size - 1:
+        if step == 5 and how == "raise" and trainer.rank == trainer.coords.grid.size - 1:
             raise ValueError("a mistake of the user's")
         if step == 5 and how == "signal" and trainer.rank == 0:
             trainer._stop.receive(signal.SIGUSR1)

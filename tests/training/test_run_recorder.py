@@ -28,7 +28,7 @@ def test_the_banner_says_what_members_take_and_send(
         job = Job(LocalTransport(world, rank))
         trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data(), None), config)
         trainer.close()
-        return trainer.parts.plan.prediction
+        return trainer.plan.prediction
 
     found, _ = world.run(planned)
 

@@ -134,7 +134,7 @@ def ruined_after(step: int) -> Callable[[Trainer], None]:
         def stepping() -> StepResult:
             verdict = clean()
             if trainer.steps_done == step:
-                layer = trainer.parts.layers[-1].state
+                layer = trainer.layers[-1].state
                 tensor = layer.owned[0]
                 layer.optimizer_state.write_master(tensor, 0, torch.full((1,), math.inf))
             return verdict

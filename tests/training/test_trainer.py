@@ -44,7 +44,7 @@ def test_a_signal_while_a_step_computes_ends_the_run_after_that_step(tmp_path: P
             if trainer.steps_done == 2 and not stop.is_set:
                 stop.receive(signal.SIGUSR1)
 
-        trainer.parts.layers[0].module.register_forward_hook(receive)
+        trainer.layers[0].module.register_forward_hook(receive)
 
     found = ran((2, 2), tiny_config(train={"steps": 6}), tmp_path / "run", look=hear_in_third_step)
 

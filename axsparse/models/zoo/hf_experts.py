@@ -62,7 +62,6 @@ class Balance:
 
     coefficient: float
     chosen: int
-    """How many experts a token chooses."""
 
     def begin(self, device: torch.device) -> Tensor:
         """The loads before the first layer, (3, 1), which the first router widens to (3, E)."""

@@ -13,10 +13,11 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import Reached, StandIn, outermost_lists
@@ -55,21 +56,31 @@ class Forward:
         self._lock = threading.Lock()
         self._bodies: dict[tuple[torch.device, torch.dtype], nn.Module] = {}
         self._remembered: dict[tuple[object, ...], list[Arguments]] = {}
-        self.list_path, self.layers = _only_list(causal)
+        lists = outermost_lists(causal, nn.ModuleList)
+        if len(lists) != 1:
+            paths = ", ".join(lists) or "none"
+            raise unfit(f"it has {len(lists)} lists of modules ({paths}), not one")
+        self.layers: Any
+        [(self.list_path, self.layers)] = lists.items()
         self.owner_path, _, self._list_name = self.list_path.rpartition(".")
         self.owner: Any = causal.get_submodule(self.owner_path)
         """The module that has the list of layers, and next to it embeddings and norm."""
         self._embedding_width = causal.get_input_embeddings().weight.shape[1]
-        self.head_name, head = _head(causal)
-        self.head: Any = head
-        self._returns_tuples, watched = self._watch()
+        self.head: Any = causal.get_output_embeddings()
+        names = [name for name, child in causal.named_children() if child is self.head]
+        if not names:
+            raise unfit("its output head is not a module beside the body")
+        self.head_name = names[0]
+        self._returns_tuples = False
+        watched = self._watch()
         self.before, self.after = self._sides(watched)
         self.width: int = watched.given[0][0].shape[-1]
         self._output_type = type(watched.output)
         last = watched.returned[-1]
         self._embeds_directly = _is_alone(watched, self.before, watched.given[0][0])
-        self._norms_directly = _is_alone(watched, self.after, _hidden(watched.output), last)
-        if not self.after and _hidden(watched.output) is not last:
+        result = watched.output.last_hidden_state
+        self._norms_directly = _is_alone(watched, self.after, result, last)
+        if not self.after and result is not last:
             raise unfit("its forward computes with the last layer's result, by no module")
         self.head_is_plain = self._has_plain_head()
 
@@ -81,8 +92,7 @@ class Forward:
         """The hidden states before the first layer."""
         if self._embeds_directly:
             [module] = modules.values()
-            hidden: Tensor = module(tokens)
-            return hidden
+            return cast(Tensor, module(tokens))
         weight = next(p for module in modules.values() for p in module.parameters())
         if tokens.is_meta:  # Masks look into positions, which have no contents there.
             shape = (*tokens.shape, self.width)
@@ -97,23 +107,21 @@ class Forward:
         try:
             view(input_ids=tokens, use_cache=False, **_positions(starts, tokens.device))
         except Reached as reached:
-            found: Tensor = reached.given
-            return found
+            return cast(Tensor, reached.given)
         raise AssertionError("the forward calls no layer")
 
     def normed(self, modules: Mapping[str, nn.Module], hidden: Tensor) -> Tensor:
         """The hidden states behind the norm."""
         if self._norms_directly:
             [module] = modules.values()
-            normed: Tensor = module(hidden)
-            return normed
+            return cast(Tensor, module(hidden))
         if hidden.is_meta:
             return torch.empty_like(hidden, requires_grad=True)
         training = next(iter(modules.values())).training
-        body = self._body(hidden.device, hidden.dtype)
-        view = self._view(body, modules, self._returning(hidden), training=training)
-        output: Tensor = _hidden(view(inputs_embeds=self._embeds(hidden), use_cache=False))
-        return output
+        body, returned = self._body(hidden.device, hidden.dtype), self._returned(hidden)
+        view = self._view(body, modules, lambda _, __: returned, training=training)
+        output = view(inputs_embeds=self._embeds(hidden), use_cache=False)
+        return cast(Tensor, output.last_hidden_state)
 
     def outputs(self, head: nn.Module, hidden: Tensor, gates: tuple[Tensor, ...] = ()) -> Any:
         """The result of the model's own forward for these hidden states; with outputs of routers
@@ -124,7 +132,7 @@ class Forward:
             return self._output_type(last_hidden_state=hidden, **beside)
 
         # Copies of all modules above the stand-in, so that nothing is changed for others.
-        child: nn.Module = _Function(body)
+        child: nn.Module = StandIn(self.owner, body)
         path = self.owner_path.split(".")
         for depth in range(len(path) - 1, -1, -1):
             parent = copy.copy(self._causal.get_submodule(".".join(path[:depth])))
@@ -148,7 +156,10 @@ class Forward:
             if halves is not None:
                 half = halves.shape[1] // 2
                 halves[:, half:] = half
-            return [_moved(each) for each in self.arguments(real, halves)]
+            made: list[Arguments] = tree_map_only(
+                Tensor, lambda tensor: tensor.to("meta"), self.arguments(real, halves)
+            )
+            return made
         content = None if starts is None else bytes(starts.cpu().contiguous().numpy().data)
         key = (tuple(hidden.shape[:2]), hidden.dtype, hidden.device, content)
         with self._lock:
@@ -162,13 +173,19 @@ class Forward:
         """ConfigError for a model whose forward does not separate documents by positions."""
         hidden = torch.zeros(1, 4, 1)
         try:
-            halves = self._recorded(hidden, torch.tensor([[0, 0, 2, 2]], dtype=torch.int32))
-        except TypeError as reason:
-            raise _unseparated() from reason
-        whole = self._recorded(hidden, torch.zeros(1, 4, dtype=torch.int32))
-        for one, other in zip(halves, whole, strict=True):
-            if not _masks_differ(one, other):
-                raise _unseparated()
+            both = [
+                [_masks(each) for each in self._recorded(hidden, torch.tensor([starts]).int())]
+                for starts in ([0, 0, 2, 2], [0, 0, 0, 0])
+            ]
+        except TypeError:  # it takes no positions
+            both = [[[]], [[]]]
+        for halves, whole in zip(*both, strict=True):
+            pairs = zip(halves, whole, strict=False)
+            if len(halves) == len(whole) and all(torch.equal(*pair) for pair in pairs):
+                raise ConfigError(
+                    "data.intra_document_attention: true, but the model's forward does not tell "
+                    "documents apart by their positions; choose false"
+                )
 
     # -- runs with stand-ins ----------------------------------------------------------------
 
@@ -200,7 +217,7 @@ class Forward:
         training: bool = False,
     ) -> Any:
         """The body with these modules and stand-ins; modules without parameters are copies, since
-        some rotary embeddings remember the longest sequence that they have seen."""
+        some rotary embeddings remember what they have seen."""
         own = {
             name: child
             if child is None or any(True for _ in child.parameters())
@@ -213,10 +230,9 @@ class Forward:
         view.training = training
         return view
 
-    def _returning(self, hidden: Tensor) -> Callable[[Tensor, Arguments], Any]:
-        """A stand-in's function that returns these hidden states, as a layer would."""
-        returned = (hidden,) if self._returns_tuples else hidden
-        return lambda _, __: returned
+    def _returned(self, hidden: Tensor) -> Any:
+        """These hidden states as a layer returns them."""
+        return (hidden,) if self._returns_tuples else hidden
 
     def _embeds(self, like: Tensor) -> Tensor:
         """Embeddings of zeros, (B, S, E), without memory."""
@@ -229,7 +245,7 @@ class Forward:
             given.append(arguments)
             if len(given) == len(self.layers):
                 raise Reached(hidden)
-            return (hidden,) if self._returns_tuples else hidden
+            return self._returned(hidden)
 
         with torch.no_grad():
             view = self._view(self._body(hidden.device, hidden.dtype), {}, record)
@@ -242,33 +258,30 @@ class Forward:
 
     # -- what a run shows --------------------------------------------------------------------
 
-    def _watch(self) -> tuple[bool, _Watched]:
-        """Whether layers return tuples, and the recording of a forward of two tokens.
-
-        ConfigError if the forward is not one layer after the other.
-        """
+    def _watch(self) -> _Watched:
+        """A forward of two tokens, whose layers return tensors or else tuples; ConfigError if it is
+        unfit."""
         problem = ""
-        for returns_tuples in (False, True):
+        for self._returns_tuples in (False, True):
             try:
-                watched = self._watched(returns_tuples=returns_tuples)
+                watched = self._watched()
             except Exception as reason:
                 told = " ".join(str(reason).split())
                 problem = problem or f"its forward fails without its layers ({told[:200]})"
                 continue
             found = _not_in_a_row(watched, len(self.layers))
             if not found:
-                return returns_tuples, watched
-            problem = found if not problem or returns_tuples else problem
+                return watched
+            problem = found if not problem or self._returns_tuples else problem
         raise unfit(problem)
 
-    def _watched(self, *, returns_tuples: bool) -> _Watched:
+    def _watched(self) -> _Watched:
         watched = _Watched()
 
         def run(hidden: Tensor, arguments: Arguments) -> Any:
             watched.given.append((hidden, arguments))
             watched.returned.append(torch.zeros_like(hidden).requires_grad_())
-            returned = watched.returned[-1]
-            return (returned,) if returns_tuples else returned
+            return self._returned(watched.returned[-1])
 
         def note(name: str, _: object, args: Sequence[Any], output: Any) -> None:
             first = args[0] if args else None
@@ -291,8 +304,7 @@ class Forward:
         return watched
 
     def _sides(self, watched: _Watched) -> tuple[list[str], list[str]]:
-        """The names of the modules with parameters that are called before the layers, and of all
-        modules that are called behind them."""
+        """The names of the modules with state called before the layers, and of all called after."""
         sides: dict[str, list[str]] = {"before": [], "after": []}
         for name, child in self.owner._modules.items():
             if child is None or name == self._list_name:
@@ -300,7 +312,9 @@ class Forward:
             places = {number for number, _, _ in watched.calls.get(name, [])}
             if places == {len(self.layers)}:
                 sides["after"].append(name)
-            elif not _has_state(child):
+            elif not (
+                any(True for _ in child.parameters()) or any(s.persists for s in slots(child))
+            ):
                 continue
             elif places == {0}:
                 sides["before"].append(name)
@@ -353,40 +367,6 @@ def _by_hidden(run: Callable[[Tensor, Arguments], Any], *args: Any, **kwargs: An
     return run(kwargs["hidden_states"], ((), others))
 
 
-class _Function(nn.Module):
-    """A function in the place of a module."""
-
-    def __init__(self, run: Callable[..., Any]) -> None:
-        super().__init__()
-        vars(self)["forward"] = run
-
-
-def _only_list(causal: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of layers and its path; ConfigError if there are several, or none."""
-    found = outermost_lists(causal, nn.ModuleList)
-    if len(found) != 1:
-        raise unfit(f"it has {len(found)} lists of modules ({', '.join(found) or 'none'}), not one")
-    [(path, layers)] = found.items()
-    assert isinstance(layers, nn.ModuleList)
-    return path, layers
-
-
-def _head(causal: Any) -> tuple[str, nn.Module]:
-    head = causal.get_output_embeddings()
-    for name, child in causal.named_children():
-        if child is head:
-            return name, child
-    raise unfit("its output head is not a module beside the body")
-
-
-def _has_state(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters()) or any(s.persists for s in slots(module))
-
-
-def _hidden(output: Any) -> Any:
-    return output.last_hidden_state
-
-
 def _positions(starts: Tensor | None, device: torch.device) -> dict[str, Tensor]:
     """The positions that begin anew with each document, as an argument of the model's forward."""
     if starts is None:
@@ -403,12 +383,12 @@ def _not_in_a_row(watched: _Watched, layers: int) -> str:
         if hidden is not watched.returned[number]:
             return f"its forward does more between layers {number} and {number + 1}"
     for number, (_, (args, kwargs)) in enumerate(watched.given):
-        for value in _leaves((args, kwargs)):
+        for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and value.requires_grad and number:
                 return f"layer {number} gets more than one result of the layers before it"
             if not isinstance(value, (Tensor, bool, int, float, str, type(None))):
                 return f"layer {number} is given a {type(value).__name__}, which others may change"
-    output = _hidden(watched.output)
+    output = watched.output.last_hidden_state
     if not isinstance(output, Tensor) or not output.requires_grad:
         return "its result does not depend on the last layer"
     used = torch.autograd.grad(output.sum(), watched.returned, allow_unused=True)
@@ -428,35 +408,10 @@ def _is_alone(
     return output is result and (given is None or first is given)
 
 
-def _leaves(value: object) -> list[object]:
-    """The values in tuples and in keyword arguments, at any depth."""
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
-        return [leaf for each in (*value[0], *value[1].values()) for leaf in _leaves(each)]
-    if isinstance(value, tuple):
-        return [leaf for each in value for leaf in _leaves(each)]
-    return [value]
-
-
-def _moved(value: Any) -> Any:
-    """The same arguments on the meta device."""
-    if isinstance(value, Tensor):
-        return value.to("meta")
-    if isinstance(value, tuple):
-        return tuple(map(_moved, value))
-    if isinstance(value, dict):
-        return {name: _moved(each) for name, each in value.items()}
-    return value
-
-
-def _masks_differ(one: Arguments, other: Arguments) -> bool:
-    """Whether two layers see other tokens: of four dimensions are masks alone."""
-    masks = [
-        [v for v in _leaves(each) if isinstance(v, Tensor) and v.dim() == 4]
-        for each in (one, other)
-    ]
-    return len(masks[0]) != len(masks[1]) or any(
-        not torch.equal(a, b) for a, b in zip(*masks, strict=True)
-    )
+def _masks(arguments: Arguments) -> list[Tensor]:
+    """The masks among the arguments of a layer: of four dimensions are masks alone."""
+    leaves = tree_leaves(arguments)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() == 4]
 
 
 def unfit(why: str) -> ConfigError:
@@ -464,12 +419,4 @@ def unfit(why: str) -> ConfigError:
     return ConfigError(
         f"model.hf: this model cannot be cut into layers: {why}; choose a decoder of embeddings, "
         "one list of layers, a norm and a head"
-    )
-
-
-def _unseparated() -> ConfigError:
-    return ConfigError(
-        "data.intra_document_attention: true, but the model's forward does not tell documents "
-        "apart by "
-        "their positions; choose false"
     )

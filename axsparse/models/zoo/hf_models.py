@@ -15,6 +15,7 @@ each token begins; and in training `loads`, of floating-point numbers, where rou
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -46,7 +47,7 @@ from axsparse.models.layer import (
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import Part, PartModule, are_alike, tied_names
-from axsparse.models.start_weights import open_weights, start_from
+from axsparse.models.start_weights import WeightFile, open_weights, start_from
 from axsparse.models.zoo.hf_experts import (
     GATES,
     Balance,
@@ -56,9 +57,8 @@ from axsparse.models.zoo.hf_experts import (
     recorded_gates,
     records_gates,
 )
-from axsparse.models.zoo.hf_file import HfFile
 from axsparse.models.zoo.hf_forward import Forward, unfit
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, DataError
 
 PLANNED = {
     "colwise": TpStyle("colwise"),
@@ -71,8 +71,7 @@ PLANNED = {
 }
 """Our style of a module or a parameter, by the name that a plan of transformers has for it."""
 OF_ALL_FEATURES = ("colwise_gather_output", "rowwise_split_input")
-"""Names of plans for modules around operations that need all features, so that heads may be
-divided."""
+"""Plans around operations that need all features, so that heads may be divided."""
 
 ROW = 8
 """Features of experts that stay together: torch multiplies by stacks of matrices only where their
@@ -160,8 +159,7 @@ class SplitModel:
         self._reject_leftovers()
 
     def __deepcopy__(self, memo: object) -> SplitModel:
-        """The modules of a model are copied for each stage, and share the search for their
-        inputs."""
+        """The modules of a model are copied for each stage, and share the search for inputs."""
         return self
 
     # -- the parts ------------------------------------------------------------------------
@@ -372,8 +370,7 @@ def empty_model(theirs: Mapping[str, Any]) -> Any:
 
 
 def _starts_and_loads(carried: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The `starts` and the `loads` that layers get next to the hidden states, each alone or not at
-    all."""
+    """The `starts` and the `loads` that layers get, each alone or not at all."""
     return (
         [tensor for tensor in carried if not tensor.is_floating_point()],
         [tensor for tensor in carried if tensor.is_floating_point()],
@@ -382,3 +379,79 @@ def _starts_and_loads(carried: Sequence[Tensor]) -> tuple[list[Tensor], list[Ten
 
 def _unbalanced(why: str) -> ConfigError:
     return ConfigError(f"model.hf: output_router_logits is true, but {why}; set it to false")
+
+
+# -- files whose tensors have other names or shapes than the model has ------------------------
+
+
+class HfFile:
+    """A `WeightFile` whose tensors have the names and shapes of the model's state dict.
+
+    Some published files have others, such as a matrix for each expert where the model has one
+    tensor of all; transformers says how the one is made of the other.
+    """
+
+    def __init__(self, file: WeightFile, causal: Any) -> None:
+        """Raises DataError if two tensors would have one name, or do not fit together."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            dot_natural_key,
+            rename_source_key,
+        )
+
+        self._file, self._causal = file, causal
+        self.path, self.files = file.path, file.files
+        transforms: list[Any] = list(get_model_conversion_mapping(causal))
+        converters = [one for one in transforms if isinstance(one, WeightConverter)]
+        renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
+        self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
+        self._sources: dict[str, list[tuple[str, str | None]]] = {}
+        """By name in the model, the tensors that make it, each with the pattern of its place."""
+        names = causal.state_dict()
+        for name in sorted(file.shapes, key=dot_natural_key):
+            to, pattern = rename_source_key(
+                name, renamings, converters, causal.base_model_prefix, names
+            )
+            if pattern is None and to in self._sources:
+                raise DataError(
+                    f"{file.path}: {name!r} and another tensor are both {to}; get it anew"
+                )
+            self._sources.setdefault(to, []).append((name, pattern))
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._made_with: dict[str, str] = {}
+        for to in self._sources:
+            for name, tensor in self._made(to, self._empty).items():
+                self.shapes[name], self._made_with[name] = tuple(tensor.shape), to
+
+    def read(self, name: str) -> Tensor:
+        """The tensor of a name of the model."""
+        return self._made(self._made_with[name], self._file.read)[name]
+
+    def is_ignored(self, name: str) -> bool:
+        """Whether a tensor is one that older versions of transformers saved, and nobody needs."""
+        patterns = self._causal._keys_to_ignore_on_load_unexpected or ()
+        return any(re.search(pattern, name) for pattern in (*patterns, r"rotary_emb\.inv_freq$"))
+
+    def _empty(self, name: str) -> Tensor:
+        return torch.empty(self._file.shapes[name], device="meta")
+
+    def _made(self, to: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """The tensors of the model that are made together, by name."""
+        sources = self._sources[to]
+        [(first, pattern), *_] = sources
+        if pattern is None:
+            return {to: read(first)}
+        converter: Any = copy.deepcopy(self._converters[pattern])
+        for name, place in sources:
+            converter.add_tensor(to, name, place, partial(read, name))
+        try:
+            made: dict[str, Any] = converter.convert(
+                to, model=self._causal, config=self._causal.config
+            )
+        except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as reason:
+            raise DataError(
+                f"{self.path}: {first!r} and others do not make {to} "
+                f"({' '.join(str(reason).split())[:120]}); get it anew"
+            ) from reason
+        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}

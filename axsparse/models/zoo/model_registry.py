@@ -8,8 +8,7 @@ from axsparse.config.model_config import GptConfig, HfConfig, of_family
 from axsparse.config.schema import Config, sample_length
 from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights
-from axsparse.models.zoo.gpt import gpt
-from axsparse.models.zoo.gpt2_files import start_from_gpt2
+from axsparse.models.zoo.gpt import gpt, start_from_gpt2
 from axsparse.models.zoo.hf_models import hf_model
 
 _BUILDERS: dict[str, Callable[[Config], Model]] = {

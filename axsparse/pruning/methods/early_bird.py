@@ -31,7 +31,6 @@ from axsparse.samo.selection import count_kept
 
 Metric = Literal["churn", "hamming"]
 KIND = "search"
-"""The kind under which the masks are saved."""
 
 
 @dataclass(frozen=True)

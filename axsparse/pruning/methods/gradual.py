@@ -139,7 +139,6 @@ def iterative_sparsity(number: int, *, final: float, rounds: int) -> float:
 # -- rewinding --------------------------------------------------------------------------
 
 KIND = "rewind"
-"""The kind under which the weights to rewind to are saved."""
 
 
 class Rewinding:

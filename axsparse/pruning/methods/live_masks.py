@@ -28,12 +28,10 @@ class LiveMasks:
     """The pruned tensors of one rank, and the other ranks to agree with on their masks."""
 
     layers: Sequence[BuiltLayer]
-    """The layers of this rank."""
     ties: Mapping[str, str]
     """Maps the name of each second use of a weight to the name of the first."""
     targets: Targets
     pattern: tuple[int, int] | None
-    """The numbers of `pruning.pattern`."""
     options: StateOptions
     coords: RankCoords
     transport: Transport
@@ -107,7 +105,6 @@ class ScoredMasks:
 
     criterion: Criterion
     kept: Mapping[str, int]
-    """How many entries each tensor keeps."""
     cuts: Mapping[str, Threshold] = field(default_factory=dict)
     """The cuts of the tensors that share one threshold."""
 

@@ -96,7 +96,6 @@ class StepContext:
     """The moment between two steps."""
 
     step: int
-    """Steps done so far."""
     updates: int
     """How many of the steps since the last rewinding updated the weights."""
     gradients: Callable[[], None]
@@ -108,7 +107,6 @@ class MaskUpdate:
     """The action of a method between two steps."""
 
     text: str
-    """A description for the screen."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Figures for metrics.jsonl."""
     changed: bool = True

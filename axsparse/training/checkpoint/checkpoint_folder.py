@@ -55,8 +55,7 @@ def unfinished(folder: Path) -> list[Path]:
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folders in a folder, also folders on other disks that links in it point to; none if it
-    does not exist or is a file."""
+    """The folders in a folder, and those that links in it point to; none if it does not exist."""
     try:
         return [path for path in folder.iterdir() if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):

@@ -50,7 +50,6 @@ from axsparse.training.checkpoint.manifest import LayerEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint
 
 MASK, MASTER, VALUE, BUFFER, BEGUN = "mask", "master", "value", "buffer", "begun"
-"""The kinds of tensors; the names of the optimizer's moments are kinds too."""
 
 
 @dataclass(frozen=True)
@@ -105,10 +104,8 @@ def contents_of(
     for slot in slots(layer.module):
         if slot.persists:
             # The slot is read when the value is asked for: it has the first replica's tensor then.
-            value = partial(_buffer_value, slot)
-            of_layer[f"{BUFFER}/{layer.spec.full_name(slot.name)}"] = TensorCopy(
-                header_of(slot.tensor), value
-            )
+            header, full = header_of(slot.tensor), layer.spec.full_name(slot.name)
+            of_layer[f"{BUFFER}/{full}"] = TensorCopy(header, partial(_stored, slot))
     of_method = {
         f"{kind}/{name}": replace(_plain_tensor(tensor), is_fixed=True)
         for kind, tensors in (pruner.tensors if pruner is not None else {}).items()
@@ -166,7 +163,7 @@ def _plain_tensor(tensor: Tensor) -> TensorCopy:
     return TensorCopy(TensorHeader(tensor.dtype, tuple(tensor.shape)), lambda: tensor.cpu())
 
 
-def _buffer_value(slot: BufferSlot) -> Tensor:
+def _stored(slot: BufferSlot) -> Tensor:
     return as_stored(slot.tensor).cpu()
 
 
@@ -181,7 +178,6 @@ def deal(sizes: Sequence[int], writers: int) -> list[int]:
 
 
 PIECE = 1 << 20
-"""Number of kept entries that are read at a time."""
 
 
 class CheckpointMasks:
@@ -198,14 +194,7 @@ class CheckpointMasks:
         numel = torch.Size(shape).numel()
         header = TensorHeader(torch.uint8, (-(-numel // 8),))
         packed = self._files.read(MASK, name, header)
-        mask_D = Bits(packed.numpy(), numel).mask()
-        kept = int(mask_D.count_nonzero())  # sum() would first make an int64 of each entry
-        if kept != self.kept[name]:
-            raise DataError(
-                f"checkpoint {self._files.checkpoint.path}: the mask of {name} keeps {kept} "
-                f"entries, its manifest says {self.kept[name]}; resume from another one"
-            )
-        return mask_D
+        return Bits(packed.numpy(), numel).mask()
 
 
 def load_layers(
@@ -305,9 +294,7 @@ def thawed_and_frozen(checkpoint: Checkpoint, profile: ModelProfile) -> list[str
 
 
 ANOTHER = "resume from another one"
-"""The suggestion where a checkpoint is damaged."""
 OWN_OPTIMIZER = "go on with the optimizer that it has"
-"""The suggestion where a checkpoint lacks a moment."""
 
 
 class CheckpointFiles:

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from axsparse.pruning.methods.pruner import MethodState
 from axsparse.runtime.errors import DataError, reading
@@ -78,30 +78,14 @@ class CheckpointManifest(_Strict):
     format: Literal[1]
     progress: Progress
     method_state: MethodState
-    """The state of the pruning method."""
     data: DataEntry
     config: dict[str, Any]
-    """The resolved configuration."""
     versions: dict[str, str]
     git: str | None
     """The commit of the checkout that wrote it, which may end in "-dirty"; None if unknown."""
     layers: dict[str, LayerEntry]
     """In model order."""
     files: dict[FileName, FileEntry]
-
-    @model_validator(mode="after")
-    def _the_position_follows_from_the_steps(self) -> CheckpointManifest:
-        """The position fits the step, else it belongs to another checkpoint; its batches are the
-        saved configuration's, which is compared with the resumed run's."""
-        batch = self.config.get("batch")
-        size = batch.get("global_batch_size") if isinstance(batch, dict) else None
-        batches = self.progress.step
-        if isinstance(size, int) and self.data.position != batches * size:
-            raise ValueError(
-                f"data.position is {self.data.position}, and {batches} batches of {size} samples "
-                f"make {batches * size}"
-            )
-        return self
 
     @property
     def pruned(self) -> dict[str, int]:
@@ -141,10 +125,6 @@ def parse_manifest(data: bytes) -> CheckpointManifest:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "it"
         raise ValueError(f"{_printable(where)}: {_printable(first['msg'])}") from None
-    for layer in manifest.layers.values():
-        for name, entry in layer.parameters.items():
-            if entry.kept > math.prod(entry.shape):
-                raise ValueError(f"{_printable(name)} keeps more entries than it has")
     named = {layer.file for layer in manifest.layers.values()}
     named |= {layer.pruner for layer in manifest.layers.values() if layer.pruner is not None}
     if named != manifest.files.keys():

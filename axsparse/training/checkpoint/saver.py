@@ -25,32 +25,34 @@ from typing import Any, TypeVar
 import xxhash
 from torch import Tensor
 
-from axsparse.pruning.methods.pruner import MethodState, PrunerState
+from axsparse.data_parallel.running_statistics import RunningStatistics
+from axsparse.pruning.methods.pruner import MethodState, Pruner, PrunerState
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import sync_folder
 from axsparse.runtime.files.run_folder import RunMark
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.provenance import checkout_commit, versions
+from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.training.checkpoint import checkpoint_folder as folders
 from axsparse.training.checkpoint.interval import SaveInterval
 from axsparse.training.checkpoint.layer_files import LayerContents, TensorCopy, contents_of, deal
 from axsparse.training.checkpoint.manifest import (
     FORMAT,
     CheckpointManifest,
+    DataEntry,
     FileEntry,
     LayerEntry,
     manifest_bytes,
 )
 from axsparse.training.checkpoint.verification import is_complete, read_entry
-from axsparse.training.parts import Parts
+from axsparse.training.plan import RunPlan
 from axsparse.training.progress import Progress
 from axsparse.training.run_directory import RunDir
 
 THREAD = "axsparse checkpoint"
-"""The name of the thread that writes and commits."""
 FileEntries = Mapping[str, FileEntry]
-"""Files by name."""
 T = TypeVar("T")
 
 
@@ -63,14 +65,12 @@ class _PendingCheckpoint:
     folder: Path
     """The unfinished folder, which gets the checkpoint's name in the end."""
     layers: dict[str, LayerEntry]
-    """The layers that this rank writes."""
     queue: CopyQueue
     """The copies that are on their way to the thread that writes."""
     writing: Future[FileEntries]
     committing: Future[None] | None = None
     """The commit, which rank 0 begins once all ranks have written; None until then."""
     is_written: bool = False
-    """Whether all ranks have written."""
 
     @property
     def work(self) -> list[Future[Any]]:
@@ -81,36 +81,50 @@ class _PendingCheckpoint:
 class Saver:
     """Saves one rank's part of the state; all ranks call the same methods at the same steps."""
 
-    def __init__(self, run_dir: RunDir, parts: Parts) -> None:
+    # Reason: all that is saved, and who is told.
+    def __init__(
+        self,
+        run_dir: RunDir,
+        plan: RunPlan,
+        data: DataEntry,
+        layers: Sequence[BuiltLayer],
+        pruner: Pruner | None,
+        statistics: RunningStatistics,
+        *,
+        transport: Transport,
+        note_progress: Callable[[], object],
+        says: Callable[[str], None],
+    ) -> None:
         """Saves to a run directory, whose lock is released when this closes.
 
-        Every piece that a thread writes or reads back counts as progress in the activity of
-        `parts`.
+        `note_progress` is called, in any thread, for every piece that is written or read back.
         """
         self.folder = run_dir.path / folders.CHECKPOINTS
         checkpoint = run_dir.checkpoint
-        resumed_at = None if checkpoint is None else checkpoint.step
-        is_own = checkpoint is not None and _is_in(checkpoint.path, self.folder)
-        self.resumed_step = resumed_at if is_own else None
-        """The step of the checkpoint of this folder that the run was resumed from; None without."""
-        self._config = parts.plan.config
-        # Only rank 0, which writes manifests, asks git.
-        self._git = checkout_commit() if parts.coords.rank == 0 else None
-        self._settings = self._config.checkpoint
-        self._parts = parts
-        self._transport = parts.transport
-        self._lock = run_dir.lock
-        self._mark = RunMark.of(run_dir.path) if parts.coords.rank == 0 else None
-        self.last_step = resumed_at
+        self.last_step = None if checkpoint is None else checkpoint.step
         """The step of the newest checkpoint that was begun here or gone on from; None without."""
-        self._whole = set() if resumed_at is None else {resumed_at}
-        self._pending: _PendingCheckpoint | None = None
-        self._appeared: list[int] = []
+        is_own = checkpoint is not None and (
+            checkpoint.path.resolve().parent == self.folder.resolve()
+        )
+        self.resumed_step = self.last_step if is_own else None
+        """The step of the checkpoint of this folder that the run was resumed from; None without."""
         self.is_asked = False
         """Whether a rank has asked for a checkpoint after the last step, alike on all ranks."""
+        self._plan, self._coords, self._config = plan, plan.coords, plan.config
+        self._settings = plan.config.checkpoint
+        self._data, self._layers, self._pruner, self._statistics = data, layers, pruner, statistics
+        self._transport, self._note_progress, self._says = transport, note_progress, says
+        self._lock = run_dir.lock
+        self._whole = set() if self.last_step is None else {self.last_step}
+        self._pending: _PendingCheckpoint | None = None
+        self._appeared: list[int] = []
+        self._git: str | None = None
+        self._mark: RunMark | None = None
         self._interval: SaveInterval | None = None
-        if self._settings.every == "auto" and parts.coords.rank == 0:
-            self._interval = SaveInterval(self._settings.mtbf_hours)
+        if self._coords.rank == 0:  # which writes manifests
+            self._git, self._mark = checkout_commit(), RunMark.of(run_dir.path)
+            if self._settings.every == "auto":
+                self._interval = SaveInterval(self._settings.mtbf_hours)
         self._held_seconds = 0.0
         """How long the checkpoint under way has held up this rank."""
         self._background = Background()
@@ -142,11 +156,10 @@ class Saver:
         began = time.monotonic()
         if self._interval is not None:
             self._interval.begin()
-        method = self._parts.pruner
-        pruner = PrunerState(MethodState()) if method is None else method.state()
+        pruner = PrunerState(MethodState()) if self._pruner is None else self._pruner.state()
         layers = self._dealt_layers(pruner)
         # Of the tensor-parallel ranks of a stage the first one writes.
-        is_first = self._parts.coords.tp_rank == 0
+        is_first = self._coords.tp_rank == 0
         dealt = [layer for layer, is_own in layers if is_own and is_first]
         step = progress.step
 
@@ -160,17 +173,16 @@ class Saver:
         folder = folders.unfinished_path_of(self.folder, step)
         files = {name: file for layer in dealt for name, file in layer.files.items()}
         queue = CopyQueue(self._settings.staging_memory * 1e9)
-        beat = self._parts.activity.note_progress
         self._pending = _PendingCheckpoint(
             progress.copied(),
             pruner.method_state,
             folder,
             {layer.name: layer.entry for layer in dealt},
             queue,
-            self._background.do(lambda: _write(folder, files, queue, beat)),
+            self._background.do(lambda: _write(folder, files, queue, self._note_progress)),
         )
         self.last_step = step
-        with self._parts.statistics.of_first_replica():
+        with self._statistics.of_first_replica():
             for tensor, is_own in _to_copy(layers, is_first=is_first):
                 if is_own and is_first:
                     queue.put(tensor.value().clone())
@@ -197,16 +209,12 @@ class Saver:
             commit = pending.committing
             together(self._transport, lambda: commit and self._result(commit, self.folder))
             self._appeared.append(pending.progress.step)
-            self._measure(self._held_seconds + time.monotonic() - began)
+            if self._interval is not None:
+                line = self._interval.end(self._held_seconds + time.monotonic() - began)
+                if line is not None:
+                    self._says(line)
         finally:
             self._pending = None
-
-    def _measure(self, held_seconds: float) -> None:
-        """Note the cost of a checkpoint, and print the resulting interval."""
-        if self._interval is not None:
-            said = self._interval.end(held_seconds)
-            if said is not None:
-                self._parts.recorder.say(said)
 
     def take_complete(self) -> list[int]:
         """The steps whose checkpoints are complete since the last call, alike on all ranks."""
@@ -235,11 +243,11 @@ class Saver:
 
     def _dealt_layers(self, pruner: PrunerState) -> list[tuple[LayerContents, bool]]:
         """The layers of this stage in order, and whether this replica is the one to write each."""
-        profile, coords = self._parts.profile, self._parts.coords
+        profile, coords = self._plan.profile, self._coords
         numbers = {layer.name: number for number, layer in enumerate(profile.layers)}
         contents = [
             contents_of(numbers[layer.spec.name], layer, profile.ties, pruner)
-            for layer in self._parts.layers
+            for layer in self._layers
         ]
         writers = deal([layer.nbytes for layer in contents], coords.grid.g_data)
         return [
@@ -279,7 +287,7 @@ class Saver:
 
     def _writing(self, path: Path) -> AbstractContextManager[None]:
         return writing(
-            f"{self._parts.coords}: checkpoint {path}:",
+            f"{self._coords}: checkpoint {path}:",
             "free space there, or choose another --run-dir; checkpoints before it are still there",
         )
 
@@ -296,13 +304,13 @@ class Saver:
             format=FORMAT,
             progress=pending.progress,
             method_state=pending.method_state,
-            data=self._parts.data.entry.model_copy(update={"position": position}),
+            data=self._data.model_copy(update={"position": position}),
             config=self._config.model_dump(mode="json"),
             versions=dict(versions()),
             git=self._git,
             layers={
                 layer.name: LayerEntry.model_validate(layers[layer.name], strict=False)
-                for layer in self._parts.profile.layers
+                for layer in self._plan.profile.layers
             },
             files={name: FileEntry.model_validate(files[name]) for name in sorted(files)},
         )
@@ -327,30 +335,21 @@ class Saver:
         ):
             if step not in kept:
                 folders.remove(folders.path_of(self.folder, step))
-                self._parts.activity.note_progress()
+                self._note_progress()
 
     def _is_complete(self, step: int) -> bool:
-        """Whether a checkpoint is complete; checkpoints of earlier processes are read to find
-        out."""
+        """Whether a checkpoint is complete; one of an earlier process is read."""
         if step not in self._whole and is_complete(folders.path_of(self.folder, step)):
             self._whole.add(step)
-        self._parts.activity.note_progress()
+        self._note_progress()
         return step in self._whole
-
-
-def _is_in(path: Path, folder: Path) -> bool:
-    return path.resolve().parent == folder.resolve()
 
 
 def _to_copy(
     layers: Sequence[tuple[LayerContents, bool]], *, is_first: bool
 ) -> Iterator[tuple[TensorCopy, bool]]:
-    """The tensors whose values this rank asks for, and whether its replica writes them.
-
-    It asks for the tensors that it writes, and for every tensor that all replicas, or all
-    tensor-parallel ranks of the writing replica, gather together; the order is the same on all of
-    them. `is_first` says whether this rank is the tensor-parallel rank that writes.
-    """
+    """The tensors whose values this rank asks for, and whether its replica writes them: those that
+    it writes, and those that ranks gather together, in the same order on all of them."""
     for layer, is_own in layers:
         for file in layer.files.values():
             for tensor in file.values():
@@ -365,11 +364,8 @@ def _write(
     queue: CopyQueue,
     beat: Callable[[], object],
 ) -> FileEntries:
-    """Write files, and read each of them back.
-
-    Tensors that training changes come from the queue in order, the others are asked for here.
-    `beat` is called after every piece.
-    """
+    """Write files, and read each of them back. Tensors that training changes come from the queue;
+    `beat` is called after every piece."""
     entries = {}
     try:
         for name, tensors in files.items():

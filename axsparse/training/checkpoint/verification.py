@@ -41,7 +41,6 @@ from axsparse.training.checkpoint.manifest import (
 )
 
 PIECE = 1 << 22
-"""Number of bytes that are read at a time."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +171,10 @@ def newest_complete(
     """
     skipped: list[str] = []
     for step in steps:
-        opened = _tried(transport, path_of(run_dir / CHECKPOINTS, step))
-        if isinstance(opened, Checkpoint):
-            return opened, skipped
-        skipped.append(f"passed over: {opened}")
+        try:
+            return verify_together(transport, path_of(run_dir / CHECKPOINTS, step)), skipped
+        except (DataError, MissingInputError) as reason:  # noqa: PERF203
+            skipped.append(f"passed over: {reason}")
     if skipped:
         raise everywhere(
             DataError(
@@ -184,14 +183,6 @@ def newest_complete(
             )
         )
     return None, skipped
-
-
-def _tried(transport: Transport, path: Path) -> Checkpoint | str:
-    """The checkpoint if it is complete, otherwise its defect."""
-    try:
-        return verify_together(transport, path)
-    except (DataError, MissingInputError) as reason:
-        return str(reason)
 
 
 def remains(run_dir: Path) -> list[str]:
@@ -217,8 +208,7 @@ MEANS = (
     *("samo.index", "samo.weights", "samo.zero_stage", "samo.offload"),
     "samo.sparse_products",
 )
-"""Keys, or beginnings of keys, that say where and how a run computes: at most they change the order
-of sums."""
+"""Beginnings of keys that say where and how a run computes: at most, the order of sums."""
 FREE = (
     *(*MEANS, "data.blend", "data.validation", "train.steps", "train.eval_"),
     "pruning.calibration_samples",
@@ -231,8 +221,7 @@ TOLD = (
 )
 """Keys that may change and are printed if they do, since later steps then compute other values."""
 START = ("model.from", "model.weights", "model.new")
-"""Keys of the first weights. The weights of a checkpoint replace them, so another path may be
-given; the change is printed."""
+"""Keys of the first weights, which a checkpoint replaces by its own; changes are printed."""
 
 
 def reject_other_model(checkpoint: Checkpoint, profile: ModelProfile) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from axsparse.config.hf_config import config_json
 from axsparse.config.load import configure
 from axsparse.models.model_profile import profile
-from axsparse.models.zoo.gpt2_files import gpt2_name, turned
+from axsparse.models.zoo.gpt import gpt2_name, turned
 from axsparse.models.zoo.model_registry import named_model
 
 LOGITS_RTOL = 1e-5
@@ -104,7 +104,7 @@ def test_masks_and_losses_of_pruned_models_are_the_same_in_every_pipeline(
         masks: dict[str, Tensor] = {}
         runs = train_in_process(g_inter, 1, model, config, token_data())
         for trainer, _ in runs:
-            for layer in trainer.parts.layers:
+            for layer in trainer.layers:
                 pruned = (t for t in layer.state.owned if t.kept < t.parameter.numel())
                 masks |= {tensor.name: tensor.positions() for tensor in pruned}
         found.append((runs[0][1].losses, masks))

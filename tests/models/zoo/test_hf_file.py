@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.hf import SMALL_LLAMA
 
-from axsparse.models.zoo.hf_file import HfFile
+from axsparse.models.zoo.hf_models import HfFile
 from axsparse.runtime.errors import DataError
 
 

@@ -173,7 +173,7 @@ def test_a_family_computes_trains_and_writes_as_transformers_does(
         pipeline={"checkpoint_activations": 1, "split_backward": True},
     )
     [(trainer, reference_pruned)] = train_in_process(1, 1, model, pruned, data)
-    states = [state for layer in trainer.parts.layers for state in layer.state.owned]
+    states = [state for layer in trainer.layers for state in layer.state.owned]
     matrices = [one for one in states if one.kept < one.parameter.numel()]
     names = [one.name for one in matrices]
     assert len(matrices) >= 3 * 4

@@ -366,7 +366,7 @@ def test_training_says_what_it_is_about(tmp_path: Path, monkeypatch: pytest.Monk
         ("checkpoint", 2),
         ("checkpoint", 2),
     ]
-    assert trainers[0].parts.activity.steps == 2
+    assert trainers[0].activity.steps == 2
 
 
 def test_what_has_come_is_awaited_no_more() -> None:
@@ -374,8 +374,8 @@ def test_what_has_come_is_awaited_no_more() -> None:
     engines: list[Engine] = []
 
     def listen(trainer: Trainer) -> None:
-        if trainer.parts.coords.rank == 0:
-            engine, link = trainer.parts.engine, trainer.parts.link
+        if trainer.coords.rank == 0:
+            engine, link = trainer.engine, trainer.link
             engines.append(engine)
             arrivals = link.arrivals
 

@@ -51,7 +51,7 @@ def test_a_score_of_ones_own_decides_in_every_layout() -> None:
             {
                 tensor.name: tensor.index.positions().tolist()
                 for trainer, _ in ranks
-                for layer in trainer.parts.layers
+                for layer in trainer.layers
                 for tensor in layer.state.owned
                 if tensor.name != "head.weight"  # the embedding's second use, on some stages
             }

@@ -326,7 +326,7 @@ def test_a_rank_that_fails_alone_leaves_nothing_half_named(
     hooked(lambda path: may_write.wait(60))
 
     def fail(trainer: Trainer) -> None:
-        if trainer.steps_done == 2 and trainer.parts.coords.rank == 1:
+        if trainer.steps_done == 2 and trainer.coords.rank == 1:
             may_write.set()
             raise RuntimeError("a layer of glass")
 
