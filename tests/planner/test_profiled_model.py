@@ -329,7 +329,10 @@ def never(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tens
         # Healing is planned for steps of several microbatches, whose gradients are added.
         ("magnitude", "fp32", 96, 0.5, None, {"heal": "blocks"}),
         # The last block is the fullest, and behind it lies a head of so many words.
-        ("magnitude", "bf16", 96, 0.8, None, {"heal": "blocks", "vocab_size": 16384}),
+        pytest.param(
+            *("magnitude", "bf16", 96, 0.8, None, {"heal": "blocks", "vocab_size": 16384}),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_drawing_masks_takes_what_torchs_allocator_counts(
@@ -389,7 +392,7 @@ def test_the_stage_of_the_last_pruned_layer_builds_those_behind_it() -> None:
             *("custom", lambda name, weight, gradient: (weight * gradient).abs(), 0.8),
             marks=pytest.mark.exhaustive,
         ),
-        ("snip", None, 0.6),
+        pytest.param("snip", None, 0.6, marks=pytest.mark.exhaustive),
     ],
 )
 def test_scoring_by_gradients_takes_what_is_planned(
