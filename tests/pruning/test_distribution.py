@@ -199,3 +199,12 @@ def test_experts_count_as_matrices_by_themselves() -> None:
 def test_a_pattern_is_two_numbers() -> None:
     assert parse_pattern("2:4") == (2, 4)
     assert parse_pattern("1:16") == (1, 16)
+
+
+def test_equal_remainders_are_settled_by_name_and_not_by_order() -> None:
+    forward: Shapes = {"a": (3, 3), "b": (3, 3), "c": (3, 3)}
+
+    one = kept_counts(forward, 1 - 10 / 27, distribution=ERK)
+    other = kept_counts(dict(reversed(forward.items())), 1 - 10 / 27, distribution=ERK)
+
+    assert one == other == {"a": 4, "b": 3, "c": 3}

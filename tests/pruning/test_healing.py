@@ -403,3 +403,9 @@ def test_a_tied_parameter_stays_since_its_other_use_is_in_another_layer(tmp_path
         found = started(layout, model, config_of())
         assert not torch.equal(found["one.0.weight"], weights["one.0.weight"])
         assert torch.equal(found["one.0.bias"], weights["one.0.bias"])
+
+
+def test_tokens_that_are_zero_divide_nothing() -> None:
+    error, tokens = relative_error((torch.zeros(2, 3),), (torch.zeros(2, 3),))
+
+    assert (float(error), tokens) == (0.0, 2)

@@ -29,6 +29,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.precision import DTYPES, round_to
 from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer, build
@@ -239,6 +240,20 @@ def assert_same_steps(ours: Trace, expected: Trace) -> None:
 def _of_good_steps(trace: Trace) -> list[tuple[float, float]]:
     steps = zip(trace.losses, trace.norms, trace.finite, strict=True)
     return [(loss, norm) for loss, norm, good in steps if good]
+
+
+def built_modules(model: Model) -> list[nn.Module]:
+    """The modules of all layers, with their start values."""
+    built = []
+    for layer in model.layers:
+        module = layer.build()
+        for name, parameter in module.named_parameters():
+            assert layer.init is not None
+            generator = keyed_generator(1, layer.name, name)
+            with torch.no_grad():
+                parameter.copy_(layer.init(name, tuple(parameter.shape), generator))
+        built.append(module)
+    return built
 
 
 def matrices(

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from support.runs import built_modules
 from torch import Tensor
 
 from axsparse.config.model_config import GptConfig
@@ -80,3 +81,13 @@ def test_matrices_start_normal_and_residual_projections_smaller(
     assert values.dtype == torch.float32
     assert values.mean().item() == pytest.approx(0, abs=std / 50)
     assert values.std().item() == pytest.approx(std, rel=0.02)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    block = built_modules(gpt(config(dropout=0.5), 10))[1]
+    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+
+    block.train()
+    assert not torch.equal(block(x), block(x))
+    block.eval()
+    assert torch.equal(block(x), block(x))

@@ -129,3 +129,20 @@ def test_the_last_round_draws_or_says_that_it_is_the_last(
     outcomes = play(search(max_steps=max_steps), churns)
 
     assert outcomes == ["search"] * (len(churns) - 1) + [last]
+
+
+def test_masks_that_keep_nothing_have_settled() -> None:
+    found = search(max_steps=50)
+
+    outcomes = [found.decide(EVERY * step, 0, 100, 0).outcome for step in range(6)]
+
+    assert outcomes == ["search"] * 5 + ["draw"]
+
+
+def test_a_distance_at_the_threshold_is_not_below_it() -> None:
+    assert play(search(threshold=0.1), [0, 0, 0, 0, 0, 10]) == ["search"] * 6
+    assert play(search(threshold=0.1), [0, 0, 0, 0, 0, 9]) == ["search"] * 5 + ["draw"]
+
+
+def test_six_masks_must_be_seen_however_alike_they_are() -> None:
+    assert play(search(), [0] * 6) == ["search"] * 5 + ["draw"]

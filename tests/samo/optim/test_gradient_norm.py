@@ -108,3 +108,11 @@ def test_clipping_is_that_of_torch(values: list[float], clip_norm: float) -> Non
 
     # Torch computes its norm in fp32, so that two roundings lie between the factors.
     torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-30)
+
+
+def test_gradients_below_the_limit_are_left_alone_and_zero_never_clips() -> None:
+    assert clip_factor(0.5, 1.0) == 1.0
+    assert clip_factor(1e9, 0.0) == 1.0
+    assert clip_factor(2.0, 1.0) == pytest.approx(0.5, rel=1e-6)
+    assert clip_factor(0.0, 1.0) == 1.0
+    assert clip_factor(2e-6, 1e-6) == pytest.approx(1 / 3, rel=1e-6)

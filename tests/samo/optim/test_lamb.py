@@ -98,3 +98,22 @@ def test_kept_entries_follow_the_papers_algorithm_on_masked_dense_tensors(half: 
         assert float(error) <= TOLERANCE * scale, name
         weight = layer.tensor(name).weight_D
         assert not weight[~mask].any()
+
+
+def test_a_step_of_length_zero_moves_nothing() -> None:
+    layer = layer_of({"bias": torch.ones(50, dtype=torch.bool)}, half=False)
+    before = layer.master("bias").clone()
+
+    update([layer], LAMB, Hyper(1, RATE, BETAS, EPS, DECAY), 0.5)
+
+    assert torch.equal(layer.master("bias"), before)
+
+
+def test_a_tensor_of_zeros_moves_by_the_step_itself() -> None:
+    layer = layer_of({"w": torch.ones(50, dtype=torch.bool)}, half=False, scale=0.0)
+
+    train(layer, 1)
+
+    # The first bias-corrected step of an entry is the sign of its gradient.
+    expected = -RATE * gradient_of(0, 1, 50).sign()
+    torch.testing.assert_close(layer.master("w"), expected, rtol=1e-3, atol=0)
