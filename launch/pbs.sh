@@ -12,7 +12,6 @@
 #PBS @directives@
 
 cd -- @folder@ || exit 66
-@setup@
 script=@script@ # this file, which is submitted again
 run_dir=@run_dir@ # where all nodes see it, such as on the scratch file system
 python=@python@
@@ -21,6 +20,7 @@ nodes=@nodes@ per_node=@per_node@ replica=@replica@ fewer=(@fewer@) # ranks a no
 save_at=@save_at@ margin=@margin@ # seconds until it saves, and that saving may take
 pause=30 most=5 # seconds until it tries again, doubled each time; tries without a new checkpoint
 export OMP_NUM_THREADS=@threads@ PRTE_MCA_rmaps_default_mapping_policy=slot
+@setup@
 [ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
 
 hosts() { awk '!seen[$0]++' "$PBS_NODEFILE"; }
