@@ -56,11 +56,83 @@ def submit(axsparse: Axsparse) -> Axsparse:
     return lambda *words: axsparse("submit", *words)
 
 
+NAME = r"[A-Za-z0-9][\w.@:/+-]*"
+COUNT = r"[1-9][0-9]*"
+CLOCK = r"[0-9]+:[0-5][0-9]:[0-5][0-9]"
+SBATCH = "slurm.schedmd.com/sbatch.html#OPT_"
+BSUB = "ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-bsub, option "
+QSUB = "github.com/openpbs/openpbs, doc/man1/qsub.1B, option "
+RESOURCES = "github.com/openpbs/openpbs, doc/man1/pbs_resources.7B, "
+FLUX = "flux-framework.readthedocs.io/projects/flux-core, man1/flux-batch.html, "
+MANUALS: dict[str, dict[str, tuple[str, str]]] = {
+    "SBATCH": {
+        "--job-name": (NAME, f"{SBATCH}job-name"),
+        "--nodes": (COUNT, f"{SBATCH}nodes"),
+        "--ntasks-per-node": (COUNT, f"{SBATCH}ntasks-per-node"),
+        "--cpus-per-task": (COUNT, f"{SBATCH}cpus-per-task"),
+        "--gpus-per-node": (COUNT, f"{SBATCH}gpus-per-node"),
+        "--time": (CLOCK, f"{SBATCH}time: hours:minutes:seconds"),
+        "--signal": (rf"B:USR1@{COUNT}", f"{SBATCH}signal: B: the batch shell alone; seconds"),
+        "--no-kill": ("", f"{SBATCH}no-kill: a node that fails does not end the job"),
+        "--requeue": ("", f"{SBATCH}requeue"),
+        "--open-mode": ("append", f"{SBATCH}open-mode"),
+        "--output": (r"%x-%j\.log", f"{SBATCH}output: %x is the name, %j the number"),
+        "--account": (NAME, f"{SBATCH}account"),
+        "--partition": (NAME, f"{SBATCH}partition"),
+        "--constraint": (r".+", f"{SBATCH}constraint"),
+        "--exclusive": ("", f"{SBATCH}exclusive"),
+    },
+    "BSUB": {
+        "-J": (NAME, f"{BSUB}-J"),
+        "-n": (COUNT, f"{BSUB}-n: slots over all hosts"),
+        "-R": (rf"span\[ptile={COUNT}\]", f"{BSUB}-R, span string: slots of each host"),
+        "-gpu": (rf"num={COUNT}", f"{BSUB}-gpu: num, by default of each host"),
+        "-W": (COUNT, f"{BSUB}-W: [hour:]minute"),
+        "-r": ("", f"{BSUB}-r: again where its host fails"),
+        "-o": (rf"{NAME}-%J\.log", f"{BSUB}-o: %J is the number"),
+        "-P": (NAME, f"{BSUB}-P"),
+        "-q": (NAME, f"{BSUB}-q"),
+        "-x": ("", f"{BSUB}-x"),
+    },
+    "PBS": {
+        "-N": (NAME, f"{QSUB}-N: a letter or digit first, no white space"),
+        "-S": ("/bin/bash", f"{QSUB}-S"),
+        "-l select": (
+            rf"{COUNT}:ncpus={COUNT}:mpiprocs={COUNT}(:ngpus={COUNT})?",
+            f"{QSUB}-l: N:chunk; {RESOURCES}ncpus, mpiprocs; ngpus is the site's",
+        ),
+        "-l place": ("scatter", f"{QSUB}-l: free|pack|scatter"),
+        "-l walltime": (CLOCK, f"{RESOURCES}walltime"),
+        "-l filesystems": (r"[\w:]+", f"{QSUB}-l: resource_name=value, of the site"),
+        "-W": ("tolerate_node_failures=all", f"{QSUB}-W; pbs_job_attributes.7B"),
+        "-j": ("oe", f"{QSUB}-j"),
+        "-k": ("doe", f"{QSUB}-k: d writes both streams to their last place at once"),
+        "-A": (NAME, f"{QSUB}-A"),
+        "-q": (NAME, f"{QSUB}-q"),
+    },
+    "flux:": {
+        "--job-name": (NAME, f"{FLUX}job parameters"),
+        "--nodes": (COUNT, f"{FLUX}job parameters"),
+        "--exclusive": ("", f"{FLUX}job parameters: with --nodes"),
+        "--time-limit": (rf"{COUNT}m", f"{FLUX}job parameters: minutes, or a number with a unit"),
+        "--output": (rf"{NAME}-\{{\{{id\}}\}}\.log", f"{FLUX}standard I/O: templates"),
+        "--bank": (NAME, f"{FLUX}other options"),
+        "--queue": (NAME, f"{FLUX}job parameters"),
+        "--requires": (r".+", f"{FLUX}constraints"),
+    },
+}
+"""By how a directive begins: the options that we use, each with the pattern of its value and the
+place of the scheduler's manual that says so."""
+
+
 def read(script: str) -> dict[str, str]:
-    """The options of a script's directives; an option of PBS's -l goes with its resource."""
+    """The options of a script's directives, as its scheduler would read them: a directive stands
+    before all commands. An option of PBS's -l goes with its resource."""
     options: dict[str, str] = {}
+    assert script.startswith("#!/bin/bash\n")
+    assert not re.search(r"^[^#\n].*^#(SBATCH|BSUB|PBS|flux:) ", script, re.DOTALL | re.MULTILINE)
     for line in script.splitlines():
-        if re.match(r"#(SBATCH|BSUB|PBS|flux:) ", line):
+        if sentinel := re.match(r"#(SBATCH|BSUB|PBS|flux:) ", line):
             words = shlex.split(line)[1:]
             while words:
                 name, equals, value = words.pop(0).partition("=")
@@ -70,6 +142,8 @@ def read(script: str) -> dict[str, str]:
                     resource, _, value = value.partition("=")
                     name = f"-l {resource}"
                 assert name not in options, f"{name} is given twice"
+                pattern, manual = MANUALS[sentinel[1]][name]
+                assert re.fullmatch(pattern, value), f"{name}: {value!r}; see {manual}"
                 options[name] = value
     return options
 
@@ -265,8 +339,21 @@ def test_a_path_of_any_bytes_is_handed_on(here: Path) -> None:
 
 CLUSTER = """\
 sbatch() { echo "submitted again"; }
-scontrol() { printf '%s\\n' $HOSTS; }
-srun() { true; }
+bsub() { cat > "$HERE/again" && sbatch; }
+qsub() { [ "$*" = "$HERE/r.sh" ] && sbatch; }
+scontrol() { [ "$1 $2" = "show hostnames" ] && printf '%s\\n' $HOSTS; }
+srun() { case "$*" in *" -w $GONE true") return 1 ;; *" -w "*" true") ;; *) return 2 ;; esac; }
+blaunch() { [ "$1 $2" != "$GONE true" ]; }
+pbs_tmrsh() { blaunch "$@"; }
+flux() {
+  case "$*" in
+    "hostlist --expand --delimiter=\\n instance") printf '%s\\n' $HOSTS ;;
+    "hostlist --expand --delimiter=\\n avail") printf '%s\\n' $HOSTS | grep -vxF "$GONE" ;;
+    "--parent batch $HERE/r.sh") sbatch ;;
+    "run "*) mpirun "${@:2}" ;;
+    *) return 2 ;;
+  esac
+}
 mpirun() {
   printf '%s\\n' "$PWD" "$@" > "$HERE/arguments"
   read -r code saved < "$HERE/next" || exit 70
@@ -279,17 +366,24 @@ timeout() { shift 3; "$@"; }
 exec() { "$@"; }
 sleep() { command sleep 0.01; }
 """
-"""Commands of a cluster: ranks end as the next line of a file says, and perhaps save a step."""
+"""Commands of clusters, as their manuals have them: ranks end as the next line of a file says, and
+perhaps save a step. sbatch(1) and qsub(1B) take a path, bsub(1) stdin; scontrol(1) show hostnames;
+srun(1) -w; blaunch(1) and pbs_tmrsh(8B) a host and a command; flux-hostlist(1), flux-run(1)."""
 
 
-def job(here: Path, script: str, *ends: str, hosts: str = "n1 n2", save_at: int = 3600) -> str:
+def job(here: Path, script: str, *ends: str, gone: str = "", save_at: int = 3600) -> str:
     """What a job's script says whose ranks end so; at last the code that it ends with."""
     (here / "next").write_text("".join(f"{end}\n" for end in ends))
     for before, after in (("save_at=", f"save_at={save_at} was="), ("pause=30", "pause=0")):
         assert before in script
         script = script.replace(before, after, 1)
     (here / "job.sh").write_text(script)
-    environment = {**os.environ, "HOSTS": hosts, "HERE": str(here), "SLURM_JOB_NODELIST": "n"}
+    (here / "nodes").write_text("n1\nn2\n")
+    environment = {
+        **os.environ,
+        **{"HOSTS": "n1 n2", "GONE": gone, "HERE": str(here), "SLURM_JOB_NODELIST": "n"},
+        **{"LSB_MCPU_HOSTS": "n1 1 n2 1", "PBS_NODEFILE": str(here / "nodes")},
+    }
     done = subprocess.run(
         ["bash", "-c", CLUSTER + script, str(here / "job.sh")],
         env=environment,
@@ -332,21 +426,29 @@ def test_a_job_goes_on_until_it_is_done_or_would_only_repeat_itself(
     assert found == again + (AGAIN if ends else "") + said
 
 
-def test_a_job_whose_time_is_over_submits_itself_again(here: Path, submit: Axsparse) -> None:
-    script = submit(*SLURM, "--run-dir", "r")[1].replace('wait "$pid";', "save_at=0; wait $pid;")
+@pytest.mark.parametrize("name", ALL)
+def test_a_job_whose_time_is_over_submits_itself_again(
+    name: str, here: Path, submit: Axsparse
+) -> None:
+    script = submit(f"--{name}", *ASKED, "--run-dir", "r")[1]
+    script = script.replace('wait "$pid";', "save_at=0; wait $pid;")
 
-    assert job(here, script, "75 2").endswith("ranks end with 75\nsubmitted again\n75")
+    assert job(here, script, "75 2") == f"{AGAIN}ranks end with 75\nsubmitted again\n75"
     assert (here / "r.sh").is_file()
 
 
-def test_where_a_node_is_gone_fewer_replicas_go_on(here: Path, submit: Axsparse) -> None:
-    script = submit(*SLURM, "--set", "layout.g_data=2", "--run-dir", "r")[1]
+@pytest.mark.parametrize("name", ALL)
+def test_where_a_node_is_gone_fewer_replicas_go_on(name: str, here: Path, submit: Axsparse) -> None:
+    script = submit(f"--{name}", *ASKED, "--set", "layout.g_data=2", "--run-dir", "r")[1]
 
-    assert job(here, script, "0", hosts="n1") == (
+    assert job(here, script, "0", gone="n2") == (
         "axsparse: 1 ranks on 1 of 2 nodes\nranks end with 0\n0"
     )
     words = (here / "arguments").read_text().splitlines()
-    assert words[1:5] == ["--host", "n1:1", "-n", "1"]
+    one = ["-N1", "-n1", "-c1", "--exclusive", "--requires=host:n1"]
+    assert words[1 : words.index(sys.executable)] == (
+        one if name == "flux" else ["--host", "n1:1", "-n", "1"]
+    )
     assert words[-2:] == ["--set=layout.g_inter=1", "--set=layout.g_data=auto"]
 
 
@@ -356,7 +458,7 @@ HARD = "data.path=a  b/$HOME/`id`/'\"/*/é/\\n/@ranks@/!x"
 def test_values_arrive_at_the_ranks_as_they_were_given(here: Path, submit: Axsparse) -> None:
     (here / "my conf").mkdir()
     (here / "my conf" / "-é $x.yaml").write_text("seed: 5\n")
-    (here / "my modules.sh").write_text("echo modules are loaded\n")
+    (here / "my modules.sh").write_text("echo modules are loaded\npython=/other/python\n")
     config = str(here / "my conf" / "-é $x.yaml")
     options = ["--config", config, "--set", HARD, "--steps", "6", "--run-dir", "my run"]
 
@@ -365,6 +467,7 @@ def test_values_arrive_at_the_ranks_as_they_were_given(here: Path, submit: Axspa
     assert job(here, script, "0").startswith("modules are loaded\n")
     folder, *words = (here / "arguments").read_text().splitlines()
     assert folder == str(here)
+    assert words[words.index("axsparse.train") - 2] == "/other/python"
     assert words[words.index("axsparse.train") + 1 :] == [
         *(f"--config={config}", "--set=layout.g_inter=auto", f"--set={HARD}"),
         *("--set=train.steps=6", "--set=run_dir=my run"),
