@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from axsparse.cli.parser import say
@@ -34,6 +35,7 @@ from axsparse.data.sources import open_datasets
 from axsparse.data.tokenizers import SEPARATOR, in_folder
 from axsparse.models.adapters import INNER, OUTER, merged, with_adapters
 from axsparse.models.layer import Model, StartValues
+from axsparse.models.start_weights import FromFile
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.observe.metrics import perplexity
 from axsparse.runtime.console import format_bytes, format_seconds, make_console
@@ -131,7 +133,10 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     folder = order.work / PRUNED if adapts else order.out
 
     def write() -> int:
-        return export_folder(done.plan.config, done.plan.profile, read, folder) if is_first else 0
+        if not is_first:
+            return 0
+        dtype = (lambda _: torch.float32) if adapts else _dtype_of(start)
+        return export_folder(done.plan.config, done.plan.profile, read, folder, dtype)
 
     with timings.of("export"):
         nbytes = together(transport, write)
@@ -155,6 +160,12 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
         pruned=done.after if adapts else None,
         blocks=blocks,
     )
+
+
+def _dtype_of(start: StartValues | None) -> Callable[[str], torch.dtype]:
+    """The type that each parameter has in the folder that is pruned, in which it is written."""
+    assert isinstance(start, FromFile), "the model is of a folder"
+    return start.dtype
 
 
 def _state_of(order: PruneOrder, done: PrunedLayers, kept: Mapping[str, int]) -> int:
@@ -201,7 +212,8 @@ def _adapt(
         def read(_: str, name: str) -> Tensor | None:
             return counted(name, _merged_value(weights, start, name))
 
-        return export_folder(config, done.plan.profile, read, order.out)
+        folder = named_model(done.plan.config).start
+        return export_folder(config, done.plan.profile, read, order.out, _dtype_of(folder))
 
     with timings.of("merging"):
         nbytes = together(transport, write)
@@ -253,7 +265,8 @@ def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     def write() -> tuple[int, int]:
         if not is_first:
             return 0, 0
-        done = export(order.work / "run", "hf", order.out, force=True)
+        dtype = _dtype_of(named_model(pruned).start)
+        done = export(order.work / "run", "hf", order.out, force=True, dtype=dtype)
         weights = Weights(done.checkpoint, trained=False)
         kept = sum(int(weights.dense(name).count_nonzero()) for name in targets.shapes)
         return done.nbytes, kept

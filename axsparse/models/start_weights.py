@@ -65,6 +65,10 @@ class WeightFile(Protocol):
         """The shape of every tensor, by its name in the file."""
         ...
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor of a name in `shapes`."""
+        ...
+
     def read(self, name: str) -> Tensor:
         """The tensor of a name in `shapes`: on the CPU, in the type that it has in the file.
 
@@ -121,6 +125,9 @@ class TorchFile:
                 )
         self._tensors: Mapping[str, Tensor] = config
         self.shapes = {name: tuple(tensor.shape) for name, tensor in config.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
 
     def read(self, name: str) -> Tensor:
         return self._tensors[name].detach()
@@ -197,6 +204,11 @@ class FromFile:
     """The names that these tensors would have in the file."""
     without: StartValues | None = None
     """The start of the model without the file; None leaves that to its layers."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type that a tensor has in the file; fp32 for one that begins anew."""
+        there = self.names.get(name)
+        return torch.float32 if there is None else self.file.dtype(there)
 
     def read(self, name: str) -> Tensor | None:
         """DataError for a tensor of real numbers that has another kind of numbers in the file, and

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -35,12 +36,13 @@ from axsparse.config.hf_config import (
     read_json,
     reject_other_sizes,
 )
-from axsparse.config.model_config import Family, GptConfig
+from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.start_weights import WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
+from axsparse.models.zoo.hf_models import PublishedNames, empty_model
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import (
     ConfigError,
@@ -113,11 +115,13 @@ def export(
     step: int | Literal["best"] | None = None,
     trained: bool = False,
     force: bool = False,
+    dtype: Callable[[str], torch.dtype] | None = None,
 ) -> ExportSummary:
     """Verify a checkpoint and write its weights to `path`, complete or not at all.
 
     `run` and `step` name the checkpoint as in `load`. The values are the fp32 masters, or with
-    `trained` the weights in the training precision. `force` replaces the files of an earlier
+    `trained` the weights in the training precision; `dtype(name)` may give another type for each
+    parameter, by global name. `force` replaces the files of an earlier
     export. One process does this, while the run may continue.
 
     Raises ConfigError if the form does not suit the model or the path, OutputError if the path
@@ -134,6 +138,8 @@ def export(
     _reject_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
     tensors = weights.by_name()
+    if dtype is not None:
+        tensors = _as_types(tensors, {name: dtype(name) for name in weights.parameters})
     files: Mapping[str, bytes] | None = None
     notes: Sequence[str] = ()
     if is_folder:
@@ -144,14 +150,28 @@ def export(
             "choose --to torch",
         )
         tensors = _of_hf(config, shapes, tensors, suggestion)
-        dtype = torch.bfloat16 if form == "sparse" else weights.dtype
-        files, notes = _files(config, dtype, (data.name, data.fingerprint))
+        named = next(header.dtype for header, _ in tensors.values())
+        named = torch.bfloat16 if form == "sparse" else named
+        files, notes = _files(config, named, (data.name, data.fingerprint))
         if form == "sparse":
             with weights.being_read():
                 tensors = sparse_tensors(tensors)
     values = weights.read(value for _, value in tensors.values())
     nbytes = _write(path, tensors, values, files, checkpoint.step, force=force)
     return ExportSummary(checkpoint, len(tensors), nbytes, notes)
+
+
+def _as_types(tensors: Tensors, types: Mapping[str, torch.dtype]) -> Tensors:
+    """The same tensors in other types."""
+
+    def changed(value: Value, header: TensorHeader) -> Tensor:
+        return value().to(header.dtype)
+
+    made: dict[str, tuple[TensorHeader, Value]] = {}
+    for name, (header, value) in tensors.items():
+        header = replace(header, dtype=types.get(name, header.dtype))
+        made[name] = header, partial(changed, value, header)
+    return made
 
 
 def export_sparse(folder: Path, path: Path, *, force: bool) -> tuple[int, int]:
@@ -203,40 +223,43 @@ def save_folder(
     return notes
 
 
+# Reason: the model, its values, their types, and the path.
 def export_folder(
-    config: Config, profiled: ModelProfile, read: Callable[[str, str], Tensor | None], path: Path
+    config: Config,
+    profiled: ModelProfile,
+    read: Callable[[str, str], Tensor | None],
+    path: Path,
+    dtype: Callable[[str], torch.dtype] = lambda _: torch.float32,
 ) -> int:
     """Write a Hugging Face folder of a model that starts from one, and return its bytes.
 
     `read(layer, name)` gives the value of a parameter or buffer by its global name, or None for a
-    buffer that no file has; parameters are written in fp32. The other files of the folder are
-    copies. Raises what `export` raises.
+    buffer that no file has; `dtype(name)` is the type in which a parameter is written. The other
+    files of the folder are copies. Raises what `export` raises.
     """
-    tensors: dict[str, tuple[TensorHeader, Value]] = {}
+    known: dict[str, tuple[TensorHeader, Value]] = {}
     for layer in profiled.layers:
-        entries = [
-            (each.name, torch.empty(each.shape, device="meta"))
-            for each in layer.parameters
-            if each.name not in profiled.ties
-        ]
-        for name, empty in entries:
-            there, stored = as_in_hf(config.model, name, empty)
-            value = partial(_as_fp32, config.model, name, partial(read, layer.name, name))
-            tensors[there] = TensorHeader(torch.float32, tuple(stored.shape)), value
+        for each in layer.parameters:
+            if each.name not in profiled.ties:
+                header = TensorHeader(dtype(each.name), tuple(each.shape))
+                known[each.name] = header, partial(_read_as, header, read, layer.name, each.name)
         for buffer in (each for each in layer.buffers if each.persists):
             tensor = read(layer.name, buffer.name)
             if tensor is not None:
-                tensors[buffer.name] = header_of(tensor), partial(as_stored, tensor)
-    files, _ = hf_files(config.model, torch.float32, None)
+                known[buffer.name] = header_of(tensor), partial(as_stored, tensor)
+    types = Counter(known[name][0].dtype for name in profiled.shapes if name in known)
+    files, _ = hf_files(config.model, types.most_common(1)[0][0], None)
+    tensors = _published(config.model, known)
     values = (value() for _, value in tensors.values())
     return _write(path.absolute(), tensors, values, files, 0, force=True)
 
 
-def _as_fp32(config: Family, name: str, value: Callable[[], Tensor | None]) -> Tensor:
-    """A parameter as it is stored there, in fp32."""
-    tensor = value()
-    assert tensor is not None, f"{name} has no value"
-    return as_in_hf(config, name, tensor.float())[1]
+def _read_as(
+    header: TensorHeader, read: Callable[[str, str], Tensor | None], layer: str, name: str
+) -> Tensor:
+    value = read(layer, name)
+    assert value is not None, f"{name} has no value"
+    return value.to(header.dtype)
 
 
 # Reason: the path, the tensors, and the files of a folder.
@@ -464,23 +487,30 @@ def _of_hf(
         raise ConfigError(
             f"{suggestion[0]}, not of the {config.model.name} of its configuration; {suggestion[1]}"
         )
+    return _published(config.model, known)
+
+
+def _published(config: Family, known: Tensors) -> Tensors:
+    """Tensors as transformers names and stores them in a folder."""
     tensors: dict[str, tuple[TensorHeader, Value]] = {}
+    if isinstance(config, GptConfig):
+        for name, (header, value) in known.items():
+            shape = tuple(turned(name, torch.empty(header.shape, device="meta")).shape)
+            stored = TensorHeader(header.dtype, shape)
+            tensors[gpt2_name(name)] = stored, partial(_turned, name, value)
+        return tensors
+    assert isinstance(config, HfConfig), f"{config.name} is no model of transformers"
+    names = PublishedNames(empty_model(config.hf))
     for name, (header, value) in known.items():
-        there, empty = as_in_hf(config.model, name, torch.empty(header.shape, device="meta"))
-        stored = TensorHeader(header.dtype, tuple(empty.shape))
-        tensors[there] = stored, partial(_stored, config.model, name, value)
+        empty = torch.empty(header.shape, device="meta")
+        for there, one in names.tensors(name, empty).items():
+            stored = TensorHeader(header.dtype, tuple(one.shape))
+            tensors[there] = stored, partial(names.one, name, there, value)
     return tensors
 
 
-def _stored(config: Family, name: str, value: Value) -> Tensor:
-    return as_in_hf(config, name, value())[1]
-
-
-def as_in_hf(config: Family, name: str, tensor: Tensor) -> tuple[str, Tensor]:
-    """The name of a tensor in transformers, and the tensor as it is stored there."""
-    if not isinstance(config, GptConfig):
-        return name, tensor
-    return gpt2_name(name), turned(name, tensor)
+def _turned(name: str, value: Value) -> Tensor:
+    return turned(name, value())
 
 
 def hf_files(

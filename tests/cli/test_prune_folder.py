@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from support.commands import axsparse as axsparse
-from support.hf import write_folder
+from support.hf import saved_model, write_folder
 from support.mpirun import run_alone, run_mpirun
-from support.runs import job_alone
+from support.runs import VOCABULARY, job_alone
 
 from axsparse.cli import prune_folder
 from axsparse.cli.prune_folder import Facts, page, write_page
@@ -60,6 +61,45 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out], cwd=tmp_path)
     assert again.returncode == EXIT_CONFIG
     assert f"--out: {out} is there already; remove it" in again.stderr
+
+
+@pytest.mark.parametrize("heal", ["none", "train"])
+def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path: Path) -> None:
+    """In bf16, with a matrix for each expert."""
+    write_folder(tmp_path / "texts_only")
+    settings = transformers.AutoConfig.for_model(
+        "qwen3_moe",
+        hidden_size=32,
+        moe_intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=12,
+        bos_token_id=1,
+        eos_token_id=0,
+    )
+    saved_model(transformers, settings, tmp_path / "model", torch.bfloat16)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "texts_only" / name, tmp_path / "model" / name)
+    file = open_weights(tmp_path / "model" / "model.safetensors")
+    assert any(".experts.3.down_proj" in name for name in file.shapes)
+
+    found = pruned(tmp_path, "out", "--heal", heal, *JUDGED, "--set", "train.steps=2")
+
+    assert {name: (tuple(one.shape), one.dtype) for name, one in found.items()} == {
+        name: (shape, file.dtype(name)) for name, shape in file.shapes.items()
+    }
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    if heal == "none":
+        for name, one in found.items():
+            assert torch.equal(one[one != 0], file.read(name)[one != 0]), name
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    stack = model.model.layers[1].mlp.experts.down_proj[3]
+    assert torch.equal(stack, found["model.layers.1.mlp.experts.3.down_proj.weight"])
 
 
 def test_the_page_has_the_zeros_that_are_there_and_its_command_trains_them(

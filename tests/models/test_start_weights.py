@@ -170,6 +170,7 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
         def __init__(self, path: Path) -> None:
             self.file = open_weights(path)
             self.path, self.files, self.shapes = path, [path], self.file.shapes
+            self.dtype = self.file.dtype
 
         def read(self, name: str) -> Tensor:
             reads.append(name)

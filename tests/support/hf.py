@@ -91,10 +91,12 @@ def write_folder(folder: Path) -> None:
             (folder.parent / name / f"{number}.txt").write_text(" ".join(words))
 
 
-def saved_model(transformers: Any, settings: Any, path: Path) -> Any:
+def saved_model(
+    transformers: Any, settings: Any, path: Path, dtype: torch.dtype = torch.float32
+) -> Any:
     """A small model of transformers of random parameters, biases and norms included; saved."""
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(settings)
+    model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -424,6 +424,10 @@ class HfFile:
             for name, tensor in self._made(to, self._empty).items():
                 self.shapes[name], self._made_with[name] = tuple(tensor.shape), to
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type in the file of the first tensor that a tensor of the model is made of."""
+        return self._file.dtype(self._sources[self._made_with[name]][0][0])
+
     def read(self, name: str) -> Tensor:
         """The tensor of a name of the model."""
         return self._made(self._made_with[name], self._file.read)[name]
@@ -455,3 +459,27 @@ class HfFile:
                 f"({' '.join(str(reason).split())[:120]}); get it anew"
             ) from reason
         return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+
+class PublishedNames:
+    """The tensors of a folder that tensors of a model are stored as, by transformers' own mapping:
+    other names, or a matrix for each expert where the model has one tensor of all."""
+
+    def __init__(self, causal: Any) -> None:
+        """`causal` is the model, which may be on the meta device."""
+        self._causal = causal
+        self._last: tuple[str, dict[str, Tensor]] = "", {}
+
+    def tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What a tensor is stored as, by name."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        made: dict[str, Tensor] = revert_weight_conversion(self._causal, {name: tensor})
+        return made
+
+    def one(self, name: str, there: str, read: Callable[[], Tensor]) -> Tensor:
+        """One of these tensors; `read` gives the model's, which is read once for all of them in
+        turn."""
+        if self._last[0] != name:
+            self._last = name, self.tensors(name, read())
+        return self._last[1][there].contiguous()

@@ -118,6 +118,10 @@ class SafetensorsFile:
         """The type and shape of a tensor; KeyError if the file does not have it."""
         return self._places[name][0]
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor, which the file has to have."""
+        return self._places[name][0].dtype
+
     def read(self, name: str) -> Tensor:
         """A full tensor, which the file has to have."""
         shape = self.shapes[name]
@@ -186,6 +190,10 @@ class SafetensorsIndex:
         self.files: Sequence[Path] = (path, *(part.path for part in opened.values()))
         self._parts = {name: opened[file] for name, file in places.items()}
         self.shapes = {name: part.shapes[name] for name, part in self._parts.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor, which the index has to have."""
+        return self._parts[name].dtype(name)
 
     def read(self, name: str) -> Tensor:
         """A full tensor, which the index has to have."""

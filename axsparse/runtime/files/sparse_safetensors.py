@@ -73,6 +73,10 @@ class SparseFile:
     def _damaged(self, name: str) -> DataError:
         return DataError(f"{self.path}: values, mask and shape of {name!r} disagree; get it anew")
 
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a tensor, which the file has to have."""
+        return self._file.dtype(name + VALUES if name in self._kept else name)
+
     def read(self, name: str) -> Tensor:
         """A full tensor, which the file has to have; DataError if its parts disagree."""
         if name not in self._kept:

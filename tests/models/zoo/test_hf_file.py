@@ -21,6 +21,9 @@ class Given:
         self.files = (self.path,)
         self.shapes = dict.fromkeys(names, (2, 2))
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self.read(name).dtype
+
     def read(self, name: str) -> torch.Tensor:
         return torch.full(self.shapes[name], float(len(name)))
 
