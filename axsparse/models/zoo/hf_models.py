@@ -471,7 +471,7 @@ class PublishedNames:
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
     def tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What a tensor is stored as, by name."""
+        """The tensors of a folder that hold a tensor of the model, by name."""
         from transformers.core_model_loading import revert_weight_conversion
 
         made: dict[str, Tensor] = revert_weight_conversion(self._causal, {name: tensor})
