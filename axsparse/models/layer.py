@@ -139,7 +139,7 @@ class Tie:
 class Model:
     """A list of layers, the loss, and further facts about the model.
 
-    `models.model_profile.survey` checks the declaration and raises ConfigError if it does not fit.
+    `models.model_profile.profile` checks the declaration and raises ConfigError if it does not fit.
     """
 
     layers: Sequence[Layer]

@@ -1,4 +1,4 @@
-"""Surveys the contents of a model, layer by layer, without allocating memory for it.
+"""Profiles a model, layer by layer, without allocating memory for it.
 
 `profile` builds every layer on the meta device, checks the model's declaration, and returns
 names, shapes and costs.
@@ -7,7 +7,6 @@ names, shapes and costs.
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 import re
@@ -17,7 +16,6 @@ from dataclasses import astuple, dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from types import MethodType
 from typing import get_args
 
 import torch
@@ -33,7 +31,7 @@ from axsparse.models.layer_cost import (
     Tracer,
 )
 from axsparse.models.module_buffers import slots
-from axsparse.models.stand_ins import Part, PartModule
+from axsparse.models.stand_ins import PartModule, are_alike
 from axsparse.models.tensor_shard import LayerSharding, TensorShard
 from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
@@ -43,8 +41,6 @@ FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
 products. Assumed: between a CPU with matrix units (60) and a data-centre GPU (200)."""
 
-PLAIN = (bool, int, float, str, MethodType)
-"""Types whose equal values make no difference to a function; others have to be the same object."""
 MULTIPLYING = (
     nn.Linear,
     nn.Bilinear,
@@ -191,7 +187,7 @@ def profile(
     samples: int = SAMPLES,
     device: torch.device | None = None,
 ) -> ModelProfile:
-    """ModelProfile a model; `dtype` is the type of its activations.
+    """Profile a model; `dtype` is the type of its activations.
 
     `samples` of `Model.example` pass through the layers, on the meta device or really on `device`.
     Raises CostError for a layer that does not run, and ConfigError for a declaration that does not
@@ -311,7 +307,7 @@ def costs_text(profiled: ModelProfile) -> str:
 
 
 def with_costs(profiled: ModelProfile, text: str) -> ModelProfile:
-    """A copy of a survey with the costs of another rank's `costs_text`."""
+    """A copy of a profile with the costs of another rank's `costs_text`."""
     layers = [
         replace(layer, flops=flops, activations=activations and Activations(*activations))
         for layer, (flops, activations) in zip(profiled.layers, json.loads(text), strict=True)
@@ -331,7 +327,8 @@ def profile_layers(
     shapes: object = None
     for number, layer in enumerate(layers):
         shapes_before, shapes = shapes, None if tracer is None else tracer.shapes
-        is_known = number and shapes == shapes_before
+        # Layers that really run pass on values, by which later ones may differ.
+        is_known = number and shapes == shapes_before and not (tracer and tracer.device)
         if is_known and _are_alike(layers[number - 1], layer):
             found.append(_renamed(found[-1], layer.name))
         else:
@@ -343,23 +340,9 @@ def _are_alike(one: Layer, other: Layer) -> bool:
     """Whether two layers are built and initialised by the same functions of equal arguments."""
     if one != replace(other, name=one.name, build=one.build, init=one.init):
         return False
-    same_init = one.init is other.init or _same_call(one.init, other.init)
-    return same_init and _same_call(one.build, other.build)
-
-
-def _same_call(one: object, other: object) -> bool:
-    if not (isinstance(one, partial) and isinstance(other, partial)):
-        return False
-    first, second = (
-        [f.func, *f.args, *itertools.chain(*sorted(f.keywords.items(), key=lambda kv: kv[0]))]
-        for f in (one, other)
-    )
-    return len(first) == len(second) and all(
-        a is b
-        or (type(a) is type(b) and isinstance(a, PLAIN) and a == b)
-        or (isinstance(a, Part) and isinstance(b, Part) and a.is_like(b))
-        for a, b in zip(first, second, strict=True)
-    )
+    same_init = one.init is other.init or isinstance(one.init, partial)
+    is_called_alike = same_init and isinstance(one.build, partial)
+    return is_called_alike and are_alike([one.build, one.init], [other.build, other.init])
 
 
 def _renamed(info: LayerInfo, name: str) -> LayerInfo:

@@ -108,6 +108,8 @@ def are_alike(one: object, other: object, around: frozenset[int] = frozenset()) 
         return True
     if type(one) is not type(other):
         return False
+    if isinstance(one, Part) and isinstance(other, Part):
+        return one.is_like(other)
     if isinstance(one, nn.Module) and isinstance(other, nn.Module):
         return are_alike(_attributes(one), _attributes(other), around | {id(one)})
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -138,7 +140,8 @@ def _facts(value: Any) -> list[object]:
         return [value.func, value.args, value.keywords]
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
-    return [value.__code__, *(cell.cell_contents for cell in value.__closure__ or ())]
+    cells = [cell.cell_contents for cell in value.__closure__ or ()]
+    return [value.__code__, value.__defaults__, value.__kwdefaults__, cells]
 
 
 def tied_names(model: nn.Module) -> list[tuple[str, str]]:

@@ -58,8 +58,8 @@ with, over all places of the output: (in_channels, *kernel_size), and with group
 output, in the shape of the weight. There are inputs for `custom` with `pruning.at_step` 0
 (`calibration` explains how they come).
 
-A run uses it with `build(…, score=by_magnitude)` and `pruning.method: custom`, or with a method
-that prunes over time.
+A run uses it with `ax.Trainer(…, score=by_magnitude)` and `pruning.method: custom`, or with a
+method that prunes over time.
 """
 
 

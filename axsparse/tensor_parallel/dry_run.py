@@ -87,8 +87,8 @@ class SilentGroup(TensorGroup):
 def profile_of_tp_shard(
     model: Model, full: ModelProfile, coords: RankCoords, dtype: torch.dtype
 ) -> ModelProfile:
-    """The survey of one rank's shard of a model: its parameters, compute and sums; `full` is the
-    survey of the full model.
+    """The profile of one rank's shard of a model: its parameters, compute and sums; `full` is the
+    profile of the full model.
 
     Sharded parameters appear with the index of the shard, such as "block0.fc1.weight#1".
     ConfigError for a model that cannot be sharded so.

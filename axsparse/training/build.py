@@ -214,7 +214,7 @@ def placed(job: Job, config: Config) -> tuple[Placement, Config]:
 def profile_together(
     model: Model, config: Config, transport: Transport, device: torch.device | None = None
 ) -> ModelProfile:
-    """The survey on every rank.
+    """The profile on every rank.
 
     Only rank 0 runs the layers to find what they cost, which costs about one second per process. On
     a `device` layers run if they do not on the meta device: the example is then a microbatch of the
@@ -428,10 +428,8 @@ def _first_masks(
     if plan.targets.mask_file is not None:
         return plan.targets.mask_file
     ties, pruning = plan.profile.ties, plan.config.pruning
-    heals, is_shown = (
-        pruning.heal != "none",
-        run_dir is not None and plan.coords.replica == 0 == plan.coords.tp_rank,
-    )
+    heals = pruning.heal != "none"
+    is_shown = run_dir is not None and plan.coords.replica == 0 == plan.coords.tp_rank
     if pruning.method in METHODS or plan.criterion.sees_inputs or heals:
         size = min(pruning.calibration_samples, plan.config.batch.microbatch_size)
         held_out = _alone(data.training, size).training(0)

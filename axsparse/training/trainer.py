@@ -119,8 +119,7 @@ class Trainer:
         """Connect this process to the other ranks, and build or read the state of its layers.
 
         Args:
-            model: An `nn.Module` whose forward runs the tensor-parallel ranks of its lists one
-            after the other
+            model: An `nn.Module` whose forward runs the members of its lists one after the other
                 (`ax.from_module`), `ax.from_sequential(modules, loss)`, another `ax.Model`,
                 `ax.hf(folder)`, the name of a model such as "gpt", or None for the settings' model.
             data: The training data, a pair (training, validation), `ax.tokens(path)`, or None for

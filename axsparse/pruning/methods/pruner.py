@@ -28,19 +28,19 @@ class Pruner(Protocol):
                 self._live = live
                 self._is_done = False
 
-            def before_step(self, now: StepContext) -> Change | None:
+            def before_step(self, now: StepContext) -> MaskUpdate | None:
                 if now.step != 100:
                     return None
                 masks = self._live.masks(Criterion("magnitude"), lambda final: final)
                 self._live.prune(masks)
                 self._is_done = True
-                return Change("pruned", self._live.figures(), is_final=True)
+                return MaskUpdate("pruned", self._live.figures(), is_final=True)
 
             def state(self) -> PrunerState:
                 return PrunerState(MethodState(is_done=self._is_done))
 
-            def restore(self, standing: MethodState, read: Read) -> None:
-                self._is_done = standing.is_done
+            def restore(self, method_state: MethodState, read: Read) -> None:
+                self._is_done = method_state.is_done
 
     To add a method:
 
