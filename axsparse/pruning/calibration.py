@@ -284,9 +284,9 @@ class Calibration:
                 f"pruning.heal: {name} puts out numbers in {self.options.dtype} that are not "
                 "finite; choose another precision, or other texts"
             )
-        if not math.isfinite(after):
+        if self.fit is not None and not math.isfinite(after):
             raise TrainingError(
-                f"pruning.heal_rate: at {fit.rate:g} the error of {name} goes from "
+                f"pruning.heal_rate: at {self.fit.rate:g} the error of {name} goes from "
                 f"{before:.4f} to {after}; choose a smaller rate"
             )
         for local, tensor in owned.items():
