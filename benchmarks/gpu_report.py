@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,13 +53,8 @@ def failed(rows: Iterable[Row]) -> bool:
 
 def quartiles(values: Sequence[float]) -> list[float]:
     """Lower, median and upper; of one value thrice that."""
-    ordered = sorted(values)
-
-    def at(place: float) -> float:
-        low, high = math.floor(place), math.ceil(place)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    return [float(f"{at(part * (len(ordered) - 1)):.4g}") for part in (0.25, 0.5, 0.75)]
+    several = values if len(values) > 1 else [*values, *values]
+    return [float(f"{q:.4g}") for q in statistics.quantiles(several, n=4, method="inclusive")]
 
 
 def spread(values: Sequence[float], unit: str = "") -> str:

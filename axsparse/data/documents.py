@@ -324,8 +324,8 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Stretch:
     0, are no targets."""
     if min(ids, default=0) < 0:
         return Stretch(number, "", problem="ids beyond the vocabulary")
-    beside = {name: record[name] for name in BESIDE if record.get(name) is not None}
-    columns = {name: beside[name] for name in (LABELS, PADDING, *MASKS) if name in beside}
+    names = (LABELS, PADDING, *MASKS)
+    columns = {name: record[name] for name in names if record.get(name) is not None}
     for name, column in columns.items():
         if not isinstance(column, list) or len(column) != len(ids):
             return Stretch(number, "", problem=f"{name} that do not fit the ids")

@@ -289,7 +289,7 @@ def run_request(
         cluster=cluster,
         gpus=ranks,
         global_batch_size=config.batch.global_batch_size,
-        memory_bytes=rank_budget,
+        rank_budget=rank_budget,
         g_inter=stages,
         g_tensor=[config.layout.g_tensor],
         microbatch_sizes=[config.batch.microbatch_size],

@@ -10,7 +10,7 @@ without them: replicas take entire microbatches, some one more than others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -82,8 +82,8 @@ class SearchRequest:
     """Whether a layout may leave devices over if a step is no slower without them."""
     global_batch_size: int
     """Samples of a step."""
-    memory_bytes: float | None = None
-    """The memory budget of a rank; None: all memory of a device."""
+    rank_budget: float
+    """Bytes that a rank may take."""
     schedules: Sequence[Schedule] = (
         Schedule("message-driven", DEFAULT_EXTRA_IN_FLIGHT, "alternate"),
         Schedule("message-driven", 0, "alternate"),
@@ -102,18 +102,6 @@ class SearchRequest:
     usual_size: int | None = None
     """The microbatch size at which the number of stages is decided where it fits, as training
     decides; None: whichever size needs fewest."""
-
-    @property
-    def ways(self) -> Iterator[tuple[WeightKind, Workload]]:
-        """How pruned weights may be stored at rest, the faster way first."""
-        yield "dense", self.workload
-        if self.sparse is not None:
-            yield "sparse", self.sparse
-
-    @property
-    def rank_budget(self) -> float:
-        """Bytes that a rank may take."""
-        return self.cluster.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -369,10 +357,16 @@ def _try_grid(search_request: SearchRequest, grid: Grid) -> tuple[list[Candidate
 
 
 def _try_ways(search_request: SearchRequest, grid: Grid, size: int) -> list[Candidate | Rejection]:
-    """One grid at one microbatch size, with weights stored in every way that is open."""
+    """One grid at one microbatch size, with pruned weights stored in every way that is open, the
+    faster first."""
+    ways: list[tuple[WeightKind, Workload | None]] = [
+        ("dense", search_request.workload),
+        ("sparse", search_request.sparse),
+    ]
     return [
         _try_size(replace(search_request, workload=workload), grid, size, weights)
-        for weights, workload in search_request.ways
+        for weights, workload in ways
+        if workload is not None
     ]
 
 

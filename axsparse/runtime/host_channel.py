@@ -141,6 +141,4 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def byte_pieces(tensor: Tensor, most: int) -> list[Tensor]:
     """The bytes of a contiguous tensor as views of at most `most` bytes; an empty one has none."""
     content = as_bytes(tensor)
-    if 0 < content.numel() <= most:
-        return [content]
     return [content[start : start + most] for start in range(0, content.numel(), most)]

@@ -86,11 +86,8 @@ def host_memory_bytes(cgroup: Path = CGROUP, own: Path = OWN) -> int:
 def _limits(cgroup: Path, own: Path) -> Iterator[int]:
     """The limits of the control groups, in bytes."""
     for folder, name in product(_groups("memory", cgroup, own), LIMITS):
-        try:
-            text = (folder / name).read_text()
-        except OSError:
-            continue
-        if text.strip().isdigit():
+        text = _text(folder / name)
+        if text.isdigit():
             yield int(text)
 
 
@@ -142,7 +139,7 @@ def _text(file: Path) -> str:
         return ""
 
 
-def _groups(controller: str, cgroup: Path = CGROUP, own: Path = OWN) -> Iterator[Path]:
+def _groups(controller: str, cgroup: Path, own: Path) -> Iterator[Path]:
     """The folders of the groups of a controller, such as "memory", from the process's own group up
     to the root, in versions 2 and 1. A container may see its own group as the root."""
     yield from (cgroup, cgroup / controller)

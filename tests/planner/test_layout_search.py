@@ -158,7 +158,7 @@ def test_the_number_of_stages_need_not_divide_that_of_devices() -> None:
     rank_budget = min(
         row.most_bytes for row in planned("gpt3_2.7b", 0.1, gpus=3, **rest(search_request)).rows
     )
-    found = planned("gpt3_2.7b", 0.1, **search_request, memory_bytes=rank_budget, may_leave=True)
+    found = planned("gpt3_2.7b", 0.1, **search_request, rank_budget=rank_budget, may_leave=True)
 
     assert with_all.recommended.layout.grid.g_inter in (1, 7)
     assert found.recommended.layout.grid.size == 6

@@ -133,6 +133,7 @@ def drawn_plan(gpus: int = 16, name: str = "gpt", method: str = "samo") -> Plan:
     search_request = SearchRequest(
         workload=replace(formula("gpt3_xl.yaml", 0.1), name=name),
         cluster=cluster(),
+        rank_budget=cluster().memory_bytes,
         gpus=gpus,
         global_batch_size=32,
         g_inter=[4],

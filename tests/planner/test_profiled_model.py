@@ -177,7 +177,7 @@ def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
                 schedules=[Schedule("message-driven", 0, "alternate")],
                 g_inter=[2],
                 microbatch_sizes=[1],
-                memory_bytes=rank_budget,
+                rank_budget=rank_budget,
             )
         ).recommended
 

@@ -76,8 +76,11 @@ def schedule(name: ScheduleName = "message-driven", extra_in_flight: int = 1) ->
 def planned(
     config: str, density: float = 1.0, machine: Cluster = SUMMIT, **search_request: Any
 ) -> Plan:
-    """The plan of a bundled GPT, with full backwards by default."""
-    search_request = {"split_backward": False, **search_request}
+    """The plan of a bundled GPT, with full backwards and all memory of a device by default."""
+    search_request = {
+        **{"split_backward": False, "rank_budget": machine.memory_bytes},
+        **search_request,
+    }
     return plan(SearchRequest(workload=formula(config, density), cluster=machine, **search_request))
 
 
@@ -143,7 +146,7 @@ def of_three_axes(
             schedules=[schedule(extra_in_flight=0)],
             split_backward=False,
             microbatch_sizes=[1],
-            memory_bytes=room,
+            rank_budget=room,
         )
     )
 
