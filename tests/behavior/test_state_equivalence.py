@@ -24,6 +24,7 @@ from support.cases import (
     steps,
     trained,
 )
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.samo.expansion import Expansion
 
@@ -270,3 +271,16 @@ def test_a_scale_that_overflows_is_lowered_until_steps_update_and_then_grows() -
     assert trainer.progress.loss_scale < 2.0**21
     assert fine.finite == [True] * 8
     assert other.progress.loss_scale == 65536.0 * 2**4
+
+
+@pytest.mark.parametrize(("sparsity", "encoding"), [(0.9, "MaskIndex"), (0.98, "Int32Index")])
+def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) -> None:
+    config = tiny_config(pruning={"sparsity": sparsity}, train={"steps": 1})
+    [(trainer, _)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
+
+    kinds = {
+        type(tensor.index).__name__
+        for layer in trainer.parts.layers
+        for tensor in layer.state.owned
+    }
+    assert kinds == {"FullIndex", encoding}

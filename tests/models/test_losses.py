@@ -234,3 +234,12 @@ def test_a_fused_loss_has_the_loss_and_the_gradients_of_chunks(
     monkeypatch.setattr(losses, "COMPILED_LOGITS", TOKENS * WORDS - 1)
     assert torch.equal(loss(hidden, weight, targets), expected)
     assert fused == [TOKENS], "more logits than it may keep are computed by chunks"
+
+
+@pytest.mark.usefixtures("chunked")
+def test_an_evaluation_has_the_loss_of_training() -> None:
+    hidden, weight, targets = case()
+    with torch.no_grad():
+        evaluated = linear_cross_entropy(hidden, weight, targets)
+
+    assert torch.equal(evaluated, linear_cross_entropy(hidden, weight, targets))

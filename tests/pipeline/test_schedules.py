@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.action_text import dry_run, from_text, to_text
 
-from axsparse.pipeline.policy import Action, InOrder, Policy
+from axsparse.pipeline.policy import Action, InOrder, MessageDriven, Policy
 from axsparse.pipeline.schedules import (
     Schedule,
     ScheduleName,
     gpipe,
     one_forward_one_backward,
+    with_weights,
 )
 from axsparse.runtime.communication import Direction
 
@@ -143,3 +144,21 @@ def test_a_schedule_by_name_is_its_list(schedule: Schedule, expected: str) -> No
     assert isinstance(policy, InOrder)
     # 1F1B holds 2 − 0 + 1 forwards, GPipe all.
     assert play_out(policy) == expected
+
+
+def test_gpipe_runs_all_forwards_first_and_weight_gradients_follow_their_backwards() -> None:
+    assert to_text(gpipe(3)) == "F0 F1 F2 B0 B1 B2"
+    assert to_text(with_weights(from_text("F0 F1 B0 B1"))) == "F0 F1 B0 W0 B1 W1"
+    # What a list holds counts until the weight gradients have run.
+    assert dry_run([from_text("F0 B0 F1 B1 W0 W1")]) == [2]
+    assert dry_run([from_text("F0 B0 W0 F1 B1 W1")]) == [1]
+
+
+def test_the_message_driven_schedule_passes_its_slack_and_preference_on() -> None:
+    policy = Schedule("message-driven", 1, "forward").policy(stage=0, g_inter=2, microbatches=9)
+    said = [policy.next() for _ in range(2)]
+    policy.arrived(BACKWARD, 0)
+    said += [policy.next() for _ in range(2)]
+
+    assert isinstance(policy, MessageDriven)
+    assert to_text(action for action in said if action) == "F0 F1 F2 B0"

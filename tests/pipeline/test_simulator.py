@@ -229,3 +229,22 @@ def test_the_order_is_what_the_policy_says_when_told_the_same(case: Case) -> Non
             message = coming.pop(0)[1]
             policy.arrived(Direction(message.kind), message.microbatch)
         assert policy.next() == action
+
+
+def test_each_edge_has_its_own_costs() -> None:
+    durations = Durations.uniform(3, 1, 1, 1)
+
+    result = lists(
+        "F0 B0", "F0 B0", "F0 B0", durations=durations, edges=[MessageCost(10), MessageCost(100)]
+    )
+
+    assert [stage.begins for stage in result.stages] == [[0, 225], [11, 214], [112, 113]]
+
+
+def test_what_arrives_at_the_instant_of_a_decision_counts() -> None:
+    # At 3, stage 0 ends F2 and B0 arrives: the bound lets B0 run, the preference F3.
+    durations = Durations(forward=[[1] * 5, [1] * 5], backward=[[1] * 5, [1] * 5])
+
+    result = run(Schedule("message-driven", 3, "backward"), durations)
+
+    assert to_text(result.stages[0].actions).startswith("F0 F1 F2 B0")

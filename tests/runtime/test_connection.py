@@ -305,3 +305,22 @@ def test_a_rank_by_itself_waits_for_a_device_as_long_as_that_takes(
         transport.backoff.pause()
 
     assert len(slept) > IDLE_TURNS
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", SRUN_SIZE: "1"},
+        {"PBS_NP": "1", "PBS_NODEFILE": "gone"},
+        {**ONE_OF_FOUR, "WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "4"},
+    ],
+)
+def test_a_process_that_was_meant_to_be_alone_trains(
+    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    check_size(1)

@@ -143,3 +143,14 @@ def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c(segment: Pa
     assert not segment.exists()
     process.stdout.close()
     process.stderr.close()
+
+
+def test_what_nohup_ignores_stays_ignored(stop: StopRequest) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop.listen()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        stop.release()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.pipeline.policy import Action, Policy, action
+from axsparse.pipeline.policy import Action, Kind, Policy, action
 from axsparse.pipeline.schedules import Schedule
 from axsparse.runtime.communication import Direction
+from axsparse.runtime.errors import ConfigError
 from axsparse.tensor_parallel.lockstep import Lockstep
 
 
@@ -84,3 +86,23 @@ def test_ranks_of_a_stage_run_what_the_first_one_decides(
 
     assert all(policy.finished for policy in policies.values())
     assert all(ran[stage, rank] == ran[stage, 0] for stage, rank in policies)
+
+
+def test_a_follower_waits_for_its_own_input_and_names_a_rank_that_evaluates() -> None:
+    schedule = Schedule("message-driven", 1, "alternate")
+    own = [schedule.policy(stage=1, g_inter=3, microbatches=1) for _ in range(2)]
+    first, second = stage_of(2, own)
+    assert second.next() is None
+    first.arrived(Direction.FORWARD, 0)
+    assert first.next() == Action(Kind.FORWARD, 0)
+
+    assert second.next() is None
+    second.arrived(Direction.FORWARD, 0)
+    assert second.next() == Action(Kind.FORWARD, 0)
+    assert second.next() is None
+
+    first._mode = 1
+    first.arrived(Direction.BACKWARD, 0)
+    first.next()
+    with pytest.raises(ConfigError, match=r"^trainer\.evaluate: a rank of this stage evaluates"):
+        second.next()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -197,3 +198,14 @@ def test_a_stage_that_evaluates_alone_is_told_that_all_do(
         ConfigError, match=rf"^trainer.evaluate: {what}; call it on all ranks together, between"
     ):
         world.run(body)
+
+
+def test_top1_counts_samples_whose_class_has_the_largest_logit() -> None:
+    logits = torch.tensor(
+        [[0.0, 2.0, 1.0], [5.0, 2.0, 1.0], [math.nan, 9.0, 0.0], [-math.inf, -math.inf, 3.0]]
+    )
+
+    assert count_top1(logits, torch.tensor([1, 1, 0, 2])).item() == 2
+    assert count_top1(logits, torch.tensor([1, 0, 1, 0])).item() == 2
+    # A padded target is no class.
+    assert count_top1(logits, torch.full((4,), -100)).item() == 0

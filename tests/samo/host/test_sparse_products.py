@@ -212,3 +212,36 @@ def test_nothing_is_sampled_without_a_compiler_or_the_instruction(
     monkeypatch.setattr(module, "has_bf16_loops", lambda: False)
 
     assert not can_sample(state(200, 300))
+
+
+@needs_instructions
+def test_numbers_that_are_none_reach_what_depends_on_them() -> None:
+    mask, weight = masked(48, 64), pruned(48, 64)
+    rows, outer = whole_numbers(70, 64, seed=1), whole_numbers(70, 48, seed=2).abs() + 1
+    rows[3, 5], rows[4, 6] = torch.inf, torch.nan
+    found = sparse_linear(rows, weight, None)
+    gradient = torch.zeros(48, 64)
+    gradient[mask] = sampled_product(outer, rows, make_index(mask.view(-1), "mask")).float()
+
+    assert found[3][weight[:, 5] != 0].isinf().all()
+    assert found[3][weight[:, 5] == 0].isfinite().all()
+    assert found[4][weight[:, 6] != 0].isnan().all()
+    assert found[[*range(3), *range(5, 70)]].isfinite().all()
+    assert gradient[:, 5][mask[:, 5]].isinf().all()
+    assert gradient[:, 6][mask[:, 6]].isnan().all()
+    assert gradient[:, [*range(5), *range(7, 64)]].isfinite().all()
+    large = torch.full((1, 64), 3e38).to(torch.bfloat16)
+    assert sparse_linear(large, weight, None).isinf().any()
+
+
+@needs_instructions
+@pytest.mark.parametrize("bits", [0x7FFF, -1, 0x7F81, 0x7FC0])
+def test_every_nan_stays_one(bits: int) -> None:
+    """Also the one whose bits are all set, to which rounding must not add."""
+    rows, weight = torch.ones(3, 64, dtype=torch.bfloat16), pruned(40, 64)
+    rows[1, 5] = torch.tensor(bits, dtype=torch.int16).view(torch.bfloat16)
+
+    found = sparse_linear(rows, weight, None)
+
+    assert found[1][weight[:, 5] != 0].isnan().all()
+    assert found[[0, 2]].isfinite().all()

@@ -116,3 +116,12 @@ def test_gradients_below_the_limit_are_left_alone_and_zero_never_clips() -> None
     assert clip_factor(2.0, 1.0) == pytest.approx(0.5, rel=1e-6)
     assert clip_factor(0.0, 1.0) == 1.0
     assert clip_factor(2e-6, 1e-6) == pytest.approx(1 / 3, rel=1e-6)
+
+
+def test_finite_gradients_however_large_give_finite_partials() -> None:
+    layer = layer_with_gradients()
+    layer.gradient.fill_(torch.finfo(torch.float32).max)
+
+    partials = torch.cat(list(norm_partials([layer], SIZES).values()))
+
+    assert bool(torch.isfinite(partials).all())
