@@ -42,6 +42,32 @@ def assert_rejected(job: Finished, code: int, line: str) -> None:
 # --- what the configuration and the command line can get wrong ---------------------------
 
 
+@pytest.mark.parametrize(
+    ("ranks", "setting", "line"),
+    [
+        pytest.param(
+            2,
+            "trian.steps=3",
+            "trian.steps (--set): unknown key; did you mean train.steps?",
+            marks=pytest.mark.fault(11),
+        ),
+        pytest.param(
+            3,
+            "layout.g_inter=2 layout.g_data=2",
+            "layout: 3 ranks ≠ g_inter 2 × g_data 2; start 4 ranks or set layout.g_inter to one of "
+            "1, 3 and layout.g_data to auto",
+            marks=pytest.mark.fault(12),
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_run_is_refused(
+    tiny: Path, ranks: int, setting: str, line: str
+) -> None:
+    options = [option for pair in setting.split() for option in ("--set", pair)]
+
+    assert_rejected(train(ranks, tiny, *options), 78, line)
+
+
 # --- what data and disk can get wrong ----------------------------------------------------
 
 

@@ -279,8 +279,6 @@ def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) 
     [(trainer, _)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
 
     kinds = {
-        type(tensor.index).__name__
-        for layer in trainer.parts.layers
-        for tensor in layer.state.owned
+        type(tensor.index).__name__ for layer in trainer.layers for tensor in layer.state.owned
     }
     assert kinds == {"FullIndex", encoding}
