@@ -29,7 +29,6 @@ NOT_RUN = {
     "docs/howto/faults.md": 1,
     "docs/howto/gpu.md": 3,
     "docs/howto/plan.md": 1,
-    "docs/reference/benchmarks.md": 1,
 }
 """How many blocks of a page are not run; the page says why before each. More are not added."""
 REASONS = (
