@@ -2,9 +2,9 @@
 
 A forward may write into its inputs, return strided tensors, one tensor twice or one of its
 buffers, change buffers, or draw random numbers. Each of these would differ between layouts, or
-between a forward and its recomputation. So copies and seeds make it safe, or a ConfigError names
-the layer. The first calls of a layer show what it writes to; every call finds the global generators
-seeded, since a layer may begin to draw at any time.
+between a forward and its recomputation, so that copies and seeds make it safe. The first calls of
+a layer show what it writes to; every call finds the global generators seeded, since a layer may
+begin to draw at any time.
 
 A `RecordedRun` of a layer can be repeated as plain torch runs the user's module (`run_plainly`),
 to which `training/layer_check.py` compares it.
