@@ -143,6 +143,7 @@ def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: T
     assert "# git " in text
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_only_train_load_no_compiler_and_no_algebra(tmp_path: Path) -> None:
     """A second and 80 MB. The first rank has torch find what layers cost, which takes both."""
     done = run_mpirun(

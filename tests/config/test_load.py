@@ -115,7 +115,7 @@ def test_a_file_of_the_same_name_goes_before_a_bundled_config(bundled: Path) -> 
 # --- values that the schema refuses ------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     text=st.one_of(
         st.text(max_size=30),

@@ -180,7 +180,11 @@ def test_they_compute_what_their_weights_compute_by_torchvisions_names(
 
 
 @pytest.mark.parametrize(
-    ("model", "size"), [(small_vgg(), 16), (small_wide_resnet(), 33)], ids=["vgg", "wide_resnet"]
+    ("model", "size"),
+    [
+        pytest.param(small_vgg(), 16, id="vgg"),
+        pytest.param(small_wide_resnet(), 33, id="wide_resnet", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_they_train_on_folders_bitwise_alike_on_one_to_four_stages(
     model: Model, size: int, root: Path

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.exhaustive import by_default
 from support.runs import random_init, summed_loss, tiny_config
 from torch import Tensor, nn
 
@@ -55,7 +56,7 @@ def test_equal_layers_are_built_and_run_once() -> None:
     assert first == second
 
 
-@pytest.mark.parametrize("stages", [2, 16, 250])
+@pytest.mark.parametrize("stages", by_default([16], [2, 16, 250]))
 def test_few_loads_are_made_and_they_are_those_of_the_stages(
     stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -33,7 +33,7 @@ from axsparse.samo.masks import Masks
 from axsparse.samo.selection import count_kept, pack
 from axsparse.training.trainer import Trainer
 
-LAYOUTS = [(1, 1), (3, 1), (2, 2)]
+LAYOUTS = [(3, 1), (2, 2)]
 
 
 # -- of runs --------------------------------------------------------------------------------
