@@ -221,7 +221,7 @@ def test_ranks_that_do_not_find_each_other_are_refused_once(here: Path) -> None:
     assert done.returncode == 78, str(done)
     (line,) = done.errors
     assert line.startswith("axsparse: error: MPI: size 1, but "), str(done)
-    assert " is 2: launcher and MPI library do not know each other; start with the mpirun" in line
+    assert " is 2: launcher and MPI library do not know each other; " in line
 
 
 WAITS_A_MOMENT = """
