@@ -151,6 +151,11 @@ STATES = {
     "another index": Case(
         {"precision": "bf16", "samo": {"index": "int32"}}, {"samo": {"index": "mask"}}
     ),
+    "weights dense before": Case({"precision": "bf16"}, {"samo": {"weights": "sparse"}}),
+    "weights sparse before": Case({"samo": {"weights": "sparse"}}, {"samo": {"weights": "dense"}}),
+    "weights sparse in shards": Case(
+        {"precision": "bf16", "samo": {"weights": "sparse"}}, SHARD, REPLICAS
+    ),
     "shards before": Case(SHARD, {"samo": {"zero_stage": 0}}, REPLICAS),
     "shards after": Case({"precision": "bf16"}, SHARD, REPLICAS),
     "shards both times": Case({"precision": "bf16", **SHARD}, layouts=REPLICAS),

@@ -133,7 +133,7 @@ def note_state(found: Ran, trainer: Trainer) -> None:
                 **{m: state.moment(name, m) for m in state.optimizer_state.moments_K},
             }
             if tensor.shard is None:
-                values["weight"] = tensor.parameter.detach().cpu()
+                values["weight"] = state.dense_weight(name)
             for kind, value in values.items():
                 before = found.state.setdefault(f"{kind}/{name}", value.clone())
                 assert torch.equal(before, value), f"replicas differ in {kind} of {name}"
