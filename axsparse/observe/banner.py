@@ -29,6 +29,8 @@ class ModelLayout:
     """Bytes of model state on the fullest rank if nothing were pruned."""
     live_bytes: int
     """Bytes of model state on the fullest rank as the run begins."""
+    dense_layers: frozenset[str] = frozenset()
+    """Layers whose weights are dense at rest, where those of all others are sparse."""
 
 
 def banner(
@@ -93,7 +95,14 @@ def _state(config: Config, model: ModelLayout) -> str:
         when = f"step {at_step}" if config.pruning.method in ONCE and at_step else "it is pruned"
         return dense + f" until {when}, then SAMO" * later
     sparse = ", weights sparse at rest" * (config.samo.weights == "sparse")
+    if model.dense_layers:
+        sparse += f" (dense in {_few_names(model)})"
     return f"{dense} → SAMO {format_bytes(model.live_bytes)}{sparse}"
+
+
+def _few_names(model: ModelLayout) -> str:
+    """The layers whose weights are dense at rest, in the model's order."""
+    return _names([layer for layer in model.profile.layers if layer.name in model.dense_layers])
 
 
 def _layers(layers: Sequence[LayerInfo], work: float) -> str:

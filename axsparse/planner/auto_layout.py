@@ -21,6 +21,7 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout_search import (
     DEFAULT_EXTRA_IN_FLIGHT,
+    MOST_ROOM,
     Candidate,
     Layout,
     Rejection,
@@ -112,6 +113,42 @@ def fitting_row(
     )
     rows, _ = try_layouts(replace(search_request, g_tensor=[grid.g_tensor]))
     return rows[0] if rows else None
+
+
+def fitting_dense_layers(
+    planned_model: ProfiledModel,
+    config: Config,
+    grid: Grid,
+    extra_in_flight: int,
+    budget: MemoryBudget,
+) -> frozenset[str]:
+    """The layers whose weights are dense at rest after all, where those of the others are sparse,
+    for `samo.weights: auto` in settled stages: as many as fit in `MOST_ROOM` of the memory.
+
+    The layers that take most time to expand for the bytes that this saves come first, and of equal
+    ones the last. Both uses of a tied weight stay sparse.
+    """
+    row = settled_row(planned_model, None, config, grid, extra_in_flight)
+    of_rank, ties = planned_model.tp_shard(grid.g_tensor), planned_model.profile.ties
+    tied, room = {*ties, *ties.values()}, MOST_ROOM * budget.for_model
+    dense: frozenset[str] = frozenset()
+    for stage, load in enumerate(row.loads):
+        sizes = {}
+        for number in load.numbers:
+            layer = of_rank.profile.layers[number]
+            uses = (p for p in layer.parameters if ties.get(p.name, p.name) in of_rank.kept)
+            pruned = list(uses)
+            if pruned and not tied.intersection(p.name for p in pruned):
+                numel = sum(p.numel for p in pruned)
+                kept = sum(of_rank.kept[p.name] for p in pruned)
+                sizes[layer.name] = kept / numel, number
+        for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
+            more = replace(of_rank, dense_layers=dense | {name})
+            state = more.state_of(load.numbers, grid.g_data, row.layout.microbatches)
+            memory = row.layout.stage_memory(stage, replace(load, state=state), 0.0)
+            if memory.total <= room:
+                dense |= {name}
+    return dense
 
 
 def fewest_stages(
@@ -333,6 +370,23 @@ class Prediction:
     that sums most."""
 
 
+def settled_row(
+    planned_model: ProfiledModel,
+    cluster: Cluster | None,
+    config: Config,
+    grid: Grid,
+    extra_in_flight: int,
+) -> Candidate:
+    """The row of a run whose layout is settled, whatever memory there is."""
+    schedule = configured_schedule(config.pipeline, extra_in_flight=extra_in_flight)
+    # This grid alone is the answer, in any memory.
+    search_request = run_request(
+        planned_model, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
+    )
+    [row], _ = try_layouts(replace(search_request, g_tensor=[grid.g_tensor], schedules=[schedule]))
+    return row
+
+
 def predict(
     planned_model: ProfiledModel,
     cluster: Cluster | None,
@@ -342,12 +396,7 @@ def predict(
     reason: str | None,
 ) -> Prediction:
     """Predict a run whose layout is settled; `reason` is passed on."""
-    schedule = configured_schedule(config.pipeline, extra_in_flight=extra_in_flight)
-    # This grid alone is the answer, in any memory.
-    search_request = run_request(
-        planned_model, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
-    )
-    [row], _ = try_layouts(replace(search_request, g_tensor=[grid.g_tensor], schedules=[schedule]))
+    row = settled_row(planned_model, cluster, config, grid, extra_in_flight)
     # The fullest stage while no checkpoint is being written.
     peak = max(stage.total - stage.checkpoint for stage in row.memory)
     seconds = None if cluster is None else row.seconds

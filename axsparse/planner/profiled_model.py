@@ -26,7 +26,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.selection import CHUNK
-from axsparse.samo.state_bytes import StateFormat, WeightKind, stage_bytes
+from axsparse.samo.state_bytes import StateBytes, StateFormat, WeightKind, stage_bytes
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.tensor_parallel.plan import check_plan, shards_of
 
@@ -205,6 +205,8 @@ class ProfiledModel:
     """Whether a score of the user's own takes inputs, so that `custom` draws masks from samples."""
     sees_gradients: bool = False
     """Whether a custom score takes gradients, as snip's does."""
+    dense_layers: frozenset[str] = frozenset()
+    """Names of layers whose weights are dense at rest where all others' are sparse."""
     cutting: Cutting | None = None
     """The shards of layers for several tensor-parallel ranks; None if there are none."""
     whole: ProfiledModel | None = None
@@ -283,6 +285,10 @@ class ProfiledModel:
             return None
         return [self._load(layers, g_data, microbatches) for layers in found]
 
+    def state_of(self, numbers: range, g_data: int, microbatches: int) -> StateBytes:
+        """Bytes of the state of a stage of these layers."""
+        return self._load(numbers, g_data, microbatches).state
+
     def _load(self, numbers: range, g_data: int, microbatches: int) -> StageLoad:
         """The load of these layers."""
         adds_in_half = accumulates_in_half(microbatches)
@@ -322,7 +328,8 @@ class ProfiledModel:
             (replace(p, name=p.name if p.name in tied else ""), self.kept.get(p.name))
             for p in layer.parameters
         ]
-        return layer.flops, layer.activations, layer.buffer_bytes, layer.sums, parameters
+        is_dense = layer.name in self.dense_layers
+        return layer.flops, layer.activations, layer.buffer_bytes, layer.sums, parameters, is_dense
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
         config, whole = self.config, self.whole or self
@@ -334,7 +341,10 @@ class ProfiledModel:
         outputs = 0 if last is None else last.outputs
         is_last = numbers.stop == len(self.profile.layers)
         activations = activation_memory(layers, every)
-        stored = state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half)
+        stored = replace(
+            state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half),
+            dense_layers=self.dense_layers,
+        )
         calibration = CalibrationMemory()
         pruning = config.pruning
         samples = pruning.method in METHODS or self.sees_inputs or pruning.heal != "none"
@@ -382,7 +392,7 @@ class ProfiledModel:
 
     def _expanded(self, layer: LayerInfo, stored: StateFormat) -> int:
         """Bytes of a layer's weights that are sparse at rest, once dense."""
-        if stored.weights == "dense":
+        if stored.of_layer(layer.name).weights == "dense":
             return 0
         ties, kept = self.profile.ties, self.kept
         pruned = (p for p in layer.parameters if ties.get(p.name, p.name) in kept)

@@ -7,7 +7,7 @@ exists, so building a stage needs memory for its final state and one fp32 parame
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -77,6 +77,9 @@ class StateOptions:
     expansion: Expansion | None = None
     """The memory in which weights that are sparse at rest are expanded; None keeps all weights
     dense."""
+    dense_layers: frozenset[str] = frozenset()
+    """Names of layers whose weights are dense at rest all the same; no weight of them that is ever
+    pruned may be tied."""
 
     @property
     def types(self) -> StateTypes:
@@ -106,6 +109,8 @@ def _construct_layer(
     options: StateOptions,
 ) -> BuiltLayer:
     """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
+    if layer.name in options.dense_layers:
+        options = replace(options, expansion=None)
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
     sharding = options.sharding
@@ -138,7 +143,9 @@ def _construct_layer(
         tensor.full_kept = tensor.full_numel
         if owner is None and options.masks is not None and first in options.masks.kept:
             _mask(tensor, first, options, partial(values, local_name))
-        if options.expansion is None or tensor.kept == parameter.numel():
+        is_dense = options.expansion is None or tensor.kept == parameter.numel()
+        assert not is_dense or owner is None or owner.expanded_at is None, "dense among sparse"
+        if is_dense:
             put_storage(parameter, _storage(parameter, owner, options))
         tensors[tensor.name] = tensor
         states.append(tensor)

@@ -138,6 +138,12 @@ class StateFormat:
     """Whether masters and moments rest on the host."""
     weights: WeightKind = "dense"
     """How pruned weights are stored at rest."""
+    dense_layers: frozenset[str] = frozenset()
+    """Names of layers whose weights are dense at rest all the same."""
+
+    def of_layer(self, name: str) -> StateFormat:
+        """The format of one layer."""
+        return replace(self, weights="dense") if name in self.dense_layers else self
 
     @property
     def weight_bytes(self) -> int:
@@ -279,11 +285,12 @@ def stage_bytes(
     ]
     if replica is None:
         replica = _fullest(sizes, stored.replicas)
+    formats = [stored.of_layer(layer.name) for layer in layers]
     each = [
-        layer_bytes(of_layer, stored, replica) + StateBytes(weight=layer.buffer_bytes)
-        for layer, of_layer in zip(layers, sizes, strict=True)
+        layer_bytes(of_layer, form, replica) + StateBytes(weight=layer.buffer_bytes)
+        for layer, of_layer, form in zip(layers, sizes, formats, strict=True)
     ]
-    expanded = max((expanded_bytes(of_layer, stored) for of_layer in sizes), default=0)
+    expanded = max(map(expanded_bytes, sizes, formats), default=0)
     if not stored.offload:
         return StateBytes.sum(each) + StateBytes(expanded=expanded)
     moments = stored.moments

@@ -410,6 +410,7 @@ def _state_options(plan: RunPlan, replicas: Replicas, placement: Placement) -> S
         start=plan.model.start,
         backend=backend,
         expansion=Expansion(plan.dtype, backend.device) if plan.has_sparse_weights else None,
+        dense_layers=plan.dense_layers,
     )
 
 

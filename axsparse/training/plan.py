@@ -37,6 +37,7 @@ from axsparse.planner.auto_layout import (
     check_grid,
     chosen_layout,
     cluster_of,
+    fitting_dense_layers,
     fitting_row,
     has_costs,
     predict,
@@ -123,6 +124,8 @@ class RunPlan:
     """The last shard of each sharded parameter, by name."""
     largest_rank: ModelProfile
     """The shard of the model on the tensor-parallel rank that holds most."""
+    dense_layers: frozenset[str]
+    """Layers whose weights are dense at rest, where those of all others are sparse."""
 
     @property
     def counted(self) -> list[str]:
@@ -180,7 +183,10 @@ class RunPlan:
 
     def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
         """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
-        stored = state_format(self.config, self.optimizer, self.coords.grid.g_data)
+        stored = replace(
+            state_format(self.config, self.optimizer, self.coords.grid.g_data),
+            dense_layers=self.dense_layers,
+        )
         return stage_bytes(layers, self.profile.ties, kept, stored).total
 
     @property
@@ -251,7 +257,8 @@ def plan_run(
     )
     grid, row, choice = _layout(config, planned_model, transport.size, grid, budget)
     extra_in_flight = _extra_in_flight(config, profile, row)
-    if config.samo.weights == "auto":
+    is_auto = config.samo.weights == "auto"
+    if is_auto:
         weights = _weights(profile, row)
         config = _with(config, {"samo.weights": weights})
         planned_model = planned_model.stored(weights)
@@ -280,10 +287,13 @@ def plan_run(
     decided = _with(
         decided, {"layout.split": sizes, "samo.zero_stage": int(_shares(decided, state_of))}
     )
-    prediction = None
+    prediction, dense_layers = None, frozenset[str]()
     if has_costs(profile):
         reason = None if choice is None else choice.reason
         known = replace(planned_model, config=decided)
+        if is_auto and decided.samo.weights == "sparse":
+            dense_layers = fitting_dense_layers(known, decided, grid, extra_in_flight, budget)
+            known = replace(known, dense_layers=dense_layers)
         prediction = predict(known, cluster_of(config), decided, grid, extra_in_flight, reason)
     return RunPlan(
         config=decided,
@@ -302,6 +312,7 @@ def plan_run(
         memory_budget=budget.for_model,
         shards=shards,
         largest_rank=largest.profile,
+        dense_layers=dense_layers,
     )
 
 

@@ -96,6 +96,7 @@ def _banner(
             plan.state_bytes(plan.layers_of(stage), {}) for stage in range(len(plan.stages))
         ),
         live_bytes=state_bytes,
+        dense_layers=plan.dense_layers,
     )
     return banner(
         plan.config,

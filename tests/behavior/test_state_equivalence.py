@@ -27,6 +27,7 @@ from support.cases import (
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.samo.expansion import Expansion
+from axsparse.training import plan
 
 FEW = [(1, 1), (2, 1), (2, 2)]
 TIED = axis("model", "tie_embeddings", False, True)
@@ -258,6 +259,30 @@ def test_a_run_is_what_its_judge_says(row: Row) -> None:
     ranks = judge(row)
 
     assert len(set(ranks[0][1].losses)) > 1, "it learned something"
+
+
+def test_layers_that_are_dense_among_sparse_ones_change_no_bit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `samo.weights: auto` has them where memory lacks for some."""
+    monkeypatch.setattr(plan, "_weights", lambda *_: "sparse")
+    monkeypatch.setattr(plan, "fitting_dense_layers", lambda *_: frozenset(["block1"]))
+
+    for pruning in ({}, {"at_step": 2}):
+        row = Row(
+            (1, 1),
+            {**steps(4), "precision": "bf16", "pruning": pruning},
+            {"samo": {"weights": "auto"}},
+            SAME_LAYOUT,
+        )
+        [(trainer, _)] = judge(row)
+
+        blocks = {layer.spec.name: layer.state for layer in trainer.layers}
+        places = {
+            name: {tensor.expanded_at is None for tensor in blocks[name].owned}
+            for name in ("block0", "block1")
+        }
+        assert places == {"block0": {True, False}, "block1": {True}}
 
 
 def test_a_scale_that_overflows_is_lowered_until_steps_update_and_then_grows() -> None:

@@ -39,6 +39,7 @@ def lines(
     profiled: ModelProfile | None = None,
     live_bytes: int = 900_000,
     planned: str = "",
+    dense_layers: frozenset[str] = frozenset(),
 ) -> list[str]:
     return list(
         banner(
@@ -51,6 +52,7 @@ def lines(
                 "mpi (MPICH 4.2)",
                 dense_bytes=4_000_000,
                 live_bytes=live_bytes,
+                dense_layers=dense_layers,
             ),
             data="stdlib: 12.3k samples",
             metrics=Path("runs/x/metrics.jsonl"),
@@ -111,5 +113,7 @@ def test_what_was_predicted_and_what_replicas_share_stands_beside_the_state() ->
     assert lines(config(), planned="peak ~1.2 GB")[2] == f"{state} · peak ~1.2 GB"
     assert lines(shared)[2] == f"{state}, optimizer state shared by 2 replicas"
     assert lines(shared, grid=Grid(2, 1))[2] == state
-    sparse = lines(config(samo={"weights": "sparse"}))[2]
-    assert sparse == f"{state}, weights sparse at rest"
+    sparse = config(samo={"weights": "sparse"})
+    assert lines(sparse)[2] == f"{state}, weights sparse at rest"
+    some = lines(sparse, dense_layers=frozenset(["block1", "block2"]))[2]
+    assert some == f"{state}, weights sparse at rest (dense in block1–2)"

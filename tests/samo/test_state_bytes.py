@@ -45,6 +45,7 @@ class Case:
     gradient_dtype: torch.dtype = torch.bfloat16
     index: IndexKind = "int32"
     weights: WeightKind = "dense"
+    dense_layers: frozenset[str] = frozenset()
     layers: slice = field(default_factory=lambda: slice(None))
 
 
@@ -63,6 +64,12 @@ CASES = {
     "tied GPT, auto": Case("tied", ALL, index="auto"),
     "tied GPT, mask": Case("tied", ALL, index="mask"),
     "tied GPT, sparse weights": Case("tied", ALL, weights="sparse"),
+    "untied GPT, sparse weights but in a block": Case(
+        "untied", BLOCKS, weights="sparse", dense_layers=frozenset(["block1"])
+    ),
+    "untied GPT, sparse weights but in both blocks": Case(
+        "untied", BLOCKS, weights="sparse", dense_layers=frozenset(["block0", "block1"])
+    ),
     "tied GPT, sparse weights, fp32": Case("tied", ALL, *FULL, weights="sparse"),
     "untied GPT, sparse weights": Case("untied", BLOCKS, index="auto", weights="sparse"),
     "first half of a tied GPT": Case("tied", ALL, layers=slice(0, 2)),
@@ -136,6 +143,7 @@ def build(case: Case, expansion: Expansion | None = None) -> list[BuiltLayer]:
         masks=None if case.pruning is None else case_masks(model, case.pruning),
         index=case.index,
         expansion=expansion,
+        dense_layers=case.dense_layers,
     )
     ties = {tie.second: tie.first for tie in model.ties}
     return build_layers(model.layers[case.layers], ties, options)
@@ -157,6 +165,7 @@ def predicted(case: Case) -> StateBytes:
             moments=len(ADAMW.moments),
             index=case.index,
             weights=case.weights,
+            dense_layers=case.dense_layers,
         ),
     )
 
