@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from axsparse.samo.state_bytes import ALIGNED
 
 if TYPE_CHECKING:
-    from axsparse.samo.layer_state import LayerState
+    from axsparse.samo.layer_state import LayerState, OptimizerState
     from axsparse.samo.tensor_state import TensorState
 
 
@@ -34,6 +34,9 @@ class Expansion:
         self.dtype = dtype
         self._memory = torch.empty(0, dtype=dtype, device=device)
         self._storage = self._memory.untyped_storage()
+        self._states: dict[TensorState, OptimizerState] = {}
+        """By owned tensor, the state that has its values; a tensor does not refer to it, since a
+        state that nobody needs any more is freed at once."""
         self._layer: LayerState | None = None
         """The layer whose weights the memory has; None if it is free."""
 
@@ -41,6 +44,10 @@ class Expansion:
     def nbytes(self) -> int:
         """Bytes of the memory."""
         return self._storage.nbytes()
+
+    def note(self, layer: LayerState) -> None:
+        """Take down where the values of a layer's weights are."""
+        self._states.update(dict.fromkeys(layer.owned, layer.optimizer_state))
 
     def add(self, tensor: TensorState, layer: LayerState) -> None:
         """Give a tensor of a layer its place in the memory, which grows if it has to; the parameter
@@ -80,9 +87,9 @@ class Expansion:
         for tensor in sparse:
             assert tensor.expanded_at is not None
             # Not by the parameter: its version would say that a saved weight has been changed.
-            layer.write_dense(
-                tensor, self._memory[tensor.expanded_at.start : tensor.expanded_at.stop]
-            )
+            dense_D = self._memory[tensor.expanded_at.start : tensor.expanded_at.stop]
+            owner = tensor.alias_of or tensor
+            layer.backend.expand(tensor.index, self._states[owner].at_rest(owner), dense_D)
         self._layer = layer
 
     def release(self) -> None:

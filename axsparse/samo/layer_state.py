@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -285,8 +284,8 @@ class LayerState:
             types.master == "weight" or self.shares.is_sharded or backend.host is not None
         )
         """Whether kept weights have separate memory, since not all masters are on the device."""
-        for tensor in self.owned:
-            tensor.at_rest = partial(self.optimizer_state.at_rest, tensor)
+        if expansion is not None:
+            expansion.note(self)
         for tensor in self.tensors:
             if self._is_sparse(tensor):
                 self._make_sparse(tensor)
@@ -312,10 +311,6 @@ class LayerState:
     def lends(self, tensor: Tensor) -> bool:
         """Whether a tensor is in memory that the next layer's weights overwrite."""
         return self._expansion is not None and self._expansion.has(tensor)
-
-    def write_dense(self, tensor: TensorState, dense_D: Tensor) -> None:
-        """Write a sparse weight to dense memory, `(numel,)`."""
-        self.backend.expand(tensor.index, (tensor.alias_of or tensor).at_rest(), dense_D)
 
     def _is_sparse(self, tensor: TensorState) -> bool:
         return self._expansion is not None and tensor.kept < tensor.parameter.numel()

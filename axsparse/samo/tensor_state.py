@@ -61,8 +61,6 @@ class TensorState:
     expanded_at: range | None = None
     """The entries of the layer's `Expansion` in which the weight is dense while its layer computes;
     None for a weight that is dense at rest."""
-    at_rest: Callable[[], Tensor] = field(init=False, repr=False)
-    """Gives the values of a weight that is sparse at rest; set by the state of its layer."""
     kept_weight: Tensor | None = None
     """The kept weights in the training precision, of a weight that is sparse at rest; None where
     they are rounded from masters. An alias has its owner's."""

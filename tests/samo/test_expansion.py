@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -155,7 +156,8 @@ def test_memory_is_that_of_the_largest_layer_and_layers_take_turns() -> None:
         layer.expand()
         matrix = layer.tensors[0]
         kept = matrix.parameter.detach().view(-1)[matrix.index.positions()]
-        assert torch.equal(kept, round_to(matrix.at_rest(), torch.bfloat16))
+        at_rest = layer.optimizer_state.at_rest(matrix)
+        assert torch.equal(kept, round_to(at_rest, torch.bfloat16))
     assert versions == [matrix._version for matrix in matrices], "autograd would object"
     assert first.lends(matrices[1][3:])
     assert not first.lends(first.tensors[1].parameter)
@@ -201,6 +203,19 @@ def test_a_fault_leaves_nothing_expanded() -> None:
             pass
         assert present(expansion) is first, "the outer block still needs it"
     assert present(expansion) is None
+
+
+@pytest.mark.parametrize("expansion", [None, Expansion(torch.float32, HOST)])
+def test_the_state_of_a_layer_is_freed_with_its_last_reference(
+    expansion: Expansion | None,
+) -> None:
+    """No reference leads back to it, which only the garbage collector would find."""
+    [layer, _] = stage(torch.float32, expansion)
+    gone = weakref.ref(layer)
+
+    del layer
+
+    assert gone() is None
 
 
 def test_a_sparse_weight_is_not_read_as_if_it_were_dense() -> None:
