@@ -30,7 +30,7 @@ class ModelLayout:
     live_bytes: int
     """Bytes of model state on the fullest rank as the run begins."""
     dense_layers: frozenset[str] = frozenset()
-    """Layers whose weights are dense at rest, where those of all others are sparse."""
+    """Layers whose weights are dense at rest, where other layers have sparse ones."""
 
 
 def banner(

@@ -122,13 +122,13 @@ def fitting_dense_layers(
     extra_in_flight: int,
     budget: MemoryBudget,
 ) -> frozenset[str]:
-    """The layers whose weights are dense at rest after all, where those of the others are sparse,
+    """The layers whose weights are dense at rest after all, where other layers have sparse ones,
     for `samo.weights: auto` in settled stages: as many as fit in `MOST_ROOM` of the memory.
 
     The layers that take most time to expand for the bytes that this saves come first, and of equal
     ones the last. Both uses of a tied weight stay sparse.
     """
-    row = settled_row(planned_model, None, config, grid, extra_in_flight)
+    row = row_of_grid(planned_model, None, config, grid, extra_in_flight)
     of_rank, ties = planned_model.tp_shard(grid.g_tensor), planned_model.profile.ties
     tied, room = {*ties, *ties.values()}, MOST_ROOM * budget.for_model
     dense: frozenset[str] = frozenset()
@@ -370,7 +370,7 @@ class Prediction:
     that sums most."""
 
 
-def settled_row(
+def row_of_grid(
     planned_model: ProfiledModel,
     cluster: Cluster | None,
     config: Config,
@@ -396,7 +396,7 @@ def predict(
     reason: str | None,
 ) -> Prediction:
     """Predict a run whose layout is settled; `reason` is passed on."""
-    row = settled_row(planned_model, cluster, config, grid, extra_in_flight)
+    row = row_of_grid(planned_model, cluster, config, grid, extra_in_flight)
     # The fullest stage while no checkpoint is being written.
     peak = max(stage.total - stage.checkpoint for stage in row.memory)
     seconds = None if cluster is None else row.seconds

@@ -45,7 +45,7 @@ class Expansion:
         """Bytes of the memory."""
         return self._storage.nbytes()
 
-    def note(self, layer: LayerState) -> None:
+    def register(self, layer: LayerState) -> None:
         """Take down where the values of a layer's weights are."""
         self._states.update(dict.fromkeys(layer.owned, layer.optimizer_state))
 

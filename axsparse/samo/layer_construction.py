@@ -99,7 +99,13 @@ def build_layers(
     or a buffer has no contents.
     """
     tensors: dict[str, TensorState] = {}
-    return [_construct_layer(layer, ties, tensors, options) for layer in layers]
+    dense = replace(options, expansion=None)
+    return [
+        _construct_layer(
+            layer, ties, tensors, dense if layer.name in options.dense_layers else options
+        )
+        for layer in layers
+    ]
 
 
 def _construct_layer(
@@ -109,8 +115,6 @@ def _construct_layer(
     options: StateOptions,
 ) -> BuiltLayer:
     """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
-    if layer.name in options.dense_layers:
-        options = replace(options, expansion=None)
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
     sharding = options.sharding
@@ -143,9 +147,7 @@ def _construct_layer(
         tensor.full_kept = tensor.full_numel
         if owner is None and options.masks is not None and first in options.masks.kept:
             _mask(tensor, first, options, partial(values, local_name))
-        is_dense = options.expansion is None or tensor.kept == parameter.numel()
-        assert not is_dense or owner is None or owner.expanded_at is None, "dense among sparse"
-        if is_dense:
+        if options.expansion is None or tensor.kept == parameter.numel():
             put_storage(parameter, _storage(parameter, owner, options))
         tensors[tensor.name] = tensor
         states.append(tensor)
@@ -169,6 +171,7 @@ def _construct_layer(
 def _storage(parameter: nn.Parameter, owner: TensorState | None, options: StateOptions) -> Tensor:
     """Zeros for a parameter, or the weight of the first use."""
     if owner is not None:
+        assert owner.expanded_at is None, f"{owner.name} is sparse at rest"
         return owner.parameter.detach()
     return torch.zeros(parameter.shape, dtype=options.dtype, device=options.backend.device)
 

@@ -285,7 +285,7 @@ class LayerState:
         )
         """Whether kept weights have separate memory, since not all masters are on the device."""
         if expansion is not None:
-            expansion.note(self)
+            expansion.register(self)
         for tensor in self.tensors:
             if self._is_sparse(tensor):
                 self._make_sparse(tensor)

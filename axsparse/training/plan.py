@@ -125,7 +125,7 @@ class RunPlan:
     largest_rank: ModelProfile
     """The shard of the model on the tensor-parallel rank that holds most."""
     dense_layers: frozenset[str]
-    """Layers whose weights are dense at rest, where those of all others are sparse."""
+    """Layers whose weights are dense at rest, where other layers have sparse ones."""
 
     @property
     def counted(self) -> list[str]:
