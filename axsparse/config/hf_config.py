@@ -206,6 +206,10 @@ def config_json(model: Family, dtype: str) -> dict[str, Any]:
     return {**{key: value for key, value in model.hf.items() if key != TORCH_DTYPE}, "dtype": dtype}
 
 
+DEEPEST = 10_000
+"""Layers of a model at most: many times those of any that is published."""
+
+
 def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     """The settings as transformers has them; `where` is their place in messages.
 
@@ -214,10 +218,24 @@ def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     """
     kind = theirs.get("model_type")
     configs, causal, version = _transformers()
-    if theirs.get("quantization_config") is not None:
+    quantized = theirs.get("quantization_config")
+    if quantized is not None:
+        suggestion = "take the checkpoint before it was quantized"
+        if isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4":
+            suggestion = (
+                "write one in bf16: AutoModelForCausalLM.from_pretrained(FOLDER, "
+                "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(OTHER), of "
+                "transformers"
+            )
         raise DataError(
-            f"{where}: quantization_config is {shown(theirs['quantization_config'])}, and weights "
-            "here are real numbers; take the checkpoint before it was quantized"
+            f"{where}: quantization_config is {shown(quantized)}, and weights here are real "
+            f"numbers; {suggestion}"
+        )
+    depth = theirs.get("num_hidden_layers")
+    if isinstance(depth, int) and depth > DEEPEST:
+        raise DataError(
+            f"{where}: num_hidden_layers is {depth}, more than the {DEEPEST:,} that can be built; "
+            "get it anew"
         )
     if not isinstance(kind, str) or kind not in causal:
         own_code = " (code of a folder is never run)" if "auto_map" in theirs else ""

@@ -16,7 +16,7 @@ Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Natural = Annotated[int, Field(ge=0, le=10**9)]
 """A count that may be 0."""
-Width = Annotated[int, Field(ge=1, le=10**7)]
+Width = Annotated[int, Field(ge=1, le=2**31 - 1)]
 """A size of a tensor: products of two fit torch's whole numbers."""
 Few = Annotated[int, Field(ge=1, le=10_000)]
 """A number of things that a process makes one by one, such as layers."""

@@ -384,6 +384,10 @@ def _unbalanced(why: str) -> ConfigError:
 # -- files whose tensors have other names or shapes than the model has ------------------------
 
 
+LEFT_OVER = (r"rotary_emb\.inv_freq$", r"(attn|attention)\.masked_bias$")
+"""Patterns of buffers that older versions saved."""
+
+
 class HfFile:
     """A `WeightFile` whose tensors have the names and shapes of the model's state dict.
 
@@ -433,9 +437,14 @@ class HfFile:
         return self._made(self._made_with[name], self._file.read)[name]
 
     def is_ignored(self, name: str) -> bool:
-        """Whether a tensor is one that older versions of transformers saved, and nobody needs."""
+        """Whether a tensor is one that older versions of transformers saved, and nobody needs, such
+        as a mask (1, 1, S, S) that attention has as its `bias`."""
         patterns = self._causal._keys_to_ignore_on_load_unexpected or ()
-        return any(re.search(pattern, name) for pattern in (*patterns, r"rotary_emb\.inv_freq$"))
+        if any(re.search(each, name) for each in (*patterns, *LEFT_OVER)):
+            return True
+        shape = self.shapes[name]
+        is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+        return is_mask and re.search(r"(attn|attention)\.bias$", name) is not None
 
     def _empty(self, name: str) -> Tensor:
         return torch.empty(self._file.shapes[name], device="meta")

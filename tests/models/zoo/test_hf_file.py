@@ -60,3 +60,14 @@ def test_tensors_that_make_no_tensor_of_the_model_are_refused(transformers: Any)
 
     with pytest.raises(DataError, match=r"and others do not make \S*experts.down_proj .*; get it"):
         HfFile(given, mixtral).read("model.layers.0.mlp.experts.down_proj")
+
+
+def test_what_older_versions_saved_is_ignored(transformers: Any) -> None:
+    attention = "model.layers.0.self_attn"
+    given = Given(f"{attention}.masked_bias", f"{attention}.bias", f"{attention}.q_proj.bias")
+    given.shapes[f"{attention}.bias"] = (1, 1, 12, 12)
+    file = HfFile(given, causal(transformers))
+
+    assert [file.is_ignored(name) for name in given.shapes] == [True, True, False]
+    given.shapes[f"{attention}.bias"] = (12,)  # of a layer, and trained
+    assert not HfFile(given, causal(transformers)).is_ignored(f"{attention}.bias")
