@@ -19,7 +19,7 @@ class Given:
     def __init__(self, *names: str) -> None:
         self.path = Path("model.safetensors")
         self.files = (self.path,)
-        self.shapes = dict.fromkeys(names, (2, 2))
+        self.shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, (2, 2))
 
     def dtype(self, name: str) -> torch.dtype:
         return self.read(name).dtype
