@@ -207,7 +207,7 @@ def config_json(model: Family, dtype: str) -> dict[str, Any]:
 
 
 DEEPEST = 10_000
-"""Layers of a model at most: many times those of any that is published."""
+"""Layers of a model at most, many times more than any published model has."""
 
 
 def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
