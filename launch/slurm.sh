@@ -26,7 +26,7 @@ export OMP_NUM_THREADS=@threads@ SLURM_OVERLAP=1 PRTE_MCA_rmaps_default_mapping_
 hosts() { scontrol show hostnames "$SLURM_JOB_NODELIST"; }
 answers() { timeout -k 5 20 srun -Q --overlap --mpi=none -N1 -n1 --ntasks-per-node=1 -c1 -w "$1" true; }
 start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-to core:@cpus@, Open MPI --map-by slot:PE=@cpus@
-# start() { exec srun --mpi=pmi2 -K0 --wait=30 -N"$count" -n"$2" --ntasks-per-node="$per_node" -c@cpus@ -w "${1//:$per_node/}" "${@:3}"; }
+# start() { exec srun --mpi=pmi2 -K1 -N"$count" -n"$2" --ntasks-per-node="$per_node" -c@cpus@ -w "${1//:$per_node/}" "${@:3}"; }
 tell() { kill -USR1 "$pid"; }
 submit() { sbatch "$script"; }
 newest() { printf '%s\n' "$run_dir"/checkpoints/step-*[0-9] | sort -V | tail -n 1; }
