@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import judge_everywhere
+from support.exhaustive import by_default
 from support.images import image_config
 from support.runs import random_init, summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
@@ -156,7 +157,7 @@ MODELS: dict[str, tuple[Model, Model | None]] = {
 judges them. Where there is None, training in one stage judges."""
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", by_default(list(MODELS)[::3], MODELS))
 def test_layers_train_as_in_plain_torch(name: str) -> None:
     """In 1 to 4 stages, with and without recomputation."""
     model, plain = MODELS[name]

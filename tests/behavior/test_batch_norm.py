@@ -18,6 +18,7 @@ from support.cases import (
     judge_everywhere,
     parameters,
 )
+from support.exhaustive import by_default
 from support.images import (
     Ranks,
     assert_equal_tensors,
@@ -90,7 +91,8 @@ HALF: list[Settings] = [
                 Row(layout, free=EVALUATING, judge=SAME_LAYOUT, subject=NORM)
                 for layout in ((1, 1), (2, 1), (1, 2), (2, 2))
             ),
-        ]
+        ],
+        every=2,
     ),
 )
 def test_statistics_and_losses_are_the_judges(row: Row) -> None:
@@ -214,7 +216,7 @@ class ByTheBack(Counter):
         return out
 
 
-@pytest.mark.parametrize("module", [Reassigning, ByTheBack])
+@pytest.mark.parametrize("module", by_default([ByTheBack], [Reassigning, ByTheBack]))
 def test_other_buffers_that_a_forward_changes_are_recomputed_as_they_were(
     module: type[nn.Module],
 ) -> None:

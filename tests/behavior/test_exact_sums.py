@@ -272,7 +272,8 @@ NORM_SHAPES = [(1, 1), (1, 2), (1, 3), (2, 2)]
                 subject=INFINITE_NORMS,
             ),
             *crossed(NORM_SHAPES[1:], [exact(UNEVEN, steps(4))], subject=ODD_NORMS, judge=ONE_RANK),
-        ]
+        ],
+        every=3,
     ),
 )
 def test_running_statistics_are_the_same_with_any_number_of_replicas(row: Row) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
 
 from axsparse.runtime.shared_segments import SHARED
@@ -21,6 +22,7 @@ TRAIN = (
 )
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
     run = tmp_path / "run"
     metrics = run / "metrics.jsonl"
