@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from typing import Any
 
 from axsparse.cli.parser import CommandParser, add_checkpoint, decimal, integer, is_folder, say
@@ -82,7 +83,12 @@ def _with_folder(arguments: argparse.Namespace) -> None:
     from axsparse.training.load_pruned import load_dense, load_pruned, tokenizer_of
 
     tokenizer = tokenizer_of(arguments.run)
-    _one(arguments, load_pruned(arguments.run), tokenizer)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always", UserWarning)
+        model = load_pruned(arguments.run)
+    for note in noted:
+        say(f"note: {note.message}")
+    _one(arguments, model, tokenizer)
     if arguments.compare:
         _one(arguments, load_dense(arguments.run), tokenizer)
 

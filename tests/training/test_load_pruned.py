@@ -168,6 +168,14 @@ def test_generate_prints_the_text_and_how_fast_it_came(talking: Path, axsparse: 
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_generate_says_that_a_folder_is_dense(tmp_path: Path, axsparse: Axsparse) -> None:
+    write_folder(tmp_path / "folder")
+    code, screen, _ = axsparse("generate", tmp_path / "folder", "--prompt", "a", "--tokens", 2)
+    assert code == 0
+    note = "note: accelerate: no weight has enough zeros; the model stays dense"
+    assert screen.splitlines()[0] == note
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
