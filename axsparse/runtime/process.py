@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import shlex
+import signal
 import sys
 import threading
 import time
@@ -41,7 +42,7 @@ BLOCKS = "mpirun --map-by slot (Open MPI), -ppn N (MPICH), or srun --distributio
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """torchrun sets all of these, and knows no MPI."""
 SPEAKING_SECONDS = 10.0
-"""How long the first process of torchrun has to say what is wrong."""
+"""How long the first process of torchrun, or of srun, has to say what is wrong."""
 JOB_SIZE = "AXSPARSE_RANKS"
 """The variable in which a job script of `axsparse submit` says how many ranks it starts."""
 
@@ -153,6 +154,13 @@ def _way_to_one_mpi() -> str:
     )
 
 
+def _wait_for_ranks_of_srun() -> None:
+    """Let all ranks come to the same error: srun -K ends them as soon as one has left, and a job
+    script would take the signal's exit code for a failure that passes."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(SPEAKING_SECONDS)
+
+
 def check_size(size: int) -> None:
     """ConfigError unless MPI has found as many ranks (`size`) as the launcher started.
 
@@ -163,6 +171,8 @@ def check_size(size: int) -> None:
     names = [name for name in SIZE_VARIABLES if name in os.environ] or [SRUN_SIZE]
     for name in names:
         if (said := os.environ.get(name, str(size))) != str(size):
+            if name == SRUN_SIZE:
+                _wait_for_ranks_of_srun()
             raise ConfigError(
                 f"MPI: size {size}, but {name} is {said}: launcher and MPI library do not know "
                 f"each other; {_way_to_one_mpi()}"

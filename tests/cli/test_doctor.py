@@ -14,6 +14,13 @@ from support.mpirun import LONGEST_SECONDS, run_mpirun
 
 from axsparse.cli import doctor
 from axsparse.cli.doctor import Facts, findings, look
+from axsparse.runtime import process
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "_wait_for_ranks_of_srun", lambda: None)
+
 
 # --- the command -------------------------------------------------------------------------
 

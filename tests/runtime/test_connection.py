@@ -68,6 +68,7 @@ def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs = ("SLURM_PROCID", "SLURM_NTASKS", "PBS_NP", "PBS_NODEFILE")
     for name in (*LAUNCHER_VARIABLES, *SIZE_VARIABLES, SRUN_SIZE, JOB_SIZE, *TORCHRUN, *jobs):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(process, "_wait_for_ranks_of_srun", lambda: None)
 
 
 @pytest.mark.parametrize("name", [*SIZE_VARIABLES, SRUN_SIZE])
