@@ -326,8 +326,8 @@ def test_layers_are_pruned_and_healed_on_devices_as_on_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # The fused one has other roundings, and no device that is written in Python has it.
-    plain = partial(torch.optim.Adam, betas=healing.BETAS, foreach=False)
-    monkeypatch.setattr(healing, "_adam", lambda master: plain([master]))
+    plain = partial(torch.optim.Adam, foreach=False)
+    monkeypatch.setattr(healing, "Adam", lambda masters, betas, **_: plain(masters, betas=betas))
     config = small(
         optimizer=SGD,
         train={"steps": 1},
