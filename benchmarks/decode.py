@@ -61,7 +61,7 @@ def dense_rows(weight: Any, x: Any, out: Any) -> None:
     for row in range(weight.shape[0]):
         total = np.float32(0)
         for column in range(weight.shape[1]):
-            bits = np.uint32(weight[row, column]) << np.uint32(16)
+            bits = np.uint32(np.uint32(weight[row, column]) << np.uint32(16))
             total += bits.view(np.float32) * x[column]
         out[row] = total
 
