@@ -31,6 +31,7 @@ from axsparse.samo.host.loop_parts import (
     compiled,
     for_range,
     intrinsic,
+    lane_sum,
     outside,
     picks,
     vector_pointer,
@@ -95,19 +96,6 @@ def _multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
     lanes = getattr(total.type, "count", None)
     name = "llvm.fmuladd.f32" if lanes is None else f"llvm.fmuladd.v{lanes}f32"
     return outside(builder, name, total.type, [one, other, total])
-
-
-def _added(builder: Any, vector: Any) -> Any:
-    """The sum of a vector's entries: halves are added until one number is left."""
-    lanes = vector.type.count
-    while lanes > 1:
-        nothing = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
-        halves = [
-            builder.shuffle_vector(vector, nothing, picks(range(begin, begin + lanes // 2)))
-            for begin in (0, lanes // 2)
-        ]
-        vector, lanes = builder.fadd(*halves), lanes // 2
-    return builder.extract_element(vector, INT32(0))
 
 
 # -- kept entries by a mask -----------------------------------------------------------------------
@@ -225,7 +213,7 @@ def _masked_row(tokens: int) -> Any:
             for token, chains in enumerate(sums):
                 result = builder.fadd(*map(builder.load, chains))
                 if lanes > 1:
-                    result = _added(builder, result)
+                    result = lane_sum(builder, result)
                 entry = builder.mul(apart, INT64(token))
                 builder.store(result, _address_of(builder, out, entry, 4, FLOAT))
             return context.get_dummy_value()

@@ -72,6 +72,19 @@ def alike(builder: Any, number: Any, lanes: int) -> Any:
     return builder.shuffle_vector(first, nothing, picks([0] * lanes))
 
 
+def lane_sum(builder: Any, vector: Any) -> Any:
+    """The sum of a vector's entries: halves are added until one number is left."""
+    lanes = vector.type.count
+    while lanes > 1:
+        nothing = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
+        halves = [
+            builder.shuffle_vector(vector, nothing, picks(range(begin, begin + lanes // 2)))
+            for begin in (0, lanes // 2)
+        ]
+        vector, lanes = builder.fadd(*halves), lanes // 2
+    return builder.extract_element(vector, INT32(0))
+
+
 def outside(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     """A call of one of LLVM's own functions."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])

@@ -27,6 +27,7 @@ from axsparse.samo.host.loop_parts import (
     fetch,
     for_range,
     intrinsic,
+    lane_sum,
     outside,
     picks,
     vector_pointer,
@@ -161,15 +162,7 @@ def _dot_of(instructions: int) -> Any:
                     read.append(builder.load(where, align=2))
                 chain = number % CHAINS
                 totals[chain] = _multiply_add(builder, totals[chain], *read)
-            vector, lanes = builder.fadd(*totals), SUMS
-            while lanes > 1:  # halves are added until one number is left
-                nothing = ir.Constant(ir.VectorType(FLOAT, lanes), ir.Undefined)
-                halves = [
-                    builder.shuffle_vector(vector, nothing, picks(range(begin, begin + lanes // 2)))
-                    for begin in (0, lanes // 2)
-                ]
-                vector, lanes = builder.fadd(*halves), lanes // 2
-            return builder.extract_element(vector, INT32(0))
+            return lane_sum(builder, builder.fadd(*totals))
 
         return types.float32(one, at_one, other, at_other), call
 
