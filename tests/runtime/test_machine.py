@@ -33,9 +33,9 @@ def pages_taken(blocks):
     turn()
     return max(turn() for _ in range(5))
 
-# A hundred megabytes in blocks of two megabytes or of half a one, again and again.
+# A hundred megabytes in blocks of two megabytes, again and again.
 print(pages_taken(50))
-print(keep_freed_blocks(), pages_taken(50), give_back_at_once(), pages_taken(200))
+print(keep_freed_blocks(), pages_taken(50), give_back_at_once(), pages_taken(50))
 for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
     os.environ[name] = "1048576"
     print(keep_freed_blocks(), give_back_at_once())
