@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, say
+from axsparse.cli.parser import CommandParser, matching, say
 from axsparse.config.load import packaged_folder
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import MissingInputError, writing
@@ -35,28 +34,18 @@ def parser() -> CommandParser:
     """The command line."""
     arguments = CommandParser(_bundle, prog="axsparse bundle", description=DESCRIPTION)
     add = arguments.add_argument
+    version = matching(r"[0-9]{1,2}\.[0-9]{1,3}", "version; write it as in 3.11")
+    name = matching(r"[a-z0-9]{1,40}", "extra; write it as in mpich")
     add("folder", metavar="DIR", type=Path)
     text = "the Python there (default: this one)"
-    add("--python", metavar="X.Y", type=_version, default=HERE, help=text)
+    add("--python", metavar="X.Y", type=version, default=HERE, help=text)
     text = "the glibc there, by ldd --version (default: this machine's; 2.28 of another Python)"
-    add("--glibc", metavar="2.N", type=_version, help=text)
+    add("--glibc", metavar="2.N", type=version, help=text)
     text = "the processor there, by uname -m, with --glibc (default %(default)s)"
     add("--machine", choices=("x86_64", "aarch64"), default="x86_64", help=text)
     text = "an extra of axsparse, such as mpich or cuda13; may be repeated"
-    add("--extra", metavar="NAME", type=_name, action="append", default=[], help=text)
+    add("--extra", metavar="NAME", type=name, action="append", default=[], help=text)
     return arguments
-
-
-def _version(text: str) -> str:
-    if re.fullmatch(r"[0-9]{1,2}\.[0-9]{1,3}", text) is None:
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no version; write it as in 3.11")
-    return text
-
-
-def _name(text: str) -> str:
-    if re.fullmatch(r"[a-z0-9]{1,40}", text) is None:
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no extra; write it as in mpich")
-    return text
 
 
 def _bundle(arguments: argparse.Namespace) -> None:
@@ -71,9 +60,8 @@ def _bundle(arguments: argparse.Namespace) -> None:
     there: list[str] = []
     if arguments.glibc is not None or arguments.python != HERE:
         newest = int((arguments.glibc or "2.28").partition(".")[2])
-        names = [f"manylinux_2_{minor}" for minor in range(newest, 4, -1)]
-        names += ["manylinux2014", "manylinux2010", "manylinux1"]
-        there = [f"--platform={name}_{arguments.machine}" for name in names]
+        names = [f"_2_{minor}" for minor in range(newest, 4, -1)] + ["2014", "2010", "1"]
+        there = [f"--platform=manylinux{name}_{arguments.machine}" for name in names]
         there.append(f"--python-version={arguments.python}")
     wanted = f"axsparse[{','.join(arguments.extra)}]=={__version__}"
     only = ["--only-binary=:all:", f"--dest={folder}", f"--find-links={folder}"]

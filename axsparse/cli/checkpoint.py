@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from axsparse.cli.parser import CommandParser, integer, say
@@ -25,56 +26,44 @@ Look at the checkpoints of a run. DIR is a run directory, or one checkpoint in i
 
 def parser() -> CommandParser:
     group = CommandParser(prog="axsparse checkpoint", description=DESCRIPTION)
+    text = "remove checkpoints, never the newest whole one; other jobs must not use the run"
     for name, work, purpose in (
         ("verify", _verify, "read every file and compare its size and hash with the manifest"),
         ("show", _show, "say what the manifests say"),
-        (
-            "prune",
-            _prune,
-            "remove checkpoints, never the newest whole one; other jobs must not use the run",
-        ),
+        ("prune", _prune, text),
     ):
         subparser = group.add_subcommand(name, work, help=purpose, description=purpose)
         subparser.add_argument("path", metavar="DIR", type=Path)
     which = subparser.add_mutually_exclusive_group(required=True)
-    which.add_argument(
-        "--keep-last",
-        metavar="N",
-        type=integer(),
-        help="keep the N newest whole checkpoints, the best, and the newest whose weights a "
-        "later step has trained on",
+    text = (
+        "keep the N newest whole checkpoints, the best, and the newest whose weights a later step "
+        "has trained on"
     )
-    which.add_argument(
-        "--after", metavar="STEP", type=integer(0), help="remove those of later steps"
-    )
+    which.add_argument("--keep-last", metavar="N", type=integer(), help=text)
+    text = "remove those of later steps"
+    which.add_argument("--after", metavar="STEP", type=integer(0), help=text)
     return group
 
 
 def _verify(arguments: argparse.Namespace) -> None:
     """Print a line for each checkpoint, and raise the first error after all of them."""
-    from axsparse.training.checkpoint import checkpoint_folder
+    from axsparse.training.checkpoint import checkpoint_folder, verification
 
-    path: Path = arguments.path
-    failures = [failure for one in _checkpoints(path) if (failure := _failure(one)) is not None]
-    for folder in checkpoint_folder.unfinished(path / checkpoint_folder.CHECKPOINTS):
+    failures = []
+    for path in _checkpoints(arguments.path):
+        try:
+            opened = verification.open_checkpoint(path)
+            verification.verify(opened)
+        except AxsparseError as error:  # noqa: PERF203 - reading takes longer
+            failures.append(error)
+            say(f"✗ {path}")
+        else:
+            manifest = opened.manifest
+            say(f"✓ {path}: {len(manifest.files)} files, {format_bytes(manifest.nbytes)}")
+    for folder in checkpoint_folder.unfinished(arguments.path / checkpoint_folder.CHECKPOINTS):
         say(f"  {folder}: not finished, never used; goes with the next checkpoint")
     if failures:
         raise failures[0]
-
-
-def _failure(path: Path) -> AxsparseError | None:
-    """Verify one checkpoint and print a line; the error if it is damaged, else None."""
-    from axsparse.training.checkpoint import verification
-
-    try:
-        opened = verification.open_checkpoint(path)
-        verification.verify(opened)
-    except AxsparseError as error:
-        say(f"✗ {path}")
-        return error
-    files, size = len(opened.manifest.files), format_bytes(opened.manifest.nbytes)
-    say(f"✓ {path}: {files} files, {size}")
-    return None
 
 
 def _show(arguments: argparse.Namespace) -> None:
@@ -115,11 +104,12 @@ def _prune(arguments: argparse.Namespace) -> None:
 
     path, keep_last, after = arguments.path, arguments.keep_last, arguments.after
     folder = path / checkpoint_folder.CHECKPOINTS
+    path_of = partial(checkpoint_folder.path_of, folder)
     if not folder.is_dir():
         raise MissingInputError(f"checkpoint prune {path}: is no run with {folder.name}/; name one")
 
     def is_complete(step: int) -> bool:
-        return verification.is_complete(checkpoint_folder.path_of(folder, step))
+        return verification.is_complete(path_of(step))
 
     lock = RunLock(path)
     try:
@@ -136,10 +126,10 @@ def _prune(arguments: argparse.Namespace) -> None:
                     )
             for step in gone:
                 if step in kept:
-                    say(f"kept {checkpoint_folder.path_of(folder, step)}: it {kept[step]}")
+                    say(f"kept {path_of(step)}: it {kept[step]}")
                     continue
-                checkpoint_folder.remove(checkpoint_folder.path_of(folder, step))
-                say(f"removed {checkpoint_folder.path_of(folder, step)}")
+                checkpoint_folder.remove(path_of(step))
+                say(f"removed {path_of(step)}")
     finally:
         lock.release()
 

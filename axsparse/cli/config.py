@@ -39,12 +39,8 @@ def parser() -> CommandParser:
     purpose = "the JSON schema of configuration files, for editors"
     group.add_subcommand("schema", _schema, help=purpose, description=SCHEMA)
     add_configuration(show.add_argument)
-    show.add_argument(
-        "--ranks",
-        metavar="N",
-        type=integer(most=100_000),
-        help="decide every auto for this number of ranks",
-    )
+    text = "decide every auto for this number of ranks"
+    show.add_argument("--ranks", metavar="N", type=integer(most=100_000), help=text)
     return group
 
 
@@ -72,17 +68,15 @@ def _decided(config: Config, ranks: int) -> Config:
     # How ranks communicate decides no other setting, and need not be there to be looked at.
     asked = config.model_copy(update={"transport": "auto"})
     asked, _ = decided_precision(asked, LocalTransport(LocalWorld(1), 0), on_host=True)
-    model = named_model(asked)
-    profiled = profile(model, DTYPES[asked.precision])
-    world: LocalWorld[None] = LocalWorld(ranks)
-    decided = plan_run(asked, model, profiled, LocalTransport(world, 0)).config
+    model, transport = named_model(asked), LocalTransport(LocalWorld(ranks), 0)
+    decided = plan_run(asked, model, profile(model, DTYPES[asked.precision]), transport).config
     return decided.model_copy(update={"transport": config.transport})
 
 
 def lines(config: Config, decided: Config) -> Iterator[str]:
     """A line for each setting, with its origin as a comment.
 
-    `decided` is the configuration of `loaded`, of which values that are auto may be decided.
+    In `decided`, values that are auto in `config` may be decided.
     """
     rows = list(_rows(config, decided))
     width = max(len(text) for text, origin in rows if origin)
@@ -94,14 +88,17 @@ def _rows(config: Config, decided: Config) -> Iterator[tuple[str, str]]:
     """The YAML of each setting and its origin; the head of a section has none."""
     before, after = (one.model_dump(mode="json") for one in (config, decided))
     for section, values in after.items():
+        given = before[section]
         if not isinstance(values, Mapping):
-            key = {section: (before[section], values)}
-        else:
-            yield f"{section}:", ""
-            key = {f"{section}.{name}": (before[section][name], values[name]) for name in values}
-        for name, (given, value) in key.items():
-            origin = config.origins.get(name, "default")
-            if given == "auto" and value != "auto":
-                origin = f"auto ({origin})"
-            indent, _, leaf = name.rpartition(".")
-            yield ("  " if indent else "") + setting_to_yaml(leaf, value), origin
+            yield _row(config, "", section, given, values)
+            continue
+        yield f"{section}:", ""
+        for name, value in values.items():
+            yield _row(config, f"{section}.", name, given[name], value)
+
+
+def _row(config: Config, section: str, name: str, given: object, value: object) -> tuple[str, str]:
+    origin = config.origins.get(section + name, "default")
+    if given == "auto" and value != "auto":
+        origin = f"auto ({origin})"
+    return "  " * bool(section) + setting_to_yaml(name, value), origin

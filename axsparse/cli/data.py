@@ -43,118 +43,80 @@ what it writes, in --out:
 
 def parser() -> CommandParser:
     group = CommandParser(prog="axsparse data")
-    arguments = group.add_subcommand(
-        "prepare",
-        _prepare,
-        help="turn text files into memory-mapped tokens",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
-    arguments.set_defaults(
-        interrupted="interrupted; start it again with the same arguments to go on"
-    )
+    purpose = "turn text files into memory-mapped tokens"
+    texts = {"help": purpose, "description": DESCRIPTION, "epilog": EPILOG}
+    arguments = group.add_subcommand("prepare", _prepare, **texts)
+    line = "interrupted; start it again with the same arguments to go on"
+    arguments.set_defaults(interrupted=line)
     add = arguments.add_argument
     add("inputs", metavar="INPUT", nargs="+", type=Path, help="files, and folders of files")
     add("--out", metavar="FOLDER", type=Path, required=True, help="where the tokens go")
-    for name, which in (("include", "only"), ("exclude", "no")):
-        add(
-            f"--{name}",
-            metavar="PATTERN",
-            action="append",
-            default=[],
-            help=f"read {which} files of folders whose name or path below the folder fits, such as "
-            "'*.txt' or 'drafts/*'; may be repeated",
-        )
-    _add_validation(arguments)
+    _add_validation(arguments.add_mutually_exclusive_group(required=True).add_argument)
     _add_tokenizer(arguments)
     _add_reading(add)
-    add(
-        "--workers",
-        metavar="N",
-        type=integer(most=1024),
-        default=len(os.sched_getaffinity(0)),
-        help="threads that learn and encode, unless tokens are bytes; the tokens do not depend on "
-        "their number (default %(default)s)",
+    text = (
+        "threads that learn and encode, unless tokens are bytes; the tokens do not depend on "
+        "their number (default %(default)s)"
     )
+    cores = len(os.sched_getaffinity(0))
+    add("--workers", metavar="N", type=integer(most=1024), default=cores, help=text)
     return group
 
 
-def _add_validation(arguments: CommandParser) -> None:
+def _add_validation(add: Callable[..., object]) -> None:
     """The options that say which documents are for validation."""
-    held_out = arguments.add_mutually_exclusive_group(required=True)
-    held_out.add_argument(
-        "--validation",
-        metavar="INPUT",
-        nargs="+",
-        type=Path,
-        default=[],
-        help="files and folders of the validation part; left out of training if named twice",
-    )
-    held_out.add_argument(
-        "--validation-fraction",
-        metavar="F",
-        type=share,
-        default=0.0,
-        help="fraction of the documents for the validation part; 0 makes none",
-    )
+    text = "files and folders of the validation part; left out of training if named twice"
+    add("--validation", metavar="INPUT", nargs="+", type=Path, default=[], help=text)
+    text = "fraction of the documents for the validation part; 0 makes none"
+    add("--validation-fraction", metavar="F", type=share, default=0.0, help=text)
 
 
 def _add_tokenizer(arguments: CommandParser) -> None:
     """The options that say how text becomes tokens."""
-    tokenizer = arguments.add_mutually_exclusive_group()
-    tokenizer.add_argument(
-        "--train-bpe",
-        metavar="VOCAB",
-        type=int,
-        help="learn a byte-pair encoding of VOCAB tokens; without it and --tokenizer, tokens "
-        "are bytes",
+    either = arguments.add_mutually_exclusive_group().add_argument
+    text = (
+        "learn a byte-pair encoding of VOCAB tokens; without it and --tokenizer, tokens are bytes"
     )
-    tokenizer.add_argument(
-        "--tokenizer",
-        metavar="PATH",
-        type=Path,
-        help="a tokenizer.json of Hugging Face's library, or a folder with one: that of model.from",
+    either("--train-bpe", metavar="VOCAB", type=int, help=text)
+    text = "a tokenizer.json of Hugging Face's library, or a folder with one: that of model.from"
+    either("--tokenizer", metavar="PATH", type=Path, help=text)
+    text = (
+        "with --tokenizer: the token after each document (default: eos_token in the folder's "
+        f"tokenizer_config.json, else {SEPARATOR})"
     )
+    arguments.add_argument("--separator", metavar="TOKEN", help=text)
+    text = (
+        "with --train-bpe: megabytes of text to learn from, spread over the input "
+        "(default %(default)s)"
+    )
+    usual = Request.bpe_sample_bytes // MEGABYTE
     arguments.add_argument(
-        "--separator",
-        metavar="TOKEN",
-        help="with --tokenizer: the token after each document (default: eos_token in the folder's "
-        f"tokenizer_config.json, else {SEPARATOR})",
-    )
-    arguments.add_argument(
-        "--bpe-sample-mb",
-        metavar="MB",
-        type=integer(),
-        default=Request.bpe_sample_bytes // MEGABYTE,
-        help="with --train-bpe: megabytes of text to learn from, spread over the input "
-        "(default %(default)s)",
+        "--bpe-sample-mb", metavar="MB", type=integer(), default=usual, help=text
     )
 
 
 def _add_reading(add: Callable[..., object]) -> None:
     """The options that say how files are split into documents; `add` is `add_argument`."""
-    add(
-        "--jsonl-field",
-        metavar="NAME",
-        default=Reading.jsonl_field,
-        help="key of the text, chat or ids in a record or row (default %(default)s; without it, "
-        "messages, conversations, input_ids, or prompt with completion)",
+    for name, which in (("include", "only"), ("exclude", "no")):
+        text = (
+            f"read {which} files of folders whose name or path below the folder fits, such as "
+            "'*.txt' or 'drafts/*'; may be repeated"
+        )
+        add(f"--{name}", metavar="PATTERN", action="append", default=[], help=text)
+    text = (
+        "key of the text, chat or ids in a record or row (default %(default)s; without it, "
+        "messages, conversations, input_ids, or prompt with completion)"
     )
-    add(
-        "--split-documents",
-        metavar="HOW",
-        default=Reading.split_documents,
-        help="documents of a text file: none (the file is one), blank-line (blank lines separate "
+    add("--jsonl-field", metavar="NAME", default=Reading.jsonl_field, help=text)
+    text = (
+        "documents of a text file: none (the file is one), blank-line (blank lines separate "
         "them), lines:N (every N lines are one), regex:PATTERN (each line that matches begins "
-        "one) (default %(default)s)",
+        "one) (default %(default)s)"
     )
-    add(
-        "--max-line-mb",
-        metavar="MB",
-        type=integer(),
-        default=Reading.max_line // MEGABYTE,
-        help="megabytes of the longest line that a usable document may have (default %(default)s)",
-    )
+    add("--split-documents", metavar="HOW", default=Reading.split_documents, help=text)
+    text = "megabytes of the longest line that a usable document may have (default %(default)s)"
+    usual = Reading.max_line // MEGABYTE
+    add("--max-line-mb", metavar="MB", type=integer(), default=usual, help=text)
 
 
 def _prepare(arguments: argparse.Namespace) -> None:

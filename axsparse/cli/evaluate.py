@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
 from typing import Literal
 
 from axsparse.cli.parser import CommandParser, add_checkpoint, integer, say
@@ -19,7 +18,6 @@ taken, or one checkpoint in it; the data of its configuration must still be ther
 
 One process computes it on the CPU, in the precision and with the microbatches of the run.
 """
-
 EVERY_SECONDS = 5.0
 """How often an evaluation says how far it is."""
 
@@ -27,13 +25,8 @@ EVERY_SECONDS = 5.0
 def parser() -> CommandParser:
     arguments = CommandParser(_evaluate, prog="axsparse evaluate", description=DESCRIPTION)
     add_checkpoint(arguments.add_argument)
-    arguments.add_argument(
-        "--batches",
-        metavar="N|all",
-        type=_batches,
-        default="all",
-        help="global batches of validation data, as train.eval_steps (default %(default)s)",
-    )
+    text = "global batches of validation data, as train.eval_steps (default %(default)s)"
+    arguments.add_argument("--batches", metavar="N|all", type=_batches, default="all", help=text)
     return arguments
 
 
@@ -43,18 +36,15 @@ def _batches(text: str) -> int | Literal["all"]:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
-
     from axsparse.data.sources import open_datasets
     from axsparse.observe.metrics import perplexity
     from axsparse.training.saved_model import evaluate_saved, open_saved_model
 
     saved = open_saved_model(arguments.run, arguments.step, trained=True)
-    config = saved.config
     # A run without evaluations does not open its validation data.
-    train = config.train.model_copy(update={"eval_steps": "all"})
-    asking = config.model_copy(update={"train": train})
-    datasets = open_datasets(asking)
-    evaluation = evaluate_saved(saved, datasets, arguments.batches, _progress(time.monotonic))
+    train = saved.config.train.model_copy(update={"eval_steps": "all"})
+    datasets = open_datasets(saved.config.model_copy(update={"train": train}))
+    evaluation = evaluate_saved(saved, datasets, arguments.batches, _Progress().after_batch)
     parts = [f"step {saved.checkpoint.step}: validation loss {evaluation.loss:.6g}"]
     if datasets.training.vocab_size:
         parts.append(f"perplexity {perplexity(evaluation.loss):.6g}")
@@ -63,14 +53,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     say("  ".join(parts))
 
 
-def _progress(clock: Callable[[], float]) -> Callable[[int, int], None]:
+class _Progress:
     """Says on stderr, every few seconds, how many batches are done."""
-    said = clock()
 
-    def after_batch(done: int, total: int) -> None:
-        nonlocal said
-        if clock() - said >= EVERY_SECONDS and done < total:
-            said = clock()
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def after_batch(self, done: int, total: int) -> None:
+        if time.monotonic() - self._said >= EVERY_SECONDS and done < total:
+            self._said = time.monotonic()
             write_line(f"evaluated {done} of {total} batches")
-
-    return after_batch

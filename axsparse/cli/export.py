@@ -22,23 +22,19 @@ Values are the fp32 master weights. The checkpoint is verified first; its run ma
 
 def parser() -> CommandParser:
     arguments = CommandParser(_export, prog="axsparse export", description=DESCRIPTION)
-    add_checkpoint(arguments.add_argument)
-    arguments.add_argument(
-        "--to",
-        choices=("hf", "sparse", "torch"),
-        required=True,
-        help="hf: a folder that from_pretrained of transformers loads, with the tokenizer of the "
-        "data; sparse: such a folder with kept entries in bf16 and one bit an entry, for "
+    add = arguments.add_argument
+    add_checkpoint(add)
+    text = (
+        "hf: a folder that from_pretrained of transformers loads, with the tokenizer of the data; "
+        "sparse: such a folder with kept entries in bf16 and one bit an entry, for "
         "ax.load_pruned and axsparse generate (RUN may be a Hugging Face folder then); torch: a "
-        "safetensors file of dense tensors, named as axsparse names them",
+        "safetensors file of dense tensors, named as axsparse names them"
     )
-    arguments.add_argument("--out", metavar="PATH", type=Path, required=True)
-    arguments.add_argument(
-        "--trained",
-        action="store_true",
-        help="the weights that training computes with, in its precision, instead of the masters",
-    )
-    arguments.add_argument("--force", action="store_true", help="replace an earlier export")
+    add("--to", choices=("hf", "sparse", "torch"), required=True, help=text)
+    add("--out", metavar="PATH", type=Path, required=True)
+    text = "the weights that training computes with, in its precision, instead of the masters"
+    add("--trained", action="store_true", help=text)
+    add("--force", action="store_true", help="replace an earlier export")
     return arguments
 
 
@@ -53,14 +49,8 @@ def _export(arguments: argparse.Namespace) -> None:
         tensors, nbytes = export_sparse(arguments.run, arguments.out, force=arguments.force)
         say(f"{arguments.out}: {tensors} tensors, {format_bytes(nbytes)}, of {arguments.run}")
         return
-    done = export(
-        arguments.run,
-        arguments.to,
-        arguments.out,
-        step=arguments.step,
-        trained=arguments.trained,
-        force=arguments.force,
-    )
+    how = {"step": arguments.step, "trained": arguments.trained, "force": arguments.force}
+    done = export(arguments.run, arguments.to, arguments.out, **how)
     say(
         f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "
         f"{done.checkpoint.path} after step {done.checkpoint.step}"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from axsparse.cli.parser import CommandParser, say
-
-if TYPE_CHECKING:
-    from axsparse.pruning.mask_file import MaskFile
 
 DESCRIPTION = """\
 Say which entries a mask file keeps. FILE is a mask file, or a run that has found a mask:
@@ -33,26 +30,27 @@ def _mask(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.pruning.mask_file import open_masks
 
-    say("\n".join(_lines(open_masks(arguments.file))))
+    masks = open_masks(arguments.file)
+    shapes = {name: entry.shape for name, entry in masks.entries.items()}
+    say("\n".join(kept_table(shapes, masks.kept)))
 
 
-def _lines(masks: MaskFile) -> Iterator[str]:
-    """A row of the table for each mask, and one for all."""
+def kept_table(shapes: Mapping[str, tuple[int, ...]], kept: Mapping[str, int]) -> Iterator[str]:
+    """A row of the table for each pruned tensor, and one for all."""
     from axsparse.planner.plan_report import table
 
-    entries = masks.entries
-    total = sum(entry.numel for entry in entries.values()), sum(masks.kept.values())
     rows = [
-        (name, " × ".join(map(str, entry.shape)), entry.numel, entry.kept)
-        for name, entry in entries.items()
+        (name, " × ".join(map(str, shape)), math.prod(shape), kept[name])
+        for name, shape in shapes.items()
     ]
+    rows.append(("total", "", sum(row[2] for row in rows), sum(kept[name] for name in shapes)))
     yield from table(
         {
             "tensor": name,
             "shape": shape,
             "entries": f"{numel:,}",
-            "kept": f"{kept:,}",
-            "sparsity": f"{100 * (1 - kept / max(numel, 1)):.3f} %",
+            "kept": f"{stay:,}",
+            "sparsity": f"{100 * (1 - stay / max(numel, 1)):.3f} %",
         }
-        for name, shape, numel, kept in (*rows, ("total", "", *total))
+        for name, shape, numel, stay in rows
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -106,6 +107,17 @@ def decimal(rule: str, passes: Callable[[float], bool]) -> Callable[[str], float
         raise argparse.ArgumentTypeError(f"{text[:60]!r} is no {rule}")
 
     return number
+
+
+def matching(pattern: str, rule: str) -> Callable[[str], str]:
+    """The `type` of an option whose text a regular expression matches; `rule` says which does."""
+
+    def checked(text: str) -> str:
+        if re.fullmatch(pattern, text) is None:
+            raise argparse.ArgumentTypeError(f"{text[:60]!r} is no {rule}")
+        return text
+
+    return checked
 
 
 share = decimal("number from 0 to below 1, such as 0.9", lambda value: 0 <= value < 1)
@@ -221,6 +233,13 @@ def add_checkpoint(add: Callable[..., object]) -> None:
 def is_folder(path: Path) -> bool:
     """Whether a path is a Hugging Face folder, not a run."""
     return (path / "config.json").is_file()
+
+
+def override(key: str, path: Path) -> str:
+    """KEY=VALUE for a path, which is quoted where YAML would read another value."""
+    from axsparse.config.load import setting_to_yaml
+
+    return setting_to_yaml(key, str(path)).replace(": ", "=", 1)
 
 
 def add_run(add: Callable[..., object]) -> None:

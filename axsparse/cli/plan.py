@@ -10,7 +10,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,17 +19,18 @@ from axsparse.cli.parser import (
     add_configuration,
     decimal,
     integer,
+    override,
     say,
     share,
 )
 from axsparse.config.hf_config import BUNDLED, CONFIG_FILE, is_gpt2, read_json, reject_other_heads
-from axsparse.config.load import configure, setting_to_yaml
+from axsparse.config.load import configure
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.section import counted
 from axsparse.config.validate import check_config
 from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError, writing
-from axsparse.runtime.process import exit_process, speaks
+from axsparse.runtime.process import exit_process, speaks, write_line
 
 if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
@@ -73,79 +73,45 @@ def parser() -> CommandParser:
     arguments = CommandParser(_plan, prog="axsparse plan", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
     _add_request(add)
-    add(
-        "--cluster",
-        metavar="NAME",
-        help="a bundled cluster (summit, selene-a100, dgx-h100, …: docs/howto/plan.md) or a file "
-        f"(default {DEFAULT_CLUSTER}, with --memory {GPU_CLUSTER})",
+    text = (
+        "a bundled cluster (summit, selene-a100, dgx-h100, …: docs/howto/plan.md) or a file "
+        f"(default {DEFAULT_CLUSTER}, with --memory {GPU_CLUSTER})"
     )
-    add(
-        "--print-cluster",
-        metavar="NAME",
-        action=PrintCluster,
-        help="print the file of a bundled cluster, to begin one of your own with, and end",
+    add("--cluster", metavar="NAME", help=text)
+    text = "print the file of a bundled cluster, to begin one of your own with, and end"
+    add("--print-cluster", metavar="NAME", action=PrintCluster, help=text)
+    text = (
+        "sizes to try; by default every power of two that divides the batch and leaves each "
+        "replica a microbatch"
     )
-    add(
-        "--microbatch-size",
-        metavar="N[,N…]",
-        type=_numbers,
-        help="sizes to try; by default every power of two that divides the batch and leaves each "
-        "replica a microbatch",
-    )
-    add(
-        "--g-tensor",
-        metavar="N[,N…]",
-        type=_numbers,
-        help="numbers of ranks to try that compute each stage together ; by default "
-        "layout.g_tensor alone",
-    )
+    add("--microbatch-size", metavar="N[,N…]", type=_numbers, help=text)
+    text = "tensor-parallel ranks of a stage to try; by default layout.g_tensor alone"
+    add("--g-tensor", metavar="N[,N…]", type=_numbers, help=text)
     add("--compare", metavar="METHODS", type=_methods, help="dense,samo: plan both, side by side")
     add("--json", action="store_true", help="print everything as one JSON object")
     add("--trace", metavar="FILE", type=Path, help="write the simulated step as a Chrome trace")
-    add(
-        "--html",
-        metavar="FILE",
-        type=Path,
-        help="write timeline, memory and curves as a page; needs axsparse[plot]",
-    )
+    text = "write timeline, memory and curves as a page; needs axsparse[plot]"
+    add("--html", metavar="FILE", type=Path, help=text)
     return arguments
 
 
 def _add_request(add: Callable[..., object]) -> None:
     """The options for the model, the devices and their memory."""
-    add(
-        "model",
-        metavar="FOLDER_OR_CONFIG",
-        nargs="?",
-        help="a folder with the config.json of a causal language model of transformers, or a "
-        "configuration as for --config",
+    text = (
+        "a folder with the config.json of a causal language model of transformers, or a "
+        "configuration as for --config"
     )
+    add("model", metavar="FOLDER_OR_CONFIG", nargs="?", help=text)
     add_configuration(add)
-    add(
-        "--gpus",
-        metavar="N[,N…]",
-        type=_numbers,
-        required=True,
-        help="number of devices; several numbers make a scaling study",
-    )
-    add(
-        "--memory",
-        metavar="GB",
-        type=decimal("number of gigabytes above 0, such as 40", lambda value: value > 0),
-        help="memory of a device, everything included; short for --set layout.memory_per_rank=GB",
-    )
-    add(
-        "--sparsity",
-        metavar="S",
-        type=share,
-        help="short for --set pruning.sparsity=S; 0 is dense",
-    )
-    add(
-        "--sequence-length",
-        metavar="N",
-        type=integer(),
-        help="tokens of a sample; short for --set data.sequence_length=N",
-    )
+    text = "number of devices; several numbers make a scaling study"
+    add("--gpus", metavar="N[,N…]", type=_numbers, required=True, help=text)
+    gigabytes = decimal("number of gigabytes above 0, such as 40", lambda value: value > 0)
+    text = "memory of a device, everything included; short for --set layout.memory_per_rank=GB"
+    add("--memory", metavar="GB", type=gigabytes, help=text)
+    text = "short for --set pruning.sparsity=S; 0 is dense"
+    add("--sparsity", metavar="S", type=share, help=text)
+    text = "tokens of a sample; short for --set data.sequence_length=N"
+    add("--sequence-length", metavar="N", type=integer(), help=text)
 
 
 class PrintCluster(argparse.Action):
@@ -163,34 +129,36 @@ def _plan(arguments: argparse.Namespace) -> None:
     # Who says how much memory a device has means a GPU.
     usual = DEFAULT_CLUSTER if arguments.memory is None else GPU_CLUSTER
     cluster = load_cluster(arguments.cluster or usual)
-    waiting = _said_after(PATIENCE, "axsparse: reading the model and trying layouts …")
-    with waiting, _collecting_less():
+    _spare_collections()
+    with _said_after(PATIENCE, "reading the model and trying layouts …"):
         config, notes = _read(arguments)
         check_config(config)
         # Imported late, so that --help and mistakes of the user do not load torch.
         from axsparse.observe.charts import check_installed
         from axsparse.planner.plan_model import planned_model
+        from axsparse.planner.what_fits import DoesNotFitError
 
         if arguments.html is not None:
             check_installed("--html")
         asked = planned_model(config, cluster)
-        plans = partial(
-            asked.plan, microbatch_sizes=arguments.microbatch_size, g_tensor=arguments.g_tensor
-        )
-        methods = arguments.compare or ["start"]
-        answers, refusals = _answers(plans, cluster, arguments.gpus, methods)
+        tried = {"microbatch_sizes": arguments.microbatch_size, "g_tensor": arguments.g_tensor}
+        answers, refusals = [], []
+        for gpus, method in product(arguments.gpus, arguments.compare or ["start"]):
+            try:
+                answers.append(asked.plan(method, cluster, gpus, **tried))
+            except DoesNotFitError as error:  # noqa: PERF203 - a plan takes seconds
+                refusals.append(error.refusal)
     notes = [*asked.notes, *notes, *_notes(arguments, asked, cluster, answers)]
     _print(answers, refusals, notes, arguments)
     if not answers:
         exit_process(EXIT_CONFIG)
     if arguments.trace is not None:
-        from axsparse.observe import trace_file as trace
+        from axsparse.observe import trace_file
         from axsparse.planner.plan_report import spans
 
         last = answers[-1]
-        devices = counted(last.gpus, "device")
-        source = f"simulated: {last.workload.name} ({last.method}), {devices}"
-        trace.write(arguments.trace, spans(last.recommended), source)
+        source = f"simulated: {last.workload.name} ({last.method}), {counted(last.gpus, 'device')}"
+        trace_file.write(arguments.trace, spans(last.recommended), source)
     if arguments.html is not None:
         from axsparse.planner.html_page import page
 
@@ -200,15 +168,12 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:
     """The planned configuration, and remarks about it."""
-    settings = [
-        f"{key}={value}"
-        for key, value in (
-            ("layout.memory_per_rank", arguments.memory),
-            ("pruning.sparsity", arguments.sparsity),
-            ("data.sequence_length", arguments.sequence_length),
-        )
-        if value is not None
-    ]
+    short = {
+        "layout.memory_per_rank": arguments.memory,
+        "pruning.sparsity": arguments.sparsity,
+        "data.sequence_length": arguments.sequence_length,
+    }
+    settings = [f"{key}={value}" for key, value in short.items() if value is not None]
     overrides, source = [*arguments.overrides, *settings], arguments.model
     if source is None:
         return configure(arguments.config, overrides), []
@@ -238,7 +203,7 @@ def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[s
         )
     theirs = read_json(path)
     reject_other_heads(path, theirs)
-    model = [setting_to_yaml("model.from", str(folder)).replace(": ", "=", 1)]
+    model = [override("model.from", folder)]
     if is_gpt2(path, theirs):
         model.append("model.name=gpt")  # which needs no transformers
     config = configure(BUNDLED, [*model, *overrides])
@@ -275,60 +240,34 @@ def _notes(
     if cluster.host_memory_bytes is not None and any(map(has_tensor_parallelism, answers)):
         yield (
             "no two GPUs have trained with several tensor-parallel ranks of a stage so far: they "
-            "are tested on "
-            "one that they share, and over NCCL on devices that are played"
+            "are tested on one that they share, and over NCCL on devices that are played"
         )
     g_tensor = asked.config.layout.g_tensor
     if any(answer.recommended.layout.grid.g_tensor != g_tensor for answer in answers):
         yield (
             "training by itself takes as many tensor-parallel ranks as layout.g_tensor says, "
-            f"{g_tensor}; the "
-            "--set options above train what is recommended"
+            f"{g_tensor}; the --set options above train what is recommended"
         )
 
 
-def _answers(
-    plans: Callable[[Method, Cluster, int], Plan],
-    cluster: Cluster,
-    gpus: Sequence[int],
-    methods: Sequence[Method],
-) -> tuple[list[Plan], list[Refusal]]:
-    """The plan of every method for every number of devices, and the refusals where none fits."""
-    from axsparse.planner.what_fits import DoesNotFitError
-
-    answers, refusals = [], []
-    for number, method in product(gpus, methods):
-        try:
-            answers.append(plans(method, cluster, number))
-        except DoesNotFitError as error:  # noqa: PERF203 - a plan takes seconds
-            refusals.append(error.refusal)
-    return answers, refusals
-
-
-@contextmanager
-def _collecting_less() -> Iterator[None]:
-    """Look for garbage a hundred times less often, and not at the exit: while libraries load, looks
-    take a seventh of the time and find nothing; at the exit a second."""
+def _spare_collections() -> None:
+    """Look for garbage seldom, and not at the exit: while libraries load, looks take a seventh of
+    the time and find nothing; at the exit a second."""
+    gc.set_threshold(100_000)
     atexit.register(gc.freeze)
-    usual = gc.get_threshold()
-    gc.set_threshold(100 * usual[0], *usual[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*usual)
 
 
 @contextmanager
 def _said_after(seconds: float, line: str) -> Iterator[None]:
     """Write a line on a terminal's stderr if the block within takes longer."""
-    said = threading.Timer(seconds, partial(print, line, file=sys.stderr, flush=True))
-    said.daemon = True
+    timer = threading.Timer(seconds, write_line, [line])
+    timer.daemon = True
     if sys.stderr.isatty():
-        said.start()
+        timer.start()
     try:
         yield
     finally:
-        said.cancel()
+        timer.cancel()
 
 
 def _print(
@@ -350,19 +289,18 @@ def _print(
     if not answers and len(refusals) == 1:
         say("\n".join(report.refusal_lines(refusals[0], notes)))
         return
-    said = [f"{counted(each.search_request.gpus, 'device')}, {each.method}: " for each in refusals]
-    lines = [before + each.answer for before, each in zip(said, refusals, strict=True)]
+    lines = [
+        f"{counted(each.search_request.gpus, 'device')}, {each.method}: {each.answer}"
+        for each in refusals
+    ]
     if len(arguments.gpus) == 1 and answers:
-        lines = [*report.lines(answers, lines + list(notes))]
-    else:
-        if answers:
-            plan = answers[0]
-            lines.append(
-                f"{plan.workload.name} in {plan.workload.precision} on {plan.cluster.name}"
-            )
-            lines += ["", *report.scaling(answers)]
-        lines += [f"note: {note}" for note in notes]
-    say("\n".join(lines))
+        say("\n".join(report.lines(answers, [*lines, *notes])))
+        return
+    if answers:
+        workload = answers[0].workload
+        lines.append(f"{workload.name} in {workload.precision} on {answers[0].cluster.name}")
+        lines += ["", *report.scaling(answers)]
+    say("\n".join([*lines, *(f"note: {note}" for note in notes)]))
 
 
 def _numbers(text: str) -> list[int]:

@@ -4,25 +4,25 @@ prune."""
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import signal
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from axsparse.cli.mask import kept_table
 from axsparse.cli.parser import (
     CommandParser,
     add_configuration,
     integer,
+    override,
     reject,
     reject_early,
     run_command,
     say,
 )
 from axsparse.config.hf_config import BUNDLED, FROM
-from axsparse.config.load import configure, setting_to_yaml
+from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 
@@ -67,20 +67,13 @@ def parser() -> CommandParser:
     add("--dry-run", action="store_true", help="prune nothing, and say what a run would prune")
     add("--from", metavar="FOLDER", dest="source", type=Path, help="the model to prune")
     add("--data", metavar="INPUT", nargs="+", type=Path, help="files and folders of text")
-    add(
-        "--validation",
-        metavar="INPUT",
-        nargs="+",
-        type=Path,
-        default=[],
-        help="files and folders of text to evaluate on (default: a twentieth of --data)",
+    text = "files and folders of text to evaluate on (default: a twentieth of --data)"
+    add("--validation", metavar="INPUT", nargs="+", type=Path, default=[], help=text)
+    text = (
+        "short for --set pruning.sparsity=S (default: the configuration's, which is 0.5 in "
+        "prune_llama.yaml)"
     )
-    add(
-        "--sparsity",
-        metavar="S",
-        help="short for --set pruning.sparsity=S (default: the configuration's, which is 0.5 in "
-        "prune_llama.yaml)",
-    )
+    add("--sparsity", metavar="S", help=text)
     add("--method", choices=("wanda", "sparsegpt", "magnitude"), default="wanda")
     add("--heal", choices=("blocks", "adapters", "train", "none"), default="blocks")
     add("--steps", metavar="N", help="adapters, train: short for --set train.steps=N")
@@ -118,8 +111,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     ]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments.config = arguments.config or BUNDLED
-    source = setting_to_yaml(FROM, str(arguments.source)).replace(": ", "=", 1)
-    reject_early(arguments, [source, *settings])
+    reject_early(arguments, [override(FROM, arguments.source), *settings])
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.job import run
 
@@ -156,7 +148,6 @@ def lines(config: Config) -> Iterator[str]:
     # Imported late, so that --help does not load torch.
     from axsparse.models.model_profile import profile
     from axsparse.models.zoo.model_registry import model_without_weights
-    from axsparse.planner.plan_report import table
     from axsparse.pruning.targets import left_dense, what_is_pruned
 
     profiled = profile(model_without_weights(config))
@@ -164,26 +155,17 @@ def lines(config: Config) -> Iterator[str]:
     if targets is None:
         yield "nothing is pruned: samo.enabled is false, or pruning.sparsity is 0"
         return
-    kept, masks = targets.kept(), targets.mask_file
+    masks = targets.mask_file
     yield f"pruned by {config.pruning.method if masks is None else masks.path}:"
-    rows = [
-        (name, " × ".join(map(str, shape)), math.prod(shape), kept[name])
-        for name, shape in targets.shapes.items()
-    ]
-    rows.append(("total", "", sum(row[2] for row in rows), sum(row[3] for row in rows)))
-    yield from table(
-        {"tensor": name, "shape": shape, "entries": f"{numel:,}", "stay": f"{stay:,}"}
-        for name, shape, numel, stay in rows
-    )
+    yield from kept_table(targets.shapes, targets.kept())
     for why, parameters in left_dense(profiled, targets, config.pruning).items():
         yield ""
         yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"
         # Tensors that repeat from block to block are one line: hundreds of vectors hide the rest.
-        alike = Counter((NUMBER.sub("*", one.name), one.shape) for one in parameters)
+        alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
         for one in parameters:
-            kind = NUMBER.sub("*", one.name), one.shape
-            count = alike.pop(kind, 0)
-            if count:
-                name = one.name if count == 1 else kind[0]
-                more = "" if count == 1 else f"  ({count} tensors)"
-                yield f"  {name}  {' × '.join(map(str, one.shape))}{more}"
+            alike.setdefault((NUMBER.sub("*", one.name), one.shape), []).append(one.name)
+        for (pattern, shape), names in alike.items():
+            name = names[0] if len(names) == 1 else pattern
+            more = "" if len(names) == 1 else f"  ({len(names)} tensors)"
+            yield f"  {name}  {' × '.join(map(str, shape))}{more}"

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from axsparse.cli.parser import say
-from axsparse.cli.prune_order import PAGE, PRUNED, PruneOrder, goes_by_layers, setting
+from axsparse.cli.parser import override, say
+from axsparse.cli.prune_order import PAGE, PRUNED, PruneOrder, goes_by_layers
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.data.preparation import Request, prepare
@@ -47,6 +47,7 @@ from axsparse.runtime.machine import peak_memory_bytes
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.training.build import HEALED, PrunedLayers, prune_layers
 from axsparse.training.checkpoint.verification import checkpoint_of
+from axsparse.training.evaluation import Evaluation
 from axsparse.training.export import Weights, export, export_folder
 from axsparse.training.trainer import Trainer, build
 
@@ -152,7 +153,7 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     return Facts(
         done.before,
         after,
-        sum(math.prod(shape) for shape in targets.shapes.values()),
+        sum(map(math.prod, targets.shapes.values())),
         sum(kept.values()),
         nbytes,
         _state_of(order, done, kept),
@@ -190,7 +191,7 @@ def _adapt(
     bytes of the weights. `counted` sees all that is written."""
     transport = job.transport
     pruned = order.work / PRUNED
-    more = ("samo.enabled=false", setting("model.from", pruned))
+    more = ("samo.enabled=false", override("model.from", pruned))
     config = together(transport, partial(order.configured, *more))
     together(transport, partial(check_config, config))
     assert done.plan.targets is not None, "something is pruned"
@@ -199,7 +200,7 @@ def _adapt(
         trainer = _built(job, config, adapted, resume="auto")
         trainer.train()
     with timings.of("evaluation"):
-        after = _loss_of(trainer)
+        after = _evaluated(trainer).loss
     trainer.close()
 
     def write() -> int:
@@ -244,7 +245,7 @@ def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
         together(transport, partial(check_config, config))
     with timings.of("dense evaluation"):
         trainer = _built(job, dense, quiet=True)
-        before = _loss_of(trainer)
+        before = _evaluated(trainer).loss
         trainer.close()
     with timings.of("pruning and healing"):
         trainer = _built(job, pruned, resume="auto")
@@ -256,8 +257,7 @@ def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
         with timings.of("training"):
             trainer.train()
     with timings.of("evaluation"):
-        evaluation = trainer.evaluate()
-        after = math.nan if evaluation is None else evaluation.loss
+        evaluation = _evaluated(trainer)
     targets, state = trainer.plan.targets, trainer.state_bytes().total
     assert targets is not None, "something is pruned"
     trainer.close()
@@ -273,15 +273,8 @@ def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
 
     with timings.of("export"):
         nbytes, kept = together(transport, write)
-    return Facts(
-        before,
-        after,
-        sum(math.prod(shape) for shape in targets.shapes.values()),
-        kept,
-        nbytes,
-        state,
-        held_out=0 if evaluation is None else evaluation.samples,
-    )
+    entries = sum(map(math.prod, targets.shapes.values()))
+    return Facts(before, evaluation.loss, entries, kept, nbytes, state, held_out=evaluation.samples)
 
 
 def _built(
@@ -296,9 +289,10 @@ def _built(
     return build(job, model, partial(open_datasets, config), config, quiet=quiet, resume=resume)
 
 
-def _loss_of(trainer: Trainer) -> float:
+def _evaluated(trainer: Trainer) -> Evaluation:
     evaluation = trainer.evaluate()
-    return math.nan if evaluation is None else evaluation.loss
+    assert evaluation is not None, "`PruneOrder.adopt` rejects train.eval_steps 0"
+    return evaluation
 
 
 def _prepare(order: PruneOrder) -> None:
@@ -417,8 +411,8 @@ def page(order: PruneOrder, config: Config, facts: Facts, seconds: dict[str, flo
 def _training_on(order: PruneOrder, removed: float) -> list[str]:
     """The command that trains the folder on, with the zeros that it has."""
     settings = (
-        setting("model.from", order.out),
-        setting("data.path", order.work / "tokens"),
+        override("model.from", order.out),
+        override("data.path", order.work / "tokens"),
         "pruning.method=zeros",
         f"pruning.sparsity={removed:.4f}",
     )

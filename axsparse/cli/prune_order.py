@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from axsparse.cli.parser import override
 from axsparse.config.hf_config import BUNDLED, read_json
-from axsparse.config.load import configure, setting_to_yaml
+from axsparse.config.load import configure
 from axsparse.config.messages import shorten
 from axsparse.config.schema import Config, prunes, sample_length
 from axsparse.models.start_weights import fingerprint, open_weights
@@ -72,10 +73,10 @@ class PruneOrder:
     def overrides(self, *more: str) -> list[str]:
         """The settings of one of the runs."""
         return [
-            setting("model.from", self.source),
+            override("model.from", self.source),
             "data.source=tokens",
-            setting("data.path", self.work / "tokens"),
-            setting("run_dir", self.work / "run"),
+            override("data.path", self.work / "tokens"),
+            override("run_dir", self.work / "run"),
             "pruning.at_step=0",
             *self.settings,
             *more,
@@ -193,8 +194,3 @@ def goes_by_layers(config: Config) -> bool:
         and pruning.at_step == 0
         and config.layout.g_tensor == 1
     )
-
-
-def setting(key: str, path: Path) -> str:
-    """A setting whose value is a path, quoted where YAML would read another value."""
-    return f"{key}={setting_to_yaml(key, str(path)).removeprefix(f'{key}: ')}"

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,21 +34,12 @@ REPORT_FILE = "report.html"
 
 def parser() -> CommandParser:
     arguments = CommandParser(_report, prog="axsparse report", description=DESCRIPTION)
-    arguments.add_argument(
-        "runs", metavar="RUN", type=Path, nargs="+", help="the directory of a run"
-    )
-    arguments.add_argument(
-        "--out",
-        metavar="PATH",
-        type=Path,
-        help=f"the page, an .html file (default: {REPORT_FILE} in the first RUN)",
-    )
-    arguments.add_argument(
-        "--png",
-        metavar="PATH",
-        type=Path,
-        help="write a picture of the curves instead, a .png file",
-    )
+    add = arguments.add_argument
+    add("runs", metavar="RUN", type=Path, nargs="+", help="the directory of a run")
+    text = f"the page, an .html file (default: {REPORT_FILE} in the first RUN)"
+    add("--out", metavar="PATH", type=Path, help=text)
+    text = "write a picture of the curves instead, a .png file"
+    add("--png", metavar="PATH", type=Path, help=text)
     return arguments
 
 
@@ -75,10 +65,8 @@ def _report(arguments: argparse.Namespace) -> None:
     check_installed("report")
     views = [view_run(run, name) for run, name in zip(runs, _names(runs), strict=True)]
     content = report_page(views).encode() if arguments.png is None else report_picture(views)
-    with (
-        writing(f"{option}: {path}", "free the disk, or choose another place"),
-        new_path(path) as unfinished,
-    ):
+    advice = "free the disk, or choose another place"
+    with writing(f"{option}: {path}", advice), new_path(path) as unfinished:
         write_new(unfinished, content)
     advice = "; open it in a browser" if arguments.png is None else ""
     say(f"{path}: {len(content) / 1e3:.0f} kB{advice}")
@@ -87,11 +75,8 @@ def _report(arguments: argparse.Namespace) -> None:
 def _names(runs: Sequence[Path]) -> list[str]:
     """A short name for each run; runs whose folders have equal names get their full paths."""
     short = [run.resolve().name or str(run) for run in runs]
-    times = Counter(short)
-    return [
-        name if times[name] == 1 else str(run.resolve())
-        for run, name in zip(runs, short, strict=True)
-    ]
+    pairs = zip(runs, short, strict=True)
+    return [name if short.count(name) == 1 else str(run.resolve()) for run, name in pairs]
 
 
 def view_run(run: Path, name: str) -> RunView:
@@ -102,12 +87,7 @@ def view_run(run: Path, name: str) -> RunView:
     """
     from axsparse.observe.run_report import RunView, read_records
     from axsparse.observe.trace_file import TRACES
-    from axsparse.training.run_directory import (
-        CONFIG_FILE,
-        METRICS_FILE,
-        config_text,
-        settings_in,
-    )
+    from axsparse.training.run_directory import CONFIG_FILE, METRICS_FILE, config_text, settings_in
 
     if not (run / METRICS_FILE).is_file():
         raise MissingInputError(

@@ -20,6 +20,7 @@ from axsparse.cli.parser import (
     add_configuration,
     add_run,
     integer,
+    matching,
     overrides_of,
     require_configuration,
     say,
@@ -60,24 +61,16 @@ def duration(text: str) -> int:
     raise argparse.ArgumentTypeError(f"{text[:60]!r} is no time; write H:MM:SS, such as 2:00:00")
 
 
-def name(text: str) -> str:
-    """The name of an account or a queue."""
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.@:/+-]{0,199}", text) is None:
-        raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is no name; use letters, digits and _ . @ : / + -, beginning with a "
-            "letter or digit"
-        )
-    return text
-
-
-def directive(text: str) -> str:
-    """An option of a scheduler, as written after #SBATCH."""
-    if not text.isprintable() or re.match(r"--?[A-Za-z]", text) is None:
-        raise argparse.ArgumentTypeError(
-            f"{text[:60]!r} is no option of a scheduler; write it as in a job script, such as "
-            "--directive=--constraint=gpu"
-        )
-    return text
+name = matching(
+    r"[A-Za-z0-9][A-Za-z0-9_.@:/+-]{0,199}",
+    "name; use letters, digits and _ . @ : / + -, beginning with a letter or digit",
+)
+"""The `type` of the name of an account or a queue."""
+directive = matching(
+    r"--?[A-Za-z][^\x00-\x1f\x7f-\x9f\u2028\u2029]*",
+    "option of a scheduler; write it as in a job script, such as --directive=--constraint=gpu",
+)
+"""The `type` of an option of a scheduler, which is written after #SBATCH on one line."""
 
 
 def parser() -> CommandParser:
@@ -118,12 +111,18 @@ def _add_request(add: Callable[..., object]) -> None:
 def script(job: argparse.Namespace, config: Config, run_dir: Path) -> str:
     """The script of a job that trains in `run_dir`; ConfigError for options that do not fit
     together."""
+    # Imported late, so that --help does not load torch.
+    from axsparse.models.zoo.model_registry import named_model
+    from axsparse.planner.auto_layout import resolve_grid
+
     ranks = job.ranks or job.nodes * job.gpus_per_node
     threads = config.train.threads
     of_gpus = CORES_PER_GPU * job.gpus_per_node * job.nodes // max(ranks, 1)
     cpus = job.cpus_per_rank or max(of_gpus, threads)
     _check_request(job, ranks, cpus, threads)
-    check_ranks(config, ranks)
+    # Training checks these rules, too, when it starts, which may be a night in the queue later.
+    check_config(config)
+    check_batch(config, resolve_grid(config, ranks, len(named_model(config).layers)))
     layout, per_node = config.layout, ranks // job.nodes
     stages = layout.g_inter
     if stages == "auto" and layout.g_data != "auto":
@@ -190,19 +189,6 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
         "mpirun": shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun"),
         "train": shlex.join([*config, *(f"--set={pair}" for pair in overrides_of(job))]),
     }
-
-
-def check_ranks(config: Config, ranks: int) -> None:
-    """ConfigError if the configuration cannot be run on so many ranks.
-
-    Training checks the same rules when it starts, which may be a night in the queue later.
-    """
-    # Imported late, so that --help does not load torch.
-    from axsparse.models.zoo.model_registry import named_model
-    from axsparse.planner.auto_layout import resolve_grid
-
-    check_config(config)
-    check_batch(config, resolve_grid(config, ranks, len(named_model(config).layers)))
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:

@@ -15,11 +15,11 @@ def test_a_dry_run_names_every_tensor_and_why_it_is_dense() -> None:
 
     assert said[:6] == [
         "pruned by magnitude:",
-        "tensor                        shape  entries  stay",
-        "block0.attention.qkv.weight  24 × 8      192    19",
-        "block0.fc1.weight            32 × 8      256   128",
-        "block0.fc2.weight            8 × 32      256    26",
-        "total                                    704   173",
+        "tensor                        shape  entries  kept  sparsity",
+        "block0.attention.qkv.weight  24 × 8      192    19  90.104 %",
+        "block0.fc1.weight            32 × 8      256   128  50.000 %",
+        "block0.fc2.weight            8 × 32      256    26  89.844 %",
+        "total                                    704   173  75.426 %",
     ]
     assert "dense, 64 entries: named in pruning.exclude" in said
     assert "  embed.token.weight  16 × 8" in said
