@@ -38,7 +38,7 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.job import Job
 from axsparse.runtime.machine import give_back_at_once, keep_freed_blocks
-from axsparse.runtime.process import BLOCKS, are_scattered
+from axsparse.runtime.process import BLOCKS, are_scattered, installed_mpi
 from axsparse.samo.expansion import Expansion
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
@@ -255,12 +255,17 @@ def prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | N
     return None
 
 
-def scattered(plan: RunPlan, transport: Transport) -> list[str]:
-    """A line for the screen where stages that send to each other could be on one host."""
+def launch_warnings(plan: RunPlan, transport: Transport) -> list[str]:
+    """Warnings of stages scattered over hosts, and of a second MPI library."""
+    warnings, mpi = [], installed_mpi()
+    if len(mpi) > 1:
+        warnings.append(
+            f"warning: this environment has {' and '.join(mpi)}; pip uninstall all but one"
+        )
     hosts = gather_texts(transport.world, transport.backoff, socket.gethostname())
-    if plan.coords.grid.parallelism == 1 or not are_scattered(hosts):
-        return []
-    return [f"warning: neighbouring stages are on different hosts; start with {BLOCKS}"]
+    if plan.coords.grid.parallelism > 1 and are_scattered(hosts):
+        warnings.append(f"warning: neighbouring stages are on different hosts; start with {BLOCKS}")
+    return warnings
 
 
 def wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:

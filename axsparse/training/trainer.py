@@ -58,6 +58,7 @@ from axsparse.tensor_parallel.modules import Sharding
 from axsparse.training.build import (
     build_state,
     check_settings,
+    launch_warnings,
     load_state,
     open_run_directory,
     placed,
@@ -65,7 +66,6 @@ from axsparse.training.build import (
     profile_together,
     reject_other_rules,
     reject_other_starts,
-    scattered,
     wait_for_loops,
 )
 from axsparse.training.checkpoint.checkpoint_folder import path_of
@@ -222,7 +222,7 @@ class Trainer:
         self.plan = plan = together(transport, deciding)
         self.coords, self.profile, self.config = plan.coords, plan.profile, plan.config
         coords, resolved = self.coords, self.config
-        table = (*self.placement.table, *scattered(plan, transport))
+        table = (*self.placement.table, *launch_warnings(plan, transport))
         self.placement = replace(self.placement, table=table)
         loops = prepare_process(job, plan, transport)
         self.data = open_data(plan, config, transport, open_datasets, pinned=self.placement.pins)

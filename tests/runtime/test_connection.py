@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -178,13 +179,16 @@ import os, socket, sys
 from axsparse.runtime import process
 rank = next(os.environ[name] for name in process.LAUNCHER_VARIABLES if name in os.environ)
 socket.gethostname = lambda: "ab"[int(rank) % 2]
+process.MPI_WHEELS = ("numpy", "torch")
 from axsparse.train import main
 main(sys.argv[1:])
 """
 
 
 @pytest.mark.parametrize("stages", by_default([2], [1, 2]))
-def test_stages_that_are_scattered_over_hosts_are_warned_of(stages: int, tmp_path: Path) -> None:
+def test_scattered_stages_and_a_second_mpi_library_are_warned_of(
+    stages: int, tmp_path: Path
+) -> None:
     small = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "train.steps=1"]
     settings = [*small, "train.eval_steps=0", "train.eval_every=0", f"layout.g_inter={stages}"]
     words = [word for setting in settings for word in ("--set", setting)]
@@ -197,6 +201,8 @@ def test_stages_that_are_scattered_over_hosts_are_warned_of(stages: int, tmp_pat
     )
     assert job.returncode == 0, str(job)
     assert job.stdout.count(warning) == int(stages > 1), str(job)
+    second = f"numpy {version('numpy')} and torch {version('torch')}; pip uninstall all but one\n"
+    assert job.stdout.count(f"warning: this environment has {second}") == 1, str(job)
 
 
 def test_ranks_below_a_daemon_that_srun_started_are_counted_by_mpirun(
