@@ -66,7 +66,7 @@ def compress_bytes(numel: int, kept: int, kind: IndexKind) -> float:
 
 def step_bytes(numel: int, kept: int, kind: IndexKind, moments: int) -> float:
     """Index and gradient in, masters and moments in and out, the dense weight out."""
-    state = MASTER_BYTES["fp32"] + MOMENT_BYTES * moments
+    state = MASTER_BYTES + MOMENT_BYTES * moments
     index = index_bytes(numel, kept, kind)
     return index + (GRADIENT_BYTES + 2 * state) * kept + WEIGHT_BYTES * numel
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from axsparse.samo.host.compiled_loops import Loop, can_compile
+from axsparse.samo.precision import array_of
 
 ADD = Loop("axsparse.samo.host.step_loops", "add_integers")
 SMALL = 4096
@@ -85,8 +86,7 @@ def _add_by_loop(
     """A faster `add`, with the same bits wherever all entries fit."""
     if values_K.dtype == torch.float16:
         values_K = values_K.float()
-    values = (values_K.view(torch.uint16) if values_K.itemsize == 2 else values_K).numpy()
-    ADD(values, 1 / unit, sums_K.numpy(), int(adds), most.numpy().view(np.uint32))
+    ADD(array_of(values_K), 1 / unit, sums_K.numpy(), int(adds), most.numpy().view(np.uint32))
 
 
 def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:

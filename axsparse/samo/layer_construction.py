@@ -24,7 +24,6 @@ from axsparse.samo.expansion import Expansion, put_storage
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.masks import Masks
 from axsparse.samo.shards import ALONE, Replicas
-from axsparse.samo.state_bytes import IndexKind, master_kind
 from axsparse.samo.tensor_state import TensorState
 
 
@@ -54,18 +53,11 @@ class BuiltLayer:
 class StateOptions:
     """How the layers of a stage are built; equal on all ranks but for `replicas` and `backend`."""
 
-    dtype: torch.dtype
-    """The type of weights, activations and messages."""
-    gradient_dtype: torch.dtype
-    """The type of accumulated gradients."""
-    moments: tuple[str, ...]
-    """Names of the optimizer's moments."""
+    types: StateTypes
     seed: int
     """Seeds the generators of start values."""
     masks: Masks | None
     """Which entries are kept from the start; None builds dense state."""
-    index: IndexKind = "int32"
-    """How tensors that are pruned now or later store their kept positions."""
     replicas: Replicas = ALONE
     """The ranks that hold the same layers."""
     sharding: LayerSharding | None = None
@@ -80,12 +72,6 @@ class StateOptions:
     dense_layers: frozenset[str] = frozenset()
     """Names of layers whose weights are dense at rest all the same; no weight of them that is ever
     pruned may be tied."""
-
-    @property
-    def types(self) -> StateTypes:
-        """The forms in which the state of a layer is stored."""
-        master = master_kind(half=self.dtype != torch.float32)
-        return StateTypes(self.gradient_dtype, master, self.moments, self.index)
 
 
 def build_layers(
@@ -173,7 +159,7 @@ def _storage(parameter: nn.Parameter, owner: TensorState | None, options: StateO
     if owner is not None:
         assert owner.expanded_at is None, f"{owner.name} is sparse at rest"
         return owner.parameter.detach()
-    return torch.zeros(parameter.shape, dtype=options.dtype, device=options.backend.device)
+    return torch.zeros(parameter.shape, dtype=options.types.weight, device=options.backend.device)
 
 
 def _mask(
@@ -182,23 +168,8 @@ def _mask(
     """Keep the entries of a tensor that the masks have under the name of its weight's first use."""
     assert options.masks is not None
     mask_D = options.masks.mask(first, tensor.full_shape, value)
-    tensor.own_index = options.backend.index(tensor.of_full(mask_D), options.index)
+    tensor.own_index = options.backend.index(tensor.of_full(mask_D), options.types.index)
     tensor.full_kept = options.masks.kept[first]
-
-
-def full_module(built: BuiltLayer) -> nn.Module:
-    """The plain module of a layer as it is now, in separate memory: full weights, no shards.
-
-    Tensor-parallel ranks call this together.
-    """
-    with preserved_rng():
-        module = built.spec.build() if built.spec.init is None else on_meta(built.spec)
-    parameters = dict(module.named_parameters())
-    for name, weight in full_weights(built):
-        put_storage(parameters[name], weight.clone())
-    for slot, own in zip(slots(module), slots(built.module), strict=True):
-        slot.put(own.tensor.clone())
-    return module
 
 
 def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:

@@ -8,12 +8,9 @@ Weights are dense. With an `Expansion` (`samo/expansion.py`), pruned ones are sp
 a replica has all masters on its device these are the weights, and otherwise (fp32, sharded or
 offloaded masters) the kept weights are stored in the training precision.
 
-There are two ways to store the masters (`MasterKind`):
-
-    "weight"       fp32 training: the weight is its own master, gathered for an update
-    "fp32"         half training: an fp32 buffer of held entries, from which weights are rounded
-
-Moments are fp32 buffers of held entries. Masters and moments may be offloaded to the host and
+In fp32 training a weight is its own master, which is gathered for an update; in half precision
+masters are an fp32 buffer of held entries, from which weights are rounded. Moments are fp32 buffers
+of held entries. Masters and moments may be offloaded to the host and
 staged on the GPU for an update (`samo/offload.py`).
 
 Each layer has separate buffers, so that it can be pruned, sharded or freed by itself: a view keeps
@@ -25,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -36,7 +34,7 @@ from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.kernels import add_exact, finish_exact
 from axsparse.samo.expansion import Expansion
 from axsparse.samo.shards import ALONE, Replicas
-from axsparse.samo.state_bytes import IndexKind, MasterKind, StateBytes, WeightKind
+from axsparse.samo.state_bytes import IndexKind, StateBytes, WeightKind
 from axsparse.samo.tensor_state import Relocation, Shares, TensorState
 
 
@@ -44,14 +42,14 @@ from axsparse.samo.tensor_state import Relocation, Shares, TensorState
 class StateTypes:
     """The forms in which the state of a layer is stored."""
 
+    weight: torch.dtype
+    """The type of weights, activations and messages."""
     gradient: torch.dtype
     """The type of accumulated gradients: the weights' type, fp32, or int64 for exact sums."""
-    master: MasterKind
-    """The place of the fp32 master weights."""
     moments: tuple[str, ...] = ()
     """Names of the optimizer's moments."""
     index: IndexKind = "int32"
-    """How tensors that are pruned later store their kept positions."""
+    """How tensors that are pruned now or later store their kept positions."""
     weights: WeightKind = "dense"
     """How pruned weights are stored at rest."""
 
@@ -73,16 +71,14 @@ class StateBuffers:
 class OptimizerState:
     """Reads and writes the masters and moments of one layer, wherever they are."""
 
-    def __init__(
-        self, shares: Shares, master: MasterKind, moments: tuple[str, ...], backend: Backend
-    ) -> None:
+    def __init__(self, shares: Shares, types: StateTypes, backend: Backend) -> None:
         """`write_master` fills the masters; moments are allocated when first asked for."""
         self._shares = shares
         self._backend = backend
-        self._master_K = (
-            None if master == "weight" else backend.rest(len(shares.held), torch.float32)
-        )
-        self._names = moments
+        self._master_K = None
+        if types.weight != torch.float32:
+            self._master_K = backend.rest(len(shares.held), torch.float32)
+        self._names = types.moments
         self._moments_K: dict[str, Tensor] = {}
         self._staged: StateBuffers | None = None
         self.finish_copies: Callable[[], None] = _nothing
@@ -129,9 +125,7 @@ class OptimizerState:
         """The fp32 master weights of kept entries [start, stop), all held; may be a view."""
         master_K = self.master_K
         if master_K is None:
-            if tensor.kept_weight is not None:
-                return tensor.kept_weight[start:stop]
-            return tensor.index.gather(tensor.weight_D, start, stop)
+            return self.read_weight(tensor, start, stop)
         return master_K[self._shares.shard_slice(tensor, start, stop)].to(self._backend.device)
 
     def write_master(self, tensor: TensorState, start: int, values_K: Tensor) -> None:
@@ -170,11 +164,8 @@ class OptimizerState:
         """
         if self._master_K is None:
             return self.read_master(tensor, 0, tensor.kept)
-        return self._shares.gathered(
-            tensor,
-            lambda start, stop: self.read_master(tensor, start, stop),
-            self._backend.device,
-        )
+        read = partial(self.read_master, tensor)
+        return self._shares.gathered(tensor, read, self._backend.device)
 
     # -- moments ----------------------------------------------------------------------
 
@@ -187,11 +178,11 @@ class OptimizerState:
         """One moment of all kept entries, `(kept,)`; replicas call this together as
         `full_master`."""
         values_K = self.moments_K[moment]
-        return self._shares.gathered(
-            tensor,
-            lambda start, stop: values_K[self._shares.shard_slice(tensor, start, stop)],
-            self._backend.device,
-        )
+
+        def read(start: int, stop: int) -> Tensor:
+            return values_K[self._shares.shard_slice(tensor, start, stop)]
+
+        return self._shares.gathered(tensor, read, self._backend.device)
 
     def reset_moments(self) -> None:
         """Set all moments to zero."""
@@ -278,10 +269,10 @@ class LayerState:
         """By tensor, the largest absolute value that sums of integers took in this step."""
         for number, tensor in enumerate(self.tensors if self.is_exact else ()):
             tensor.most = self.most[number : number + 1]
-        self.optimizer_state = OptimizerState(self.shares, types.master, types.moments, backend)
+        self.optimizer_state = OptimizerState(self.shares, types, backend)
         self._expansion = expansion
         self._stores_weights = (
-            types.master == "weight" or self.shares.is_sharded or backend.host is not None
+            types.weight == torch.float32 or self.shares.is_sharded or backend.host is not None
         )
         """Whether kept weights have separate memory, since not all masters are on the device."""
         if expansion is not None:
@@ -438,9 +429,8 @@ class LayerState:
         """A view of a tensor's gradient in the parameter's shape, to which autograd may add by
         itself. None where the gradient must be compressed, or added in another type."""
         parameter = tensor.parameter
-        if tensor.kept < parameter.numel() or self.is_exact:
-            return None
-        if self.gradient.dtype != parameter.dtype:
+        is_pruned = tensor.kept < parameter.numel()
+        if is_pruned or self.is_exact or self.gradient.dtype != parameter.dtype:
             return None
         return self.gradient_of(tensor).view(parameter.shape)
 
@@ -474,10 +464,10 @@ class LayerState:
         """The weights that training computes with, in the parameter's shape, on the host; all ranks
         of the group ask for a sharded tensor together."""
         tensor = self.by_full_name[name]
-        if tensor.expanded_at is None:
-            return self.gathered(tensor, tensor.parameter.detach().cpu())
         with self.expanded():
-            return self.gathered(tensor, tensor.parameter.detach().cpu().clone())
+            weight = tensor.parameter.detach().cpu()
+            weight = weight if tensor.expanded_at is None else weight.clone()
+            return self.gathered(tensor, weight)
 
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
@@ -495,9 +485,12 @@ class LayerState:
     def _dense_full(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
         """A tensor in its shape, on the host, from its kept values here."""
         tensor = self.by_full_name[name]
-        values_K = values(tensor)
-        is_dense = tensor.kept == tensor.parameter.numel()
-        return self.gathered(tensor, values_K.cpu() if is_dense else self._dense(tensor, values_K))
+        full, values_K = tensor.parameter.numel(), values(tensor)
+        if tensor.kept < full:
+            dense_D = self._zeros(full)
+            tensor.index.scatter(dense_D, values_K, 0)
+            values_K = dense_D
+        return self.gathered(tensor, values_K.cpu())
 
     def _kept_of_full(self, name: str, values: Callable[[TensorState], Tensor]) -> Tensor:
         """The kept entries of a tensor, on the host, from the entries here."""
@@ -514,12 +507,6 @@ class LayerState:
             return part.view(tensor.full_shape)
         assert self.group is not None, f"{tensor.name} is sharded"
         return self.group.gather(tensor.shard, part)
-
-    def _dense(self, tensor: TensorState, values_K: Tensor) -> Tensor:
-        """Values of a tensor's kept entries in the parameter's shape, on the host."""
-        dense_D = self._zeros(tensor.parameter.numel())
-        tensor.index.scatter(dense_D, values_K, 0)
-        return dense_D.cpu().view(tensor.parameter.shape)
 
     # -- weights of sharded state ------------------------------------------------------
 
@@ -570,12 +557,9 @@ class LayerState:
         new buffer, and the full old one where it is sharded. Called between two steps, by all
         replicas together; then call `refit` on a layer with an alias of this tensor.
         """
-        tensor = self.by_full_name[name]
-        self._remask(tensor, tensor.of_full(mask_D))
-        tensor.full_kept = int(mask_D.count_nonzero())
-
-    def _remask(self, changed: TensorState, mask_D: Tensor) -> None:
-        name, numel = changed.name, changed.parameter.numel()
+        changed = self.by_full_name[name]
+        changed.full_kept = int(mask_D.count_nonzero())
+        mask_D, numel = changed.of_full(mask_D), changed.parameter.numel()
         assert mask_D.shape == (numel,), f"{name}: a mask of {mask_D.shape} for {numel} entries"
         new_index = self.backend.index(mask_D, self._index_kind)
         positions = new_index.positions()

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 DTYPES: Mapping[str, torch.dtype] = {
@@ -54,3 +56,10 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     high = ((values.view(torch.int32) + _HALF_UNIT) >> 16).to(torch.int16)
     # Rounding a NaN up could turn its bits into another number's.
     return high.masked_fill_(values.isnan(), _QUIET_NAN).view(torch.bfloat16)
+
+
+def array_of(values: Tensor) -> NDArray[Any]:
+    """A tensor on the host as numpy and compiled loops take it: one of two bytes as its bits, since
+    numpy has no bf16."""
+    array: NDArray[Any] = (values.view(torch.uint16) if values.itemsize == 2 else values).numpy()
+    return array

@@ -70,10 +70,7 @@ MASK_BLOCK = 2_048
 that offsets of 8 bytes still leave a mask below 0.129 bytes an entry."""
 MASK_WORD = 64
 """Dense entries of a word, the unit in which a mask is read."""
-MasterKind: TypeAlias = Literal["weight", "fp32"]
-"""The place of fp32 master weights: an fp32 weight, or a buffer."""
-MASTER_BYTES: dict[MasterKind, int] = {"weight": 0, "fp32": 4}
-MOMENT_BYTES = 4
+MASTER_BYTES = MOMENT_BYTES = 4
 STAGED = 2
 """Layers whose offloaded state is staged on a GPU: one is updated, one is copied."""
 ALIGNED = 256
@@ -153,7 +150,7 @@ class StateFormat:
     @property
     def master_bytes(self) -> int:
         """Bytes of a kept entry's master, in addition to its weight."""
-        return MASTER_BYTES[master_kind(half=self.half)]
+        return MASTER_BYTES if self.half else 0
 
     @property
     def stores_weights(self) -> bool:
@@ -174,11 +171,6 @@ class TensorSize:
     """False for frozen parameters, which cost their weight only, tied or not."""
     is_alias: bool = False
     """Whether this is the second use of a tied weight on the stage of the first."""
-
-
-def master_kind(*, half: bool) -> MasterKind:
-    """The place of the masters of half-precision or fp32 weights."""
-    return "fp32" if half else "weight"
 
 
 def aligned_bytes(tensors: Iterable[int]) -> int:

@@ -251,7 +251,7 @@ def prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | N
         give_back_at_once()
         layers = plan.layers_of(plan.coords.stage)
         if any(size.numel > FEW for layer in layers for size in layer.parameters):
-            return prepare_loops(plan.dtype, plan.types, plan.optimizer)
+            return prepare_loops(plan.types, plan.optimizer)
     return None
 
 
@@ -405,12 +405,9 @@ def _state_options(plan: RunPlan, replicas: Replicas, placement: Placement) -> S
         assert placement.gpu is not None, "the settings were checked"
         backend = replace(backend, host=placement.gpu.pinned)
     return StateOptions(
-        dtype=plan.dtype,
-        gradient_dtype=plan.gradient_dtype,
-        moments=plan.optimizer.moments,
+        types=plan.types,
         seed=plan.config.seed,
         masks=None,
-        index=plan.config.samo.index,
         replicas=replicas,
         start=plan.model.start,
         backend=backend,

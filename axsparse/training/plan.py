@@ -69,7 +69,7 @@ from axsparse.runtime.provenance import versions
 from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half, cpu_multiplies
-from axsparse.samo.state_bytes import WeightKind, master_kind, stage_bytes
+from axsparse.samo.state_bytes import WeightKind, stage_bytes
 from axsparse.tensor_parallel.plan import check_ties
 from axsparse.training.placement import GpuMemory
 
@@ -147,18 +147,13 @@ class RunPlan:
         return DTYPES[self.config.precision]
 
     @property
-    def gradient_dtype(self) -> torch.dtype:
-        """The type in which gradients are accumulated."""
-        kinds = {"fp32": torch.float32, "exact": torch.int64}
-        return kinds.get(self.config.samo.gradient, self.dtype)
-
-    @property
     def types(self) -> StateTypes:
         """The forms in which the state of a layer is stored."""
-        master = master_kind(half=self.dtype != torch.float32)
-        index, weights = self.config.samo.index, self.config.samo.weights
-        assert weights != "auto", "decided with the layout"
-        return StateTypes(self.gradient_dtype, master, self.optimizer.moments, index, weights)
+        samo = self.config.samo
+        kinds = {"fp32": torch.float32, "exact": torch.int64}
+        gradient = kinds.get(samo.gradient, self.dtype)
+        assert samo.weights != "auto", "decided with the layout"
+        return StateTypes(self.dtype, gradient, self.optimizer.moments, samo.index, samo.weights)
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage, as one rank has them."""

@@ -22,6 +22,7 @@ from axsparse.pruning.distribution import kept_entries
 from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.layer_construction import StateOptions, build_layers
+from axsparse.samo.layer_state import StateTypes
 
 def resident(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))
@@ -37,8 +38,8 @@ def build(width, score, index):
         for n, shape in enumerate(shapes)
     ]
     kept = {f"l{n}.weight": kept_entries(a * b, 0.95) for n, (a, b) in enumerate(shapes)}
-    options = StateOptions(torch.bfloat16, torch.bfloat16, ADAMW.moments, 1,
-        ScoredMasks(Criterion(score), kept), index=index)
+    types = StateTypes(torch.bfloat16, torch.bfloat16, ADAMW.moments, index)
+    options = StateOptions(types, 1, ScoredMasks(Criterion(score), kept))
     return build_layers(layers, {}, options)
 
 score, index = sys.argv[1:]

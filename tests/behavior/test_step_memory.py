@@ -19,8 +19,9 @@ from axsparse.samo.optim.lamb import LAMB
 from axsparse.samo.optim.optimizer import Hyper, Optimizer
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
+from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import IndexKind, MasterKind
+from axsparse.samo.state_bytes import IndexKind
 from axsparse.samo.tensor_state import TensorState
 
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -33,19 +34,14 @@ POSITIONS = 12 * BLOCK
 NUMBERS = 8192
 """Bytes of sums, of other single numbers and of the arguments of a loop."""
 INDICES: dict[str, IndexKind] = {"int32": "int32", "mask": "mask"}
-MASTERS: dict[str, tuple[torch.dtype, MasterKind]] = {
-    "fp32": (torch.float32, "weight"),
-    "fp16": (torch.float16, "fp32"),
-    "bf16": (torch.bfloat16, "fp32"),
-}
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB, "nesterov": sgd(0.9, nesterov=True)}
 
 
 def trained_layer(index: Index, numel: int, master: str, optimizer: Optimizer) -> LayerState:
     """A layer of one tensor, after a step that has compiled and allocated what stays."""
-    dtype, kind = MASTERS[master]
+    dtype = DTYPES[master]
     tensor = TensorState("w", nn.Parameter(torch.zeros(numel, dtype=dtype)), index, decays=True)
-    layer = LayerState("layer", [tensor], StateTypes(dtype, kind, optimizer.moments))
+    layer = LayerState("layer", [tensor], StateTypes(dtype, dtype, optimizer.moments))
     layer.accumulate(tensor, torch.ones(numel, dtype=dtype))
     update([layer], optimizer, HYPER, 0.5)
     return layer
@@ -61,7 +57,7 @@ def half_kept(kind: IndexKind) -> Index:
     ("kind", "master", "by"),
     [
         ("int32", "bf16", "loops"),
-        *[("mask", master, "loops") for master in MASTERS],
+        *[("mask", master, "loops") for master in DTYPES],
         ("mask", "bf16", "functions"),
     ],
 )

@@ -22,7 +22,6 @@ from axsparse.samo.state_bytes import (
     StateFormat,
     TensorSize,
     expanded_bytes,
-    master_kind,
 )
 from axsparse.samo.tensor_state import TensorState
 
@@ -56,7 +55,7 @@ def stage(
             )
             for number, shape in enumerate(shapes)
         ]
-        types = StateTypes(dtype, master_kind(half=dtype != torch.float32), ADAMW.moments)
+        types = StateTypes(dtype, dtype, ADAMW.moments)
         layers.append(LayerState(name, tensors, types, expansion=expansion))
         for number, tensor in enumerate(tensors):
             values = random(number, *shapes[number]).view(-1)
@@ -126,7 +125,7 @@ def test_an_alias_is_expanded_with_the_layer_that_uses_it() -> None:
     first = TensorState("a", nn.Parameter(torch.zeros(shape).bfloat16()), FullIndex(600), True)
     again = nn.Parameter(first.parameter.detach())
     second = TensorState("b", again, FullIndex(600), True, alias_of=first)
-    types = StateTypes(torch.bfloat16, "fp32", ADAMW.moments)
+    types = StateTypes(torch.bfloat16, torch.bfloat16, ADAMW.moments)
     owner = LayerState("one", [first], types, expansion=expansion)
     user = LayerState("two", [second], types, expansion=expansion)
     owner.optimizer_state.write_master(first, 0, values := random(3, 600))

@@ -159,7 +159,7 @@ def test_the_compiled_loop_has_the_bits_of_torchs_operations(
 
 def test_a_step_knows_the_largest_entry_of_all_its_microbatches() -> None:
     mask = torch.tensor([True, False, True])
-    layer, tensor = layer_of(mask, torch.zeros(3), torch.int64, "weight", 2)
+    layer, tensor = layer_of(mask, torch.float32, torch.int64)
     tensor.unit = 0.5
 
     for gradient in ([1.0, 99.0, -2.0], [-4.0, 0.0, 0.5], [0.5, 0.0, 0.0]):

@@ -19,7 +19,7 @@ from axsparse.models.layer import Layer
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.tensor_state import TensorState
 
 WIDTH = 8
@@ -39,9 +39,7 @@ def layers(
         Layer(f"layer{number}", build, init=random_init) for number, build in enumerate(builds)
     ]
     options = StateOptions(
-        dtype=torch.float32,
-        gradient_dtype=gradient_dtype,
-        moments=("exp_avg", "exp_avg_sq"),
+        StateTypes(torch.float32, gradient_dtype, ("exp_avg", "exp_avg_sq")),
         seed=1,
         masks=matrices(specs, sparsity),
         backend=backend,
@@ -308,7 +306,7 @@ def no_kernel(kernel: str, blocks: int, *arguments: object) -> None:
 def vectors_in_bf16(on_ready: Callable[[LayerState], None]) -> tuple[Vectors, GradientCollector]:
     spec = Layer("layer", Vectors, init=random_init)
     backend = Backend(torch.device("cpu"), no_kernel)
-    options = StateOptions(torch.bfloat16, torch.float32, (), 1, None, backend=backend)
+    options = StateOptions(StateTypes(torch.bfloat16, torch.float32), 1, None, backend=backend)
     built = build_layers([spec], {}, options)
     assert isinstance(built[0].module, Vectors)
     return built[0].module, collector(built, on_ready)

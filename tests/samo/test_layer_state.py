@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
-from typing import Literal, TypeAlias, cast
+from typing import cast
 
 import pytest
 import torch
@@ -23,7 +23,6 @@ from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK, Replicas
 from axsparse.samo.state_bytes import (
-    MasterKind,
     StateBytes,
     StateFormat,
     TensorSize,
@@ -31,12 +30,8 @@ from axsparse.samo.state_bytes import (
 )
 from axsparse.samo.tensor_state import TensorState
 
-Form: TypeAlias = Literal["fp32", "half"]
-FORMS: dict[Form, tuple[torch.dtype, MasterKind]] = {
-    "fp32": (torch.float32, "weight"),
-    "half": (torch.bfloat16, "fp32"),
-}
-"""The type of weights and gradients, and where masters are."""
+DTYPES = [torch.float32, torch.bfloat16]
+"""Types of weights and gradients."""
 SHAPES = {"first": (3, 5), "second": (7, 4), "bias": (6,)}
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 examples = settings(max_examples=25, deadline=None, derandomize=True)
@@ -51,27 +46,32 @@ def random_mask(seed: int, numel: int, density: float) -> Tensor:
 
 
 def tensor_state(
-    name: str, shape: Sequence[int], index: Index, *, form: Form, owner: TensorState | None = None
+    name: str,
+    shape: Sequence[int],
+    index: Index,
+    *,
+    dtype: torch.dtype,
+    owner: TensorState | None = None,
 ) -> TensorState:
     if owner is not None:
         weight = nn.Parameter(owner.parameter.detach())
     else:
-        weight = nn.Parameter(torch.zeros(*shape, dtype=FORMS[form][0]))
+        weight = nn.Parameter(torch.zeros(*shape, dtype=dtype))
     return TensorState(name, weight, index, decays=len(shape) > 1, alias_of=owner)
 
 
-def layer_state(tensors: Sequence[TensorState], *, form: Form) -> LayerState:
-    return LayerState("layer", tensors, StateTypes(*FORMS[form], ("exp_avg", "exp_avg_sq")))
+def layer_state(tensors: Sequence[TensorState], *, dtype: torch.dtype) -> LayerState:
+    return LayerState("layer", tensors, StateTypes(dtype, dtype, ("exp_avg", "exp_avg_sq")))
 
 
-def filled_layer(masks: Mapping[str, Tensor | None], *, form: Form) -> LayerState:
+def filled_layer(masks: Mapping[str, Tensor | None], *, dtype: torch.dtype) -> LayerState:
     """A layer of the tensors in SHAPES that has trained one step; None is dense."""
     tensors = []
     for name, shape in SHAPES.items():
         mask = masks.get(name)
         index = FullIndex(math.prod(shape)) if mask is None else make_index(mask)
-        tensors.append(tensor_state(name, shape, index, form=form))
-    layer = layer_state(tensors, form=form)
+        tensors.append(tensor_state(name, shape, index, dtype=dtype))
+    layer = layer_state(tensors, dtype=dtype)
     for number, tensor in enumerate(tensors):
         layer.optimizer_state.write_master(tensor, 0, random(number, tensor.kept))
         layer.accumulate(tensor, random(9 + number, *tensor.parameter.shape))
@@ -93,16 +93,12 @@ def dense_state(layer: LayerState, name: str) -> dict[str, Tensor]:
     return found
 
 
-def stored_as(form: Form) -> StateFormat:
-    size = FORMS[form][0].itemsize
-    return StateFormat(size == 2, size, moments=2)
-
-
-def formula(layer: LayerState, *, form: Form) -> StateBytes:
+def formula(layer: LayerState, *, dtype: torch.dtype) -> StateBytes:
+    stored = StateFormat(dtype.itemsize == 2, dtype.itemsize, moments=2)
     return StateBytes.sum(
         tensor_bytes(
             TensorSize(tensor.parameter.numel(), tensor.kept, is_alias=tensor.alias_of is not None),
-            stored_as(form),
+            stored,
         )
         for tensor in layer.tensors
     )
@@ -111,13 +107,13 @@ def formula(layer: LayerState, *, form: Form) -> StateBytes:
 # -- where things stand -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_alias_stands_last_and_only_its_gradient_is_its_own(form: Form) -> None:
-    owner = tensor_state("a", (4, 5), make_index(random_mask(2, 20, 0.5)), form=form)
-    alias = tensor_state("b", (4, 5), FullIndex(20), form=form, owner=owner)
-    other = tensor_state("c", (3,), FullIndex(3), form=form)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_alias_stands_last_and_only_its_gradient_is_its_own(dtype: torch.dtype) -> None:
+    owner = tensor_state("a", (4, 5), make_index(random_mask(2, 20, 0.5)), dtype=dtype)
+    alias = tensor_state("b", (4, 5), FullIndex(20), dtype=dtype, owner=owner)
+    other = tensor_state("c", (3,), FullIndex(3), dtype=dtype)
 
-    layer = layer_state([owner, alias, other], form=form)
+    layer = layer_state([owner, alias, other], dtype=dtype)
 
     assert [tensor.name for tensor in layer.tensors] == ["a", "c", "b"]
     assert layer.owned == [owner, other]
@@ -126,10 +122,10 @@ def test_an_alias_stands_last_and_only_its_gradient_is_its_own(form: Form) -> No
     assert layer.owned_sums.numel() == owner.kept + 3
     assert layer.owned_sums.data_ptr() == layer.gradient.data_ptr()
     assert alias.offset == owner.kept + 3
-    assert layer.live_bytes() == formula(layer, form=form)
-    aliases_alone = layer_state([alias], form=form)
+    assert layer.live_bytes() == formula(layer, dtype=dtype)
+    aliases_alone = layer_state([alias], dtype=dtype)
     assert aliases_alone.owned_sums.numel() == 0
-    assert aliases_alone.live_bytes() == StateBytes(gradient=owner.kept * FORMS[form][0].itemsize)
+    assert aliases_alone.live_bytes() == StateBytes(gradient=owner.kept * dtype.itemsize)
 
 
 # -- masks ----------------------------------------------------------------------------------
@@ -140,14 +136,14 @@ def test_an_alias_stands_last_and_only_its_gradient_is_its_own(form: Form) -> No
     st.integers(0, 1000),
     st.sampled_from([0.0, 0.3, 0.7, 1.0]),
     st.sampled_from([0.0, 0.2, 0.5, 1.0]),
-    st.sampled_from(list(FORMS)),
+    st.sampled_from(DTYPES),
 )
 def test_remasking_carries_kept_entries_over_exactly(
-    seed: int, before: float, after: float, form: Form
+    seed: int, before: float, after: float, dtype: torch.dtype
 ) -> None:
     old = random_mask(seed, 28, before)
     new = random_mask(seed + 1, 28, after) & old
-    layer = filled_layer({"first": random_mask(seed + 2, 15, 0.5), "second": old}, form=form)
+    layer = filled_layer({"first": random_mask(seed + 2, 15, 0.5), "second": old}, dtype=dtype)
     expected = {name: dense_state(layer, name) for name in SHAPES}
     for value in expected["second"].values():
         value[~new] = 0
@@ -162,14 +158,16 @@ def test_remasking_carries_kept_entries_over_exactly(
             assert torch.equal(value, values[kind]), (name, kind)
     for name, gradient in gradients.items():
         assert torch.equal(layer.dense_gradient(name).view(-1), gradient), name
-    assert layer.live_bytes() == formula(layer, form=form)
+    assert layer.live_bytes() == formula(layer, dtype=dtype)
 
 
 @examples
-@given(st.integers(0, 1000), st.sampled_from(list(FORMS)))
-def test_pruned_positions_are_zero_before_and_after_every_update(seed: int, form: Form) -> None:
+@given(st.integers(0, 1000), st.sampled_from(DTYPES))
+def test_pruned_positions_are_zero_before_and_after_every_update(
+    seed: int, dtype: torch.dtype
+) -> None:
     masks = {"first": random_mask(seed, 15, 0.5), "second": random_mask(seed + 1, 28, 0.2)}
-    layer = filled_layer(masks, form=form)
+    layer = filled_layer(masks, dtype=dtype)
     for step in range(2, 5):
         for name, mask in masks.items():
             assert not layer.tensor(name).weight_D[~mask].any()
@@ -184,16 +182,16 @@ def test_pruned_positions_are_zero_before_and_after_every_update(seed: int, form
         assert not layer.tensor(name).weight_D[~mask].any()
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_remasking_frees_what_is_no_longer_kept(form: Form) -> None:
-    layer = filled_layer({}, form=form)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_remasking_frees_what_is_no_longer_kept(dtype: torch.dtype) -> None:
+    layer = filled_layer({}, dtype=dtype)
     weights = {name: layer.tensor(name).parameter.data_ptr() for name in SHAPES}
 
     layer.remask("second", random_mask(1, 28, 0.25))
 
     kept = sum(tensor.kept for tensor in layer.tensors)
     assert kept < 15 + 28 + 6
-    assert layer.gradient.untyped_storage().nbytes() == kept * FORMS[form][0].itemsize
+    assert layer.gradient.untyped_storage().nbytes() == kept * dtype.itemsize
     buffers = [
         *layer.optimizer_state.moments_K.values(),
         *([] if layer.optimizer_state.master_K is None else [layer.optimizer_state.master_K]),
@@ -203,14 +201,16 @@ def test_remasking_frees_what_is_no_longer_kept(form: Form) -> None:
     assert {name: layer.tensor(name).parameter.data_ptr() for name in SHAPES} == weights
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("same_layer", [True, False])
-def test_an_alias_follows_its_remasked_owner_by_refitting(form: Form, same_layer: bool) -> None:
-    owner = tensor_state("a", (4, 5), FullIndex(20), form=form)
-    bias = tensor_state("c", (3,), FullIndex(3), form=form)
-    alias = tensor_state("b", (4, 5), FullIndex(20), form=form, owner=owner)
-    own = layer_state([owner, alias, bias] if same_layer else [owner, bias], form=form)
-    following = own if same_layer else layer_state([alias], form=form)
+def test_an_alias_follows_its_remasked_owner_by_refitting(
+    dtype: torch.dtype, same_layer: bool
+) -> None:
+    owner = tensor_state("a", (4, 5), FullIndex(20), dtype=dtype)
+    bias = tensor_state("c", (3,), FullIndex(3), dtype=dtype)
+    alias = tensor_state("b", (4, 5), FullIndex(20), dtype=dtype, owner=owner)
+    own = layer_state([owner, alias, bias] if same_layer else [owner, bias], dtype=dtype)
+    following = own if same_layer else layer_state([alias], dtype=dtype)
     own.optimizer_state.write_master(owner, 0, random(1, 20))
     mask = random_mask(2, 20, 0.3)
 
@@ -225,7 +225,7 @@ def test_an_alias_follows_its_remasked_owner_by_refitting(form: Form, same_layer
     )
     assert not alias.weight_D[~mask].any()
     for layer in {own, following}:
-        assert layer.live_bytes() == formula(layer, form=form)
+        assert layer.live_bytes() == formula(layer, dtype=dtype)
 
 
 # -- launches -------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_where_kernels_gather_a_share_is_one_launch_a_tensor() -> None:
     state = LayerState(
         "layer",
         [weight],
-        StateTypes(torch.float32, "weight"),
+        StateTypes(torch.float32, torch.float32),
         replicas=replicas,
         backend=Backend(here, launch),
     )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Kind, Layer
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
+from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.masks import Masks, masks_digest, prune_in_place, weights_digest
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
@@ -33,13 +34,8 @@ MAGNITUDE = matrices(specs(), 0.75, include="blocks")
 def build(
     masks: Masks | None, layers: Sequence[Layer] | None = None, *, half: bool = False
 ) -> list[BuiltLayer]:
-    options = StateOptions(
-        dtype=torch.bfloat16 if half else torch.float32,
-        gradient_dtype=torch.float32,
-        moments=ADAMW.moments,
-        seed=1,
-        masks=masks,
-    )
+    dtype = torch.bfloat16 if half else torch.float32
+    options = StateOptions(StateTypes(dtype, torch.float32, ADAMW.moments), seed=1, masks=masks)
     return build_layers(layers or specs(), TIES, options)
 
 

@@ -15,7 +15,7 @@ from axsparse.samo import gradient_hooks
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
 from axsparse.samo.host.sparse_products import FEWEST_TOKENS
 from axsparse.samo.layer_construction import StateOptions, build_layers
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, StateTypes
 
 WIDTH, TOKENS = 8, 200
 
@@ -34,9 +34,7 @@ class Case:
             Layer("second", lambda: nn.Linear(WIDTH, WIDTH, bias=False), init=random_init),
         ]
         options = StateOptions(
-            dtype=dtype,
-            gradient_dtype=gradient_dtype,
-            moments=("exp_avg", "exp_avg_sq"),
+            StateTypes(dtype, gradient_dtype, ("exp_avg", "exp_avg_sq")),
             seed=1,
             masks=matrices(specs, sparsity),
         )

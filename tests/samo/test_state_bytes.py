@@ -22,6 +22,7 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.samo.expansion import Expansion
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
+from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.state_bytes import (
     IndexKind,
@@ -136,12 +137,9 @@ def case_masks(model: Model, pruning: PruningConfig) -> ScoredMasks:
 def build(case: Case, expansion: Expansion | None = None) -> list[BuiltLayer]:
     model = make_model(case.model)
     options = StateOptions(
-        dtype=case.dtype,
-        gradient_dtype=case.gradient_dtype,
-        moments=ADAMW.moments,
+        StateTypes(case.dtype, case.gradient_dtype, ADAMW.moments, case.index),
         seed=1,
         masks=None if case.pruning is None else case_masks(model, case.pruning),
-        index=case.index,
         expansion=expansion,
         dense_layers=case.dense_layers,
     )

@@ -18,7 +18,6 @@ from support.kernel_machine import (
     FP16,
     FP32,
     HYPER,
-    NUMBERS,
     PROMISES,
     RULES,
     SGD_CASE,
@@ -26,6 +25,7 @@ from support.kernel_machine import (
     STATES,
     Case,
     Machine,
+    Types,
     by_numpy,
     empty_partials,
     fresh_layer,
@@ -57,9 +57,7 @@ from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import (
     MASK_BLOCK,
     Encoding,
-    MasterKind,
     index_bytes,
-    master_kind,
 )
 
 CONTRACT = PROMISES
@@ -144,14 +142,13 @@ def a_few_kept_entries_are_found_among_empty_blocks(
 # -- compression ----------------------------------------------------------------------------
 
 
-@promise(tuple(INDICES), NUMBERS, [1, CHUNK + 1, BLOCK + 77])
+@promise(tuple(INDICES), STATES, [1, CHUNK + 1, BLOCK + 77])
 def gradients_are_compressed_and_added_as_on_the_cpu(
-    machine: Machine, kind: DeviceKind, types: tuple[torch.dtype, torch.dtype], numel: int
+    machine: Machine, kind: DeviceKind, types: Types, numel: int
 ) -> None:
     weight, gradient = types
     mask = mask_for(kind, numel, 0.3) if numel > 1 else torch.tensor([kind == "full"])
-    master = master_kind(half=weight != FP32)
-    layer, tensor = layer_of(mask, torch.zeros(numel, dtype=weight), gradient, master, 0)
+    layer, tensor = layer_of(mask, weight, gradient)
     index = machine.index(mask, kind)
     ours = machine.put(torch.full((index.kept,), math.nan, dtype=gradient))
 
@@ -212,9 +209,7 @@ def gradients_are_made_in_the_memory_of_their_sums(machine: Machine, part: tuple
 def sums_of_squares_are_those_of_the_cpu_in_another_order(
     machine: Machine, dtype: torch.dtype, kept: int
 ) -> None:
-    half = master_kind(half=dtype != FP32)
-    mask = torch.ones(kept, dtype=torch.bool)
-    layer, _ = layer_of(mask, torch.zeros(kept, dtype=dtype), dtype, half, 0)
+    layer, _ = layer_of(torch.ones(kept, dtype=torch.bool), dtype, dtype)
     layer.gradient.copy_(randoms(kept, 1))
     partials = empty_partials(machine, kept)
 
@@ -275,10 +270,7 @@ def squares_of_many_tensors_are_summed_by_few_launches(
 
 @promise(RULES, tuple(INDICES), STATES)
 def a_step_is_the_formulas_with_one_rounding_an_operation(
-    machine: Machine,
-    rule: Case,
-    kind: DeviceKind,
-    state: tuple[torch.dtype, torch.dtype, MasterKind],
+    machine: Machine, rule: Case, kind: DeviceKind, state: Types
 ) -> None:
     mask = mask_for(kind, TILE + 1001, 0.2)
     layer = fresh_layer(mask, state, rule.moments)
@@ -302,7 +294,7 @@ def tensors_of_any_size_and_density_are_stepped(
     mask = mask_for(kind, numel, density)
     if numel == 1 and kind != "full":
         mask[0] = False
-    layer = fresh_layer(mask, (BF16, BF16, "fp32"), 2)
+    layer = fresh_layer(mask, (BF16, BF16), 2)
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     slot = slot_of(machine, machine.index(mask, kind), layer)
 
@@ -314,7 +306,7 @@ def tensors_of_any_size_and_density_are_stepped(
 
 @promise(ENCODED, (STATES[0], STATES[1], STATES[-1]))
 def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
-    machine: Machine, kind: Encoding, state: tuple[torch.dtype, torch.dtype, MasterKind]
+    machine: Machine, kind: Encoding, state: Types
 ) -> None:
     mask = random_mask(5 * TILE + 3, 0.2)
     layer = fresh_layer(mask, state, 2)
@@ -395,9 +387,7 @@ def more_tensors_than_a_launch_takes_are_stepped_by_several(machine: Machine) ->
 
 
 @promise((STATES[0], STATES[2], STATES[-1]), [1, 3])
-def weights_need_not_stand_at_aligned_addresses(
-    machine: Machine, state: tuple[torch.dtype, torch.dtype, MasterKind], shift: int
-) -> None:
+def weights_need_not_stand_at_aligned_addresses(machine: Machine, state: Types, shift: int) -> None:
     mask = random_mask(TILE + 777, 0.3)
     layer = fresh_layer(mask, state, 0)
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
@@ -417,7 +407,7 @@ def betas_and_decays_of_either_kind_follow_the_formula(
     mask = random_mask(TILE, 0.3)
     hyper = replace(HYPER, step=7, betas=(beta1, 0.99), weight_decay=decay)
     for rule in RULES:
-        layer = fresh_layer(mask, (BF16, BF16, "fp32"), rule.moments)
+        layer = fresh_layer(mask, (BF16, BF16), rule.moments)
         layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
         slot = slot_of(machine, machine.index(mask, "mask"), layer)
         rule.device([slot], hyper, FACTOR)
@@ -464,14 +454,11 @@ def sums_round_to_the_nearest_with_ties_to_even(machine: Machine, dtype: torch.d
     same_bits(ours, (one.float() + other.float()).to(dtype))
 
 
-@promise(((BF16, "fp32"), (FP16, "fp32")))
-def masters_are_rounded_as_on_the_cpu(
-    machine: Machine, state: tuple[torch.dtype, MasterKind]
-) -> None:
-    dtype, master = state
+@promise((BF16, FP16))
+def masters_are_rounded_as_on_the_cpu(machine: Machine, dtype: torch.dtype) -> None:
     values = near_every_half(dtype)
     mask = torch.ones(values.numel(), dtype=torch.bool)
-    layer, tensor = layer_of(mask, torch.zeros(values.numel(), dtype=dtype), dtype, master, 0)
+    layer, tensor = layer_of(mask, dtype, dtype)
     layer.optimizer_state.write_master(tensor, 0, values)
     slot = slot_of(machine, machine.index(mask, "full"), layer)
     still = replace(HYPER, learning_rate=0.0, weight_decay=0.0)
@@ -486,7 +473,7 @@ def masters_are_rounded_as_on_the_cpu(
 @promise()
 def a_master_that_is_no_number_makes_a_weight_that_is_none(machine: Machine) -> None:
     mask = random_mask(TILE, 0.5)
-    layer = fresh_layer(mask, (BF16, FP32, "fp32"), 0)
+    layer = fresh_layer(mask, (BF16, FP32), 0)
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     layer.gradient[:9].view(torch.int32).fill_(0x7FC01234)
     slot = slot_of(machine, machine.index(mask, "mask"), layer)
@@ -502,7 +489,7 @@ def a_master_that_is_no_number_makes_a_weight_that_is_none(machine: Machine) -> 
 def subnormal_numbers_stay_what_they_are(machine: Machine) -> None:
     tiny = torch.tensor([1e-40, -3e-41, 1e-45, 2e-39]).repeat(50)
     mask = torch.ones(tiny.numel(), dtype=torch.bool)
-    layer = fresh_layer(mask, (FP32, FP32, "weight"), 2)
+    layer = fresh_layer(mask, (FP32, FP32), 2)
     layer.gradient.copy_(tiny)
     slot = slot_of(machine, machine.index(mask, "full"), layer)
     partials = empty_partials(machine, tiny.numel())

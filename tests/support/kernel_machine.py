@@ -23,7 +23,7 @@ from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, TensorSlot
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, IndexKind, MasterKind
+from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, IndexKind
 from axsparse.samo.tensor_state import TensorState
 
 GUARD = 256
@@ -33,8 +33,9 @@ HYPER = Hyper(step=1, learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_de
 FACTOR = 0.37
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ENCODED: tuple[Encoding, ...] = ("int32", "mask")
-NUMBERS = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
-"""Types of weight and gradient."""
+Types: TypeAlias = tuple[torch.dtype, torch.dtype]
+"""The types of weight and gradient."""
+STATES: tuple[Types, ...] = ((BF16, BF16), (BF16, FP32), (FP16, FP16), (FP16, FP32), (FP32, FP32))
 SIZES = [1, 31, MASK_BLOCK + 1, TILE - 1, TILE, TILE + 1, BLOCK, BLOCK + 77]
 DENSITIES = [0.001, 0.1, 0.9]
 
@@ -136,17 +137,17 @@ def same_bits(ours: Tensor, theirs: Tensor) -> None:
 
 def layer_of(
     mask: Tensor,
-    weight: Tensor,
+    weight: torch.dtype,
     gradient: torch.dtype,
-    master: MasterKind,
-    moments: int,
+    moments: int = 0,
     kind: IndexKind | None = None,
 ) -> tuple[LayerState, TensorState]:
-    """The state of one tensor on the CPU."""
+    """The state of one tensor of zeros on the CPU, by the types of weight and gradient."""
     index = make_index(mask, kind or "int32")
-    tensor = TensorState("w", nn.Parameter(weight.clone()), index, decays=True)
+    zeros = nn.Parameter(torch.zeros(mask.numel(), dtype=weight))
+    tensor = TensorState("w", zeros, index, decays=True)
     names = (("momentum",), ("exp_avg", "exp_avg_sq"))[moments - 1] if moments else ()
-    layer = LayerState("l", [tensor], StateTypes(gradient, master, names, index="int32"))
+    layer = LayerState("l", [tensor], StateTypes(weight, gradient, names))
     return layer, tensor
 
 
@@ -179,13 +180,6 @@ RULES = (
     _sgd("nesterov", 0.9, nesterov=True),
 )
 ADAMW_CASE, SGD_CASE, MOMENTUM_CASE, _ = RULES
-STATES: tuple[tuple[torch.dtype, torch.dtype, MasterKind], ...] = (
-    (BF16, BF16, "fp32"),
-    (BF16, FP32, "fp32"),
-    (FP16, FP16, "fp32"),
-    (FP16, FP32, "fp32"),
-    (FP32, FP32, "weight"),
-)
 
 
 def slot_of(machine: Machine, index: DeviceIndex, layer: LayerState, shift: int = 0) -> TensorSlot:
@@ -229,13 +223,8 @@ def same_state(slot: TensorSlot, layer: LayerState) -> None:
         same_bits(ours, theirs)
 
 
-def fresh_layer(
-    mask: Tensor, state: tuple[torch.dtype, torch.dtype, MasterKind], moments: int
-) -> LayerState:
+def fresh_layer(mask: Tensor, state: Types, moments: int) -> LayerState:
     """Random masters that no half number holds, and weights that are rounded from them."""
-    weight, gradient, master = state
-    layer, tensor = layer_of(
-        mask, torch.zeros(mask.numel(), dtype=weight), gradient, master, moments
-    )
+    layer, tensor = layer_of(mask, *state, moments)
     layer.optimizer_state.write_master(tensor, 0, randoms(tensor.kept, 1))
     return layer

@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import on_ranks, random_init
+from support.runs import on_ranks
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, TpStyle
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-from axsparse.samo.layer_construction import StateOptions, build_layers, full_module
+from axsparse.samo.layer_construction import StateOptions, build_layers, full_weights
+from axsparse.samo.layer_state import StateTypes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding, shard_module
 
@@ -54,9 +55,11 @@ def test_outputs_and_gradients_are_those_of_the_full_module(name: str, ranks: in
     def on_rank(transport: Transport) -> None:
         group = TensorGroup(Grid(1, 1, ranks).coords(transport.rank), transport)
         sharding = Sharding(group)
-        options = StateOptions(torch.float32, torch.float32, (), 1, None, sharding=sharding)
+        types = StateTypes(torch.float32, torch.float32)
+        options = StateOptions(types, 1, None, sharding=sharding)
         [built] = build_layers([Layer("mlp", build, tp_plan=plan)], {}, options)
-        full = full_module(built)
+        full = build()
+        full.load_state_dict(dict(full_weights(built)), strict=False)
         found = []
         for module in (built.module, full):
             x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_()
@@ -73,18 +76,6 @@ def test_outputs_and_gradients_are_those_of_the_full_module(name: str, ranks: in
             torch.testing.assert_close(gathered, parameter.grad)
 
     on_ranks(ranks, on_rank)
-
-
-def test_a_layer_with_an_init_has_its_full_weights_too() -> None:
-    layer = Layer("one", partial(nn.Linear, 3, 2), init=random_init)
-    options = StateOptions(torch.float32, torch.float32, (), 1, None)
-    [built] = build_layers([layer], {}, options)
-
-    full = full_module(built)
-
-    x = torch.ones(3)
-    assert torch.equal(full(x), built.module(x))
-    assert full.weight is not built.module.weight
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_auto_accumulates_in_half_up_to_eight_microbatches_a_replica(
     run = resolved(config, ranks)
 
     assert run.config.samo.gradient == gradient
-    assert run.gradient_dtype is (torch.bfloat16 if gradient == "half" else torch.float32)
+    assert run.types.gradient is (torch.bfloat16 if gradient == "half" else torch.float32)
 
 
 @pytest.mark.parametrize(("stages", "shared"), [(1, True), (2, False)])
@@ -160,7 +160,7 @@ def test_what_is_asked_for_is_done() -> None:
     for stage in (0, 1):
         config = tiny_config(samo={"zero_stage": stage}, layout={"g_inter": 1})
         assert resolved(config, 2).config.samo.zero_stage == stage
-    assert resolved(tiny_config(samo={"gradient": "half"})).gradient_dtype is torch.float32
+    assert resolved(tiny_config(samo={"gradient": "half"})).types.gradient is torch.float32
     assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
 
 

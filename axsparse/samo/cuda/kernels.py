@@ -40,12 +40,9 @@ from axsparse.samo.cuda.launch import (
 )
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, TensorSlot
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import MasterKind
 
 NORM_TOLERANCE = 1e-11
 """The largest relative difference of a sum from one in another order: 65,536 roundings of fp64."""
-MASTERS: dict[MasterKind, str] = {"weight": "MasterIsWeight", "fp32": "MasterBuffer"}
-"""The names of the master kinds in the source."""
 
 
 def compress(index: DeviceIndex, dense_D: Tensor, gradient_K: Tensor, *, accumulate: bool) -> None:
@@ -166,7 +163,8 @@ def step(
 def _types(slot: TensorSlot) -> str:
     """The template arguments of the kernel for a tensor."""
     weight, gradient = NUMBERS[slot.weight.dtype], NUMBERS[slot.gradient.dtype]
-    return f"{INDICES[_index(slot).kind]}, {weight}, {gradient}, {MASTERS[slot.master_kind]}"
+    master = "MasterIsWeight" if slot.master is None else "MasterBuffer"
+    return f"{INDICES[_index(slot).kind]}, {weight}, {gradient}, {master}"
 
 
 def _index(slot: TensorSlot) -> DeviceIndex:

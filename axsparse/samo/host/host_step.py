@@ -15,6 +15,7 @@ from torch import Tensor
 
 from axsparse.samo.host.compiled_loops import FEW, Array, Loop, can_compile
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, TensorSlot
+from axsparse.samo.precision import array_of
 
 STEPS = {name: Loop("axsparse.samo.host.step_loops", f"{name}_step") for name in ("adamw", "sgd")}
 SUM_OF_SQUARES = Loop("axsparse.samo.host.step_loops", "sum_of_squares")
@@ -28,7 +29,7 @@ def sum_of_squares(values: Tensor) -> float:
     if values.numel() <= FEW or values.dtype == torch.float16 or not can_compile():
         return float(values.double().square_().sum())
     total = np.empty(1)
-    SUM_OF_SQUARES(_array(values), total)
+    SUM_OF_SQUARES(array_of(values), total)
     return float(total[0])
 
 
@@ -65,21 +66,15 @@ def _chunks(slot: TensorSlot) -> Iterator[tuple[Array, tuple[Array, ...], Array,
             weight_K = index.gather(slot.weight, start, stop)
         else:
             weight_K = slot.weight.new_empty(stop - start)
-        masters = _array(weight_K) if slot.master is None else slot.master[part].numpy()
+        masters = array_of(weight_K) if slot.master is None else slot.master[part].numpy()
         yield (
-            _array(gradient_K.float() if is_fp16 else gradient_K),
+            array_of(gradient_K.float() if is_fp16 else gradient_K),
             tuple(values[part].numpy() for values in slot.moments),
             masters,
-            _array(weight_K) if weight_K.dtype == torch.bfloat16 else None,
+            array_of(weight_K) if weight_K.dtype == torch.bfloat16 else None,
         )
         if weight_K.dtype == torch.float16:
             assert slot.master is not None
             weight_K.copy_(slot.master[part])
         if not is_dense:
             index.scatter(slot.weight, weight_K, start)
-
-
-def _array(values: Tensor) -> Array:
-    """An fp32 tensor as an array of numbers, a bf16 one as an array of bits."""
-    array: Array = (values.view(torch.uint16) if values.itemsize == 2 else values).numpy()
-    return array

@@ -12,7 +12,6 @@ little compared with the products (docs/decisions/043-sparse-products.md).
 from __future__ import annotations
 
 import threading
-from functools import cache
 
 import numpy as np
 import torch
@@ -153,8 +152,8 @@ def _product(matrix: Tensor, weight: Tensor, bias: Tensor | None, *, is_transpos
     weights = _bits_of(weight), int(is_transposed)
     tiles = -(-min(tokens, STRETCH) // TILE)
     sums: Array = torch.empty(tiles * min(num_outputs, LINES), TILE).numpy()
-    scratch = _scratch()
-    room = _int16(tiles * width, TILE), sums, scratch.lines, scratch.rounded, scratch.lists
+    scratch = _SCRATCH.lines, _SCRATCH.rounded, _SCRATCH.lists
+    room = _int16(tiles * width, TILE), sums, *scratch
     for begin in range(0, tokens, STRETCH):
         rows = _bits_of(matrix[begin : begin + STRETCH])
         MULTIPLY(rows, weights, added.numpy(), (_bits_of(outputs), begin), room)
@@ -174,6 +173,4 @@ class _Scratch(threading.local):
         self.rounded = _int16(LINES, TILE)
 
 
-@cache
-def _scratch() -> _Scratch:
-    return _Scratch()
+_SCRATCH = _Scratch()

@@ -27,6 +27,7 @@ from torch import Tensor
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.host.compiled_loops import FEW, Array, Loop, can_compile
+from axsparse.samo.precision import array_of
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import (
     INT32_LIMIT,
@@ -41,8 +42,6 @@ DIVIDE, DIVIDE_BITS, EXPAND_BITS, MOVE_BITS = (
     Loop("axsparse.samo.index.mask_loops", name)
     for name in ("divide", "divide_bits", "expand_bits", "move_bits")
 )
-INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integer type by its bytes."""
 
 
 class Index(Protocol):
@@ -180,7 +179,7 @@ class MaskIndex:
             return False
         assert values_K.shape == (self.kept,), f"{tuple(values_K.shape)} for {self.kept} values"
         assert dense_D.shape == (self._numel,), f"{tuple(dense_D.shape)} for {self._numel} entries"
-        EXPAND_BITS(self._words(), _numbers(values_K), _numbers(dense_D))
+        EXPAND_BITS(self._words(), array_of(values_K), array_of(dense_D))
         return True
 
     def positions(self) -> Tensor:
@@ -211,8 +210,7 @@ class MaskIndex:
         assert values_K.ndim == 1, f"{values_K.ndim} dimensions"
         most = self.kept - start
         assert values_K.numel() <= most, f"{values_K.numel()} values for {most} kept entries"
-        # Integers of the same bits, since numpy has no bf16.
-        dense, values = (each.view(INTEGERS[each.itemsize]).numpy() for each in (dense_D, values_K))
+        dense, values = array_of(dense_D), array_of(values_K)
         block = self._blocks_of(start, start + values.size).start
         before = start - int(self._offsets[block])
         word = block * (MASK_BLOCK // MASK_WORD)
@@ -227,12 +225,6 @@ class MaskIndex:
         positions = np.flatnonzero(kept)[start - before : stop - before]
         positions += blocks.start * MASK_BLOCK
         return torch.from_numpy(positions)
-
-
-def _numbers(values: Tensor) -> Array:
-    """A tensor as an array of fp32 numbers, or of the bits of two bytes."""
-    array: Array = (values.view(torch.uint16) if values.itemsize == 2 else values).numpy()
-    return array
 
 
 def _block_offsets(mask_D: Tensor) -> Tensor:

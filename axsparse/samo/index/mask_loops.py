@@ -32,14 +32,6 @@ from axsparse.samo.host.step_loops import to_bf16
 from axsparse.samo.state_bytes import MASK_BLOCK, MASK_WORD
 
 ONE = np.uint64(1)
-DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-"""A number whose top six bits are different for each of 64 shifts to the left."""
-TOP_SIX = np.uint64(58)
-SHIFT_OF = np.array(
-    sorted(range(64), key=lambda shift: (int(DE_BRUIJN) << shift & (1 << 64) - 1) >> 58),
-    dtype=np.int64,
-)
-"""The shift that gives each value of the top six bits."""
 AHEAD = 2048
 """Entries by which the memory that is read next is fetched early. After a backward, whose gradients
 are not in the cache, a gather takes a third less time with it; that far ahead, in bf16, is another
@@ -125,6 +117,13 @@ compiles_to(take_word)(_by_instructions(into_dense=False))
 compiles_to(put_word)(_by_instructions(into_dense=True))
 
 
+@intrinsic
+def lowest_bit(_: Any, bits: Any) -> Any:
+    """The place of the lowest bit of a word that is not 0."""
+    found = types.int64(types.uint64)
+    return found, lambda _, builder, __, arguments: builder.cttz(arguments[0], BIT(1))
+
+
 @compiled
 def move_bits(
     words: Array, word: int, before: int, dense: Array, values: Array, into_dense: int
@@ -133,8 +132,7 @@ def move_bits(
     of `word`.
 
     Words move as one where the processor has instructions for it. Elsewhere, and at both ends, bits
-    move one by one: `w & -w` is the lowest set bit of a word, and a product with it is a shift by
-    its place.
+    move one by one.
     """
     number = -before
     while number < values.size:
@@ -151,21 +149,13 @@ def move_bits(
                 continue
         while bits != 0 and number < values.size:
             if number >= 0:
-                lowest = bits & (~bits + ONE)
-                position = base + SHIFT_OF[(lowest * DE_BRUIJN) >> TOP_SIX]
+                position = base + lowest_bit(bits)
                 if into_dense:
                     dense[position] = values[number]
                 else:
                     values[number] = dense[position]
             bits &= bits - ONE
             number += 1
-
-
-@intrinsic
-def lowest_bit(_: Any, bits: Any) -> Any:
-    """The place of the lowest bit of a word that is not 0."""
-    found = types.uint64(types.uint64)
-    return found, lambda _, builder, __, arguments: builder.cttz(arguments[0], BIT(1))
 
 
 def rounded(value: Any, dense: Array) -> Any:
@@ -185,7 +175,7 @@ def expand_bits(words: Array, values: Array, dense: Array) -> None:
     """Write each of `values` to the next kept entry of `dense`, and 0 to all other entries: block
     by block, which stay in the cache in between."""
     each = MASK_BLOCK // MASK_WORD
-    number = np.uint64(0)
+    number = 0
     for first in range(0, words.size, each):
         block = dense[first * MASK_WORD : (first + each) * MASK_WORD]
         for at in range(block.size):
@@ -194,10 +184,10 @@ def expand_bits(words: Array, values: Array, dense: Array) -> None:
         for word in range(some.size):
             bits = some[word]
             while bits != 0:
-                position = np.uint64(word * MASK_WORD) | lowest_bit(bits)
+                position = word * MASK_WORD + lowest_bit(bits)
                 block[position] = rounded(values[number], block)
                 bits &= bits - ONE
-                number += ONE
+                number += 1
 
 
 @compiled
@@ -207,8 +197,7 @@ def divide_bits(words: Array, width: int, columns: Array, ends: Array) -> None:
     for word in range(words.size):
         bits = words[word]
         while bits != 0:
-            lowest = bits & (~bits + ONE)
-            position = word * MASK_WORD + SHIFT_OF[(lowest * DE_BRUIJN) >> TOP_SIX]
+            position = word * MASK_WORD + lowest_bit(bits)
             while position >= begin + width:
                 ends[row] = at
                 row += 1

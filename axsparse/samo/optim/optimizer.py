@@ -48,7 +48,6 @@ from axsparse.config.schema import OptimizerConfig, ScheduleConfig
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda.launch import check
 from axsparse.samo.index.base import Index
-from axsparse.samo.state_bytes import MasterKind
 
 TAKEN = ("mask", "master", "value", "buffer")
 """Names that the tensors of a checkpoint have already."""
@@ -99,11 +98,6 @@ class TensorSlot:
     held: range
     """The kept entries that have their masters and moments here and are updated. The others keep
     their weights."""
-
-    @property
-    def master_kind(self) -> MasterKind:
-        """How the masters of this tensor are stored."""
-        return "weight" if self.master is None else "fp32"
 
     def check(self, moments: tuple[str, ...]) -> None:
         """Assert sizes and types, which neither kernels nor compiled loops check."""

@@ -205,8 +205,8 @@ def full_tensor_step(layers: Sequence[LayerState], optimizer: Optimizer) -> Full
     return partial(host_step.step, optimizer) if can_compile() else None
 
 
-def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> threading.Thread:
-    """Begin to load the loops for weights of a type and their state, in the thread that is
+def prepare_loops(types: StateTypes, optimizer: Optimizer) -> threading.Thread:
+    """Begin to load the loops for state of these types, in the thread that is
     returned. If no run has compiled the loops before, that takes seconds, in which the calling
     thread opens the data and builds the state. Of the ranks of a machine one compiles the loops."""
     rule = "" if optimizer.compiled is None else optimizer.compiled.name
@@ -215,19 +215,18 @@ def prepare_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -
         # Without numba there are no loops. A loop that cannot be compiled or stored raises its
         # error again when a step calls it.
         with suppress(CompileError, ImportError, OSError):
-            use = partial(_use_loops, dtype, types, optimizer)
-            compile_together(f"{dtype} {types} {rule}", use)
+            compile_together(f"{types} {rule}", partial(_use_loops, types, optimizer))
 
     thread = threading.Thread(target=prepare, name="loops", daemon=True)
     thread.start()
     return thread
 
 
-def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> None:
+def _use_loops(types: StateTypes, optimizer: Optimizer) -> None:
     """Call every loop once, on a few zeros."""
     if not can_compile():
         return
-    mask_D = torch.arange(FEW + 1) % 2 == 0
+    dtype, mask_D = types.weight, torch.arange(FEW + 1) % 2 == 0
     index = MaskIndex(mask_D)
     for each in {torch.float32, dtype}:
         dense_D = torch.zeros(mask_D.numel(), dtype=each)
@@ -239,7 +238,7 @@ def _use_loops(dtype: torch.dtype, types: StateTypes, optimizer: Optimizer) -> N
         sums = torch.zeros(FEW + 1, dtype=torch.int64)
         fixed_point.add(sums, torch.zeros(FEW + 1, dtype=dtype), 1.0, torch.zeros(1), adds=False)
     if optimizer.compiled is not None:
-        master = None if types.master == "weight" else torch.zeros(2)
+        master = None if dtype == torch.float32 else torch.zeros(2)
         weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=types.updating)
         moments = tuple(torch.zeros(2) for _ in types.moments)
         slots = [TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))]

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from support.exhaustive import by_default, each_once
-from support.kernel_machine import STATES, layer_of, randoms, same_bits
+from support.kernel_machine import STATES, Types, layer_of, randoms, same_bits
 from torch import Tensor, nn
 
 from axsparse.runtime.communication import Collective
@@ -29,12 +29,11 @@ from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK, Replicas
-from axsparse.samo.state_bytes import IndexKind, MasterKind, WeightKind
+from axsparse.samo.state_bytes import IndexKind, WeightKind
 from axsparse.samo.tensor_state import TensorState
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
 
-State = tuple[torch.dtype, torch.dtype, MasterKind]
 NESTEROV, MOMENTUM = sgd(0.9, nesterov=True), sgd(0.9, nesterov=False)
 PLAIN = sgd(0.0, nesterov=False)
 HYPER = Hyper(1, 1e-2, (0.9, 0.95), 1e-8, 0.1)
@@ -81,17 +80,13 @@ def mask_of(kind: IndexKind | None, numel: int) -> Tensor:
     ),
 )
 def test_a_loop_leaves_the_bits_of_torch(
-    optimizer: Optimizer, state: State, kind: IndexKind | None, numel: int
+    optimizer: Optimizer, state: Types, kind: IndexKind | None, numel: int
 ) -> None:
     """In every type, encoding and size, over steps."""
-    weight, gradient, master = state
     values = randoms(numel, 4).mul_(3)
     layers = []
     for _ in range(2):
-        moments = len(optimizer.moments)
-        layer, tensor = layer_of(
-            mask_of(kind, numel), torch.zeros(numel, dtype=weight), gradient, master, moments, kind
-        )
+        layer, tensor = layer_of(mask_of(kind, numel), *state, len(optimizer.moments), kind)
         layer.optimizer_state.write_master(tensor, 0, values[: tensor.kept].clone())
         layers.append(layer)
 
@@ -106,16 +101,14 @@ def test_a_loop_leaves_the_bits_of_torch(
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, NESTEROV])
-@pytest.mark.parametrize(
-    ("weight", "gradient", "master"), by_default((STATES[0], STATES[2]), STATES)
-)
+@pytest.mark.parametrize(("weight", "gradient"), by_default((STATES[0], STATES[2]), STATES))
 def test_what_is_not_finite_is_so_in_the_same_places(
-    optimizer: Optimizer, weight: torch.dtype, gradient: torch.dtype, master: MasterKind
+    optimizer: Optimizer, weight: torch.dtype, gradient: torch.dtype
 ) -> None:
     """Any number meets any other as gradient, master or moment."""
-    special, state = torch.cat([FULL_NAN, SPECIAL]), (weight, gradient, master)
+    special = torch.cat([FULL_NAN, SPECIAL])
     size = special.numel()
-    layers = [dense_layer(size**3, state, len(optimizer.moments)) for _ in range(2)]
+    layers = [dense_layer(size**3, (weight, gradient), len(optimizer.moments)) for _ in range(2)]
     for layer in layers:
         layer.gradient.copy_(special.repeat(size**2))
         for values in layer.optimizer_state.moments_K.values():
@@ -131,7 +124,7 @@ def test_what_is_not_finite_is_so_in_the_same_places(
 
 @pytest.mark.parametrize("state", [STATES[0], STATES[1], STATES[3]])
 def test_a_share_is_updated_and_the_other_replicas_entries_keep_their_weights(
-    state: State,
+    state: Types,
 ) -> None:
     """Also a share that begins within a tensor, next to tensors that do not decay."""
     ours, theirs = (two_tensor_share(state) for _ in range(2))
@@ -167,38 +160,29 @@ def test_squares_are_summed_by_a_loop_only_where_there_are_many(
 
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
-@pytest.mark.parametrize(
-    "state", [*STATES, *((weight, torch.int64, master) for weight, _, master in STATES)]
-)
+@pytest.mark.parametrize("state", [*STATES, *((weight, torch.int64) for weight, _ in STATES)])
 @pytest.mark.parametrize("weights", get_args(WeightKind))
 def test_a_step_needs_no_loop_that_was_not_prepared(
-    optimizer: Optimizer, state: State, weights: WeightKind
+    optimizer: Optimizer, state: Types, weights: WeightKind
 ) -> None:
-    weight, gradient, master = state
     mask = mask_of("mask", 4 * CHUNK)
-    like, tensor = layer_of(
-        mask, torch.zeros(mask.numel(), dtype=weight), gradient, master, len(optimizer.moments)
-    )
-    tensor.own_index = make_index(mask, "mask")
-    types = StateTypes(gradient, master, tuple(like.optimizer_state.moments_K), "mask", weights)
-    expansion = Expansion(weight, torch.device("cpu")) if weights == "sparse" else None
+    _, tensor = layer_of(mask, *state, kind="mask")
+    types = StateTypes(*state, optimizer.moments, "mask", weights)
+    expansion = Expansion(state[0], torch.device("cpu")) if weights == "sparse" else None
     layer = LayerState("layer", [tensor], types, expansion=expansion)
 
-    update_module._use_loops(weight, types, optimizer)
+    update_module._use_loops(types, optimizer)
 
     with mock.patch.object(Loop, "load", side_effect=AssertionError("a loop was not prepared")):
-        layer.accumulate(tensor, randoms(mask.numel(), 1, weight))
+        layer.accumulate(tensor, randoms(mask.numel(), 1, state[0]))
         layer.finish_gradient()
         norm_partials([layer], ["w"])
         update([layer], optimizer, HYPER, 0.3)
         layer.expand()
 
 
-def dense_layer(numel: int, state: State, moments: int = 2) -> LayerState:
-    weight, gradient, master = state
-    layer, tensor = layer_of(
-        torch.ones(numel, dtype=torch.bool), randoms(numel, 3, weight), gradient, master, moments
-    )
+def dense_layer(numel: int, state: Types, moments: int = 2) -> LayerState:
+    layer, tensor = layer_of(torch.ones(numel, dtype=torch.bool), *state, moments)
     layer.optimizer_state.write_master(tensor, 0, randoms(numel, 3))
     layer.gradient.copy_(randoms(numel, 5))
     for number, values in enumerate(layer.optimizer_state.moments_K.values()):
@@ -206,21 +190,20 @@ def dense_layer(numel: int, state: State, moments: int = 2) -> LayerState:
     return layer
 
 
-def two_tensor_share(state: State) -> LayerState:
+def two_tensor_share(state: Types) -> LayerState:
     """The second half of a layer of two tensors, the second of which does not decay."""
-    weight, gradient, master = state
     group = cast("Collective", SimpleNamespace(rank=1, size=2))
     masks = [mask_of("mask", 8 * BLOCK), torch.ones(700, dtype=torch.bool)]
     tensors = [
-        TensorState(name, nn.Parameter(torch.zeros(mask.numel(), dtype=weight)), index, decays)
+        TensorState(name, nn.Parameter(torch.zeros(mask.numel(), dtype=state[0])), index, decays)
         for name, mask, decays in zip("ab", masks, (True, False), strict=True)
         for index in [make_index(mask, "mask")]
     ]
-    types = StateTypes(gradient, master, ADAMW.moments)
+    types = StateTypes(*state, ADAMW.moments)
     layer = LayerState("l", tensors, types, replicas=Replicas(group=group, shard=True))
     for tensor in tensors:
         values = randoms(tensor.kept, 3)
-        tensor.index.scatter(tensor.weight_D, round_to(values, weight), 0)
+        tensor.index.scatter(tensor.weight_D, round_to(values, state[0]), 0)
         own = tensor.entries_in(layer.shares.held)
         layer.optimizer_state.write_master(tensor, own.start, values[own.start : own.stop])
     layer.gradient.copy_(randoms(layer.gradient.numel(), 5))

@@ -243,9 +243,7 @@ def test_tensors_of_any_dimensions_go_through_a_layer_and_back(
     dtype = torch.bfloat16 if half else torch.float32
     index = make_index(mask.view(-1), kind)
     tensor = TensorState("w", nn.Parameter(torch.zeros(shape, dtype=dtype)), index, decays=True)
-    layer = LayerState(
-        "layer", [tensor], StateTypes(torch.float32, "fp32" if half else "weight", ("m",))
-    )
+    layer = LayerState("layer", [tensor], StateTypes(dtype, torch.float32, ("m",)))
     values = numbers(math.prod(shape)).view(shape)
 
     layer.optimizer_state.write_master(tensor, 0, values[mask])
@@ -261,7 +259,7 @@ def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: Ind
     mask = random_mask(60, 0.4).view(6, 10)
     index = make_index(mask.view(-1), kind)
     tensor = TensorState("w", nn.Parameter(torch.zeros(6, 10)), index, decays=True)
-    layer = LayerState("l", [tensor], StateTypes(torch.float32, "weight"))
+    layer = LayerState("l", [tensor], StateTypes(torch.float32, torch.float32))
     transposed = numbers(60).view(10, 6).t()
     strided = torch.zeros(120)[::2]
 

@@ -29,7 +29,7 @@ def layer_with_gradients(dtype: torch.dtype = torch.float32) -> LayerState:
         TensorState(name, nn.Parameter(torch.zeros(numel)), FullIndex(numel), decays=False)
         for name, numel in SIZES.items()
     ]
-    layer = LayerState("layer", tensors, StateTypes(dtype, "weight"))
+    layer = LayerState("layer", tensors, StateTypes(torch.float32, dtype))
     generator = torch.Generator().manual_seed(1)
     for tensor in tensors:
         layer.accumulate(tensor, torch.randn(tensor.kept, generator=generator))
@@ -71,7 +71,7 @@ def test_only_tensors_that_are_named_and_first_uses_give_partials() -> None:
     assert list(norm_partials([layer_with_gradients()], ["edge", "elsewhere"])) == ["edge"]
     owner = TensorState("a", nn.Parameter(torch.zeros(4)), FullIndex(4), decays=False)
     alias = TensorState("b", owner.parameter, FullIndex(4), decays=False, alias_of=owner)
-    layer = LayerState("layer", [owner, alias], StateTypes(torch.float32, "weight"))
+    layer = LayerState("layer", [owner, alias], StateTypes(torch.float32, torch.float32))
 
     assert list(norm_partials([layer], ["a", "b"])) == ["a"]
 

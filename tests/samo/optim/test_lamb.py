@@ -43,9 +43,7 @@ def layer_of(kept: dict[str, Tensor], *, half: bool, scale: float = 1.0) -> Laye
         )
         for name, mask in kept.items()
     ]
-    layer = LayerState(
-        "layer", tensors, StateTypes(dtype, "fp32" if half else "weight", LAMB.moments)
-    )
+    layer = LayerState("layer", tensors, StateTypes(dtype, dtype, LAMB.moments))
     for number, tensor in enumerate(tensors):
         layer.optimizer_state.write_master(
             tensor, 0, start_of(number, kept[tensor.name], scale)[kept[tensor.name]]

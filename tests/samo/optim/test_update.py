@@ -84,7 +84,7 @@ def one_tensor_layer(
 ) -> tuple[LayerState, TensorState]:
     weight = nn.Parameter(torch.zeros(len(mask), dtype=torch.bfloat16 if half else torch.float32))
     tensor = TensorState("w", weight, make_index(mask), decays)
-    types = StateTypes(weight.dtype, "fp32" if half else "weight", rule.moments)
+    types = StateTypes(weight.dtype, weight.dtype, rule.moments)
     layer = LayerState("layer", [tensor], types)
     layer.optimizer_state.write_master(tensor, 0, random(0, len(mask))[mask])
     return layer, tensor
@@ -148,7 +148,8 @@ def test_the_second_use_of_a_weight_is_not_updated_a_second_time() -> None:
     owner = TensorState("a", nn.Parameter(random(0, 20)), FullIndex(20), decays=False)
     shared = nn.Parameter(owner.parameter.detach())
     alias = TensorState("b", shared, FullIndex(20), decays=False, alias_of=owner)
-    layer = LayerState("layer", [owner, alias], StateTypes(torch.float32, "weight", ADAMW.moments))
+    types = StateTypes(torch.float32, torch.float32, ADAMW.moments)
+    layer = LayerState("layer", [owner, alias], types)
     dense, optimizer = dense_of(RULES["adamw"], random(0, 20), 0.0)
     layer.accumulate(owner, random(1, 20))
     layer.accumulate(alias, random(2, 20))
