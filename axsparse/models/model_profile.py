@@ -50,8 +50,8 @@ MULTIPLYING = (
     nn.MultiheadAttention,
 )
 """Modules whose weights are matrices that multiply their inputs; these are pruned by default. A
-module with an attribute `multiplies` says so by itself. One with an attribute `expert_inputs` has
-stacks of matrices, one for each expert (see `ParameterInfo`)."""
+module with an attribute `multiplies` says so by itself, and one with an attribute `input_dim` which
+dimension of its matrices has the inputs (see `ParameterInfo`)."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,10 @@ class ParameterInfo:
     trained: bool
     multiplies: bool = True
     """Whether it is a weight of a linear, convolution, recurrent or attention module."""
-    expert_inputs: int = 0
+    input_dim: int | None = None
     """The dimension of the inputs in a stack of matrices, one for each expert: 2 in (experts,
-    outputs, inputs), 1 in (experts, inputs, outputs). 0: it is no stack."""
+    outputs, inputs), 1 in (experts, inputs, outputs); and 0 in a matrix (inputs, outputs). None:
+    it is neither, and has its outputs first."""
 
     @property
     def numel(self) -> int:
@@ -74,12 +75,13 @@ class ParameterInfo:
 
     @property
     def matrices(self) -> tuple[int, tuple[int, ...]]:
-        """The number of matrices that are pruned each by itself, and their shape; for an expert
-        (outputs, inputs)."""
-        if not self.expert_inputs:
+        """The number of matrices that are pruned each by itself, and their shape; with an
+        `input_dim` (outputs, inputs)."""
+        if self.input_dim is None:
             return 1, self.shape
-        experts, *_ = self.shape
-        return experts, (self.shape[3 - self.expert_inputs], self.shape[self.expert_inputs])
+        *experts, first, second = self.shape
+        is_last = self.input_dim == len(self.shape) - 1
+        return math.prod(experts), (first, second) if is_last else (second, first)
 
 
 @dataclass(frozen=True)
@@ -371,12 +373,12 @@ def _profile_layer(
         for name, parameter in child.named_parameters(recurse=False)
         if "bias" not in name
     }
-    stacks = {
-        id(stack): int(child.expert_inputs)  # type: ignore[arg-type]
+    input_dims = {
+        id(parameter): int(child.input_dim)  # type: ignore[arg-type]
         for child in module.modules()
-        if hasattr(child, "expert_inputs")
-        for stack in child.parameters(recurse=False)
-        if stack.dim() == 3
+        if hasattr(child, "input_dim")
+        for parameter in child.parameters(recurse=False)
+        if parameter.dim() == (3 if child.input_dim else 2)
     }
     parameters = tuple(
         ParameterInfo(
@@ -384,7 +386,7 @@ def _profile_layer(
             tuple(p.shape),
             p.requires_grad,
             id(p) in weights,
-            stacks.get(id(p), 0),
+            input_dims.get(id(p)),
         )
         for name, p in names.items()
     )

@@ -133,9 +133,10 @@ def calibration_memory(
         )
         working = 0
         for matrix in matrices:
-            # Experts are worked on one by one, into the mask and the weights of all.
-            number, shape = matrix.matrices
-            together = 5 * matrix.numel if number > 1 else 0
+            # Experts are worked on one by one, into the mask and the weights of all; a transposed
+            # matrix is copied.
+            _, shape = matrix.matrices
+            together = 5 * matrix.numel if matrix.input_dim is not None else 0
             most = 21 * matrix.numel if method is None else method.working(shape) + together
             if method is not None and method.changes_weights:
                 # Methods that keep the weights that they have changed.

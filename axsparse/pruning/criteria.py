@@ -84,8 +84,8 @@ class Criterion:
     seed: int = 0
     pattern: tuple[int, int] | None = None
     """With (n, m), the n highest of every m consecutive inputs are kept."""
-    stacks: Mapping[str, int] = field(default_factory=dict)
-    """The tensors that are a matrix for each expert (`Targets.stacks`)."""
+    input_dims: Mapping[str, int] = field(default_factory=dict)
+    """The dimension of the inputs of stacks and of transposed matrices (`Targets.input_dims`)."""
 
     @property
     def sees_gradients(self) -> bool:
@@ -153,9 +153,9 @@ class Criterion:
         if self.pattern is not None:
             assert within is None, "a pattern is drawn once"
             magnitudes = scores.abs() if keys is by_magnitude else scores
-            inputs = self.stacks.get(name, 1)
+            inputs = self.input_dims.get(name, 1)
             return n_of_m(magnitudes.view(shape), *self.pattern, inputs).view(-1)
-        if name in self.stacks and isinstance(keep, int):
+        if name in self.input_dims and len(shape) == 3 and isinstance(keep, int):
             return _mask_of_stack(scores, keys, shape[0], keep, within)
         numel = scores.numel()
         if within is not None:

@@ -124,16 +124,12 @@ class PatchStatistics(WandaStatistics):
         sizes = convolution.in_channels, *convolution.kernel_size
         self._squares = torch.zeros(sizes, device=convolution.weight.device)
         self._convolution = convolution
+        self.unmet = ["weight"]
 
-    def add(self, x: Tensor) -> None:
-        """Count the inputs of one microbatch, as the convolution gets them."""
-        one, sides = self._convolution, self._convolution._reversed_padding_repeated_twice
-        squares = x.float().square()
-        if x.dim() == one.weight.dim() - 1:  # a sample alone, which convolutions take as well
-            squares = squares.unsqueeze(0)
-        if any(sides):
-            mode = "constant" if one.padding_mode == "zeros" else one.padding_mode
-            squares = F.pad(squares, sides, mode=mode)
+    def count(self, x: Tensor, padding: Sequence[int]) -> None:
+        """Count the inputs of one microbatch, to which the convolution adds zeros on both sides."""
+        one, sides = self._convolution, [side for side in reversed(padding) for _ in range(2)]
+        squares, self.unmet = F.pad(x.float().square(), sides), []
         dims = [dim for dim in range(squares.dim()) if dim != 1]
         for number, place in enumerate(itertools.product(*map(range, one.kernel_size))):
             # Where this place of the kernel lies on the inputs, for all places of the output.
@@ -261,33 +257,45 @@ STATISTICS: dict[str, type[WandaStatistics | SparseGptStatistics]] = {
 selects by itself."""
 
 
-# -- experts ------------------------------------------------------------------------------
+# -- products -----------------------------------------------------------------------------
 #
-# No module calls an expert's matrix by itself, so that products themselves are watched: an
-# operation of torch that multiplies with a stack, or with one matrix of it, shows the inputs.
+# A layer may multiply by a weight in any module, so that products themselves are watched: an
+# operation of torch that multiplies with a matrix, or with one of a stack, shows the inputs.
 
 
-class ExpertStatistics:
-    """Gathers statistics for each matrix of a stack, then prunes each by itself."""
+class ProductStatistics:
+    """Gathers statistics for a matrix, or for each of a stack, then prunes each by itself."""
 
     def __init__(
         self,
         method: type[WandaStatistics | SparseGptStatistics],
         name: str,
-        stack: Tensor,
-        inputs: int,
+        weight: Tensor,
+        input_dim: int,
     ) -> None:
-        """`inputs` is the dimension of the inputs in the stack, (E, outputs, inputs) or
-        (E, inputs, outputs)."""
-        self._name, self._stack, self._dimension = name, stack, inputs
-        self._experts = [method(stack.shape[inputs], stack.device) for _ in stack]
-        self._tokens = [0] * len(stack)
+        """`input_dim` is the dimension of the inputs in the weight, (E, outputs, inputs) or
+        (E, inputs, outputs), without E for a matrix alone."""
+        self._name, self._weight, self._dimension = name, weight, input_dim
+        self._is_last = input_dim == weight.dim() - 1
+        self._matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
+        self._each = [method(weight.shape[input_dim], weight.device) for _ in self._matrices]
+        self._tokens = [0] * len(self._each)
         self.changes_weights = method.changes_weights
 
     @property
     def unmet(self) -> list[str]:
         """The matrices that no token met."""
-        return [f"{self._name}[{n}]" for n, tokens in enumerate(self._tokens) if not tokens]
+        names = [self._name]
+        if self._weight.dim() == 3:
+            names = [f"{self._name}[{number}]" for number in range(len(self._each))]
+        return [name for name, tokens in zip(names, self._tokens, strict=True) if not tokens]
+
+    @property
+    def norms(self) -> Tensor:
+        """`WandaStatistics.norms` of a matrix alone, one for all of its outputs."""
+        [own] = self._each
+        assert isinstance(own, WandaStatistics)
+        return own.norms if self._is_last else own.norms.unsqueeze(1)
 
     def add(self, inputs: Tensor, matrix: Tensor, offsets: Sequence[int] | None) -> None:
         """Count a product of inputs, (tokens, inputs), with one matrix, (inputs, outputs).
@@ -295,76 +303,98 @@ class ExpertStatistics:
         Of the full stack, (E, inputs, outputs), each expert has separate tokens, (E, tokens,
         inputs), or the tokens from the offset of the expert before it up to its offset.
         """
-        # The strides show the orientation of the stack: neighbours are entries of its last
-        # dimension.
-        is_last = matrix.stride(-2) == 1
-        if min(matrix.shape[-2:]) > 1 and is_last != (self._dimension == 2):
+        if matrix.dim() == 3 and self._weight.dim() == 2:  # the same for each of a batch
+            inputs, matrix = inputs.flatten(0, 1), matrix[0]
+        # The strides show the orientation: neighbours are entries of the weight's last dimension.
+        is_turned = (matrix.stride(-2) == 1) != self._is_last and min(matrix.shape[-2:]) > 1
+        if is_turned or matrix.shape[-2:].numel() != self._matrices[0].numel():
+            how = "by its other dimension" if is_turned else "in parts"
             raise ConfigError(
-                f"pruning.method: {self._name} is multiplied by its other dimension; name it in "
-                "pruning.exclude"
+                f"pruning.method: {self._name} is multiplied {how}; name it in pruning.exclude"
             )
         if matrix.dim() == 2:
-            first = matrix.storage_offset() - self._stack.storage_offset()
-            self._count(first // self._stack[0].numel(), inputs)
+            first = matrix.storage_offset() - self._weight.storage_offset()
+            self._count(first // self._matrices[0].numel(), inputs)
             return
-        for expert in range(len(self._experts)):
+        for expert in range(len(self._each)):
             if offsets is None:
                 self._count(expert, inputs[expert])
             else:
                 begin = offsets[expert - 1] if expert else 0
                 self._count(expert, inputs[begin : offsets[expert]])
 
-    def _count(self, expert: int, inputs: Tensor) -> None:
+    def _count(self, number: int, inputs: Tensor) -> None:
         if len(inputs):
-            self._experts[expert].add(inputs)
-            self._tokens[expert] += len(inputs)
+            self._each[number].add(inputs)
+            self._tokens[number] += len(inputs)
 
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
-        """The bool mask and the weights of the full stack, see `InputStatistics.prune`.
+        """The bool mask and the weights of all matrices, see `InputStatistics.prune`.
 
         An expert that no token met is pruned by magnitude: as if it had met each input once, alone.
         """
+        if weight.dim() == 2:
+            mask, after = self._each[0].prune(self._rows(weight).contiguous(), how_many)
+            return self._rows(mask), self._rows(after)
         mask = torch.empty(weight.shape, dtype=torch.bool, device=weight.device)
         after = torch.empty_like(weight)
-        for expert, statistics in enumerate(self._experts):
+        for expert, statistics in enumerate(self._each):
             if not self._tokens[expert]:
                 statistics.add(torch.eye(weight.shape[self._dimension], device=weight.device))
-            parts = [tensor[expert] for tensor in (weight, mask, after)]
-            if self._dimension == 1:
-                parts = [part.t() for part in parts]
-            before, *into = parts
+            before, *into = (self._rows(tensor[expert]) for tensor in (weight, mask, after))
             found = statistics.prune(before.contiguous(), how_many)
             for part, result in zip(into, found, strict=True):
                 part.copy_(result)
             del found, result  # Freed before the next expert needs memory.
         return mask, after
 
+    def _rows(self, matrix: Tensor) -> Tensor:
+        """A matrix with its outputs first, or back."""
+        return matrix if self._is_last else matrix.t()
 
-class ExpertProducts(TorchDispatchMode):
-    """Adds the inputs of every product with one of some stacks to its statistics."""
+
+class WatchedProducts(TorchDispatchMode):
+    """Adds the inputs of every product with some weights to the weights' statistics."""
 
     def __init__(
-        self, stacks: Mapping[str, Tensor], gathered: Mapping[str, ExpertStatistics]
+        self,
+        weights: Mapping[str, Tensor],
+        gathered: Mapping[str, ProductStatistics | PatchStatistics],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._gathered = {_storage(stack): gathered[name] for name, stack in stacks.items()}
+        self._pairs = [(weights[name], own) for name, own in gathered.items()]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         operation = func.overloadpacket.__name__
-        if operation in ("mm", "bmm", "addmm", "baddbmm") or operation.endswith("grouped_mm"):
+        if operation == "convolution":
+            own = self._of(args[1])
+            if isinstance(own, PatchStatistics):
+                own.count(args[0], args[4])
+        elif operation in PRODUCTS or operation.endswith("grouped_mm"):
             # The summand comes first in addmm and baddbmm.
-            inputs, matrix = args[operation in ("addmm", "baddbmm") :][:2]
-            own = self._gathered.get(_storage(matrix))
-            if own is not None:
-                offsets: Tensor | None = None
-                if "grouped" in operation:
-                    offsets = kwargs["offs"] if "offs" in kwargs else args[2]
-                own.add(inputs, matrix, None if offsets is None else offsets.tolist())
+            first, second = args[operation.startswith(("add", "badd")) :][:2]
+            offsets: Tensor | None = None
+            if "grouped" in operation:
+                offsets = kwargs["offs"] if "offs" in kwargs else args[2]
+            ends = None if offsets is None else offsets.tolist()
+            if isinstance(own := self._of(second), ProductStatistics):
+                own.add(first, second, ends)
+            elif isinstance(own := self._of(first), ProductStatistics):  # outputs come first
+                columns = second if second.dim() > 1 else second.unsqueeze(1)
+                own.add(columns.mT, first.mT, ends)
         return func(*args, **kwargs)
 
+    def _of(self, factor: Tensor) -> ProductStatistics | PatchStatistics | None:
+        """The statistics of the weight that a factor is, or is a part of."""
+        at = factor.data_ptr()
+        for weight, own in self._pairs:
+            if weight.data_ptr() <= at < weight.data_ptr() + weight.nbytes:
+                return own
+        return None
 
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv")
+"""Operations of torch that multiply two of their arguments, apart from grouped ones."""

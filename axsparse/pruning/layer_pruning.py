@@ -1,9 +1,9 @@
 """Prunes one layer: gathers statistics of its matrices' inputs, draws their masks, and puts the
 kept entries into its weights.
 
-`input_statistics` has the methods that look at inputs, also of the experts of a mixture. A score of
-the user's own may decide by the norms that Wanda gathers (`criteria.Score`), and methods that look
-at weights alone gather nothing.
+`input_statistics` has the methods that look at inputs, of whatever multiplies by a weight. A score
+of the user's own may decide by the norms that Wanda gathers (`criteria.Score`), and methods that
+look at weights alone gather nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, StartValues, on_meta
-from axsparse.models.module_products import forwards_in_place
+from axsparse.models.start_weights import some_of
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.input_statistics import (
     METHODS,
     STATISTICS,
     Convolution,
-    ExpertProducts,
-    ExpertStatistics,
     HowMany,
-    InputStatistics,
     PatchStatistics,
-    WandaStatistics,
+    ProductStatistics,
+    WatchedProducts,
 )
 from axsparse.pruning.targets import Targets
 from axsparse.runtime.errors import ConfigError
@@ -37,8 +35,7 @@ from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-Multiplying: TypeAlias = "nn.Linear | Convolution"
-"""A module that multiplies its inputs with a weight."""
+Statistics: TypeAlias = "ProductStatistics | PatchStatistics"
 
 
 @dataclass(frozen=True)
@@ -99,8 +96,8 @@ class LayerPruning:
     ties: Mapping[str, str]
 
     def check(self, layers: Sequence[Layer]) -> None:
-        """ConfigError for a matrix of these layers whose inputs no linear layer sees, or two
-        see."""
+        """ConfigError for a matrix of these layers whose inputs decide in no product, or in two
+        layers."""
         twice = {*self.ties, *self.ties.values()} & {*self.targets.shapes}
         if twice:
             raise ConfigError(
@@ -111,10 +108,11 @@ class LayerPruning:
             return
         for layer in layers:
             module = layer.build() if layer.init is None else on_meta(layer)
-            seen = {*self._weights(layer, module), *self._stacks}
-            for parameter, _ in module.named_parameters():
+            convolutions = self._convolutions(layer, module)
+            for parameter, weight in module.named_parameters():
                 name = layer.full_name(parameter)
-                if name in self.targets.shapes and name not in seen:
+                is_seen = weight.dim() == 2 or name in convolutions or name in self._stacks
+                if name in self.targets.shapes and not is_seen:
                     also = " or a convolution" if self.criterion.sees_inputs else ""
                     raise ConfigError(
                         f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
@@ -139,40 +137,28 @@ class LayerPruning:
 
         `pass_samples` runs the layer on the inputs that decide; it is called if any do.
         """
-        multiplying = {
-            name: one
-            for name, one in self._weights(built.spec, built.module).items()
-            if name in self.targets.shapes and self._sees_inputs
-        }
-        linear = {name: self._statistics(one) for name, one in multiplying.items()}
-        stacks = {
+        convolutions = self._convolutions(built.spec, built.module)
+        weights = {
             tensor.name: tensor.parameter.detach()
             for tensor in built.state.owned
-            if tensor.name in self._stacks
+            if tensor.name in self.targets.shapes and self._sees_inputs
         }
-        experts = {
-            name: ExpertStatistics(METHODS[self.method], name, stack, self._stacks[name])
-            for name, stack in stacks.items()
+        gathered = {
+            name: self._statistics(name, weight, convolutions.get(name))
+            for name, weight in weights.items()
         }
-        gathered: dict[str, InputStatistics | ExpertStatistics] = {**linear, **experts}
-        unseen = set(multiplying)
-        # The replaced forwards hold the statistics, so no variable may keep them alive afterwards.
-        with (
-            forwards_in_place(
-                {m: _adding(name, m, linear[name], unseen) for name, m in multiplying.items()}
-            ),
-            ExpertProducts(stacks, experts),
-        ):
-            if multiplying or stacks:
+        if gathered:
+            with WatchedProducts(weights, gathered):
                 pass_samples()
-        unmet = {name: one.unmet for name, one in experts.items()}
-        unseen |= {name for name, none in unmet.items() if len(none) == len(stacks[name])}
+        unmet = {name: one.unmet for name, one in gathered.items()}
+        unseen = [
+            name for name, none in unmet.items() if len(none) == self.targets.matrices(name)[0]
+        ]
         if unseen:
             raise ConfigError(
                 f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
-                f"nobody calls that of {min(unseen)}; name it in pruning.exclude"
+                f"nothing multiplies by {some_of(unseen)} there; name it in pruning.exclude"
             )
-        del linear, experts
         masks.unmet.extend(name for none in unmet.values() for name in none)
         for tensor in built.state.owned:
             if tensor.name in self.targets.shapes:
@@ -181,39 +167,34 @@ class LayerPruning:
                     tensor.name, tensor.parameter, before, gathered.pop(tensor.name, None), masks
                 )
 
-    def _weights(self, layer: Layer, module: nn.Module) -> dict[str, Multiplying]:
-        """The modules within a layer whose inputs decide, by the global names of their weights:
-        linear ones, and convolutions for a score of the user's own.
-
-        A class with a custom forward may multiply another input than it gets.
-        """
-        kinds = (nn.Linear, *(CONVOLUTIONS if self.criterion.sees_inputs else ()))
+    def _convolutions(self, layer: Layer, module: nn.Module) -> dict[str, Convolution]:
+        """The convolutions within a layer whose inputs decide, by the global names of their
+        weights: for a score of the user's own."""
         return {
             layer.full_name(f"{path}.weight".lstrip(".")): child
             for path, child in module.named_modules()
-            for kind in kinds
-            if isinstance(child, kind) and type(child).forward is kind.forward
+            if isinstance(child, CONVOLUTIONS) and self.criterion.sees_inputs
         }
 
-    def _statistics(self, module: Multiplying) -> InputStatistics:
-        if not isinstance(module, nn.Linear):
-            return PatchStatistics(module)
-        return STATISTICS[self.method](module.in_features, module.weight.device)
+    def _statistics(self, name: str, weight: Tensor, convolution: Convolution | None) -> Statistics:
+        if convolution is not None:
+            return PatchStatistics(convolution)
+        input_dim = self.targets.input_dims.get(name, 1)
+        return ProductStatistics(STATISTICS[self.method], name, weight, input_dim)
 
     def _prune(
         self,
         name: str,
         weight: Tensor,
         before: Tensor,
-        statistics: InputStatistics | ExpertStatistics | None,
+        statistics: Statistics | None,
         masks: CalibratedMasks,
     ) -> None:
         """Draw the mask of a matrix and put its kept entries into `weight`; what it takes is
         freed."""
         if self.criterion.sees_inputs or statistics is None:
-            criterion = replace(self.criterion, stacks=self.targets.stacks)
+            criterion = replace(self.criterion, input_dims=self.targets.input_dims)
             if statistics is not None:
-                assert isinstance(statistics, WandaStatistics)
                 criterion = criterion.given(inputs=statistics.norms.cpu())
             shape = tuple(before.shape)
             mask = criterion.mask(name, shape, before.cpu, masks.kept[name])
@@ -221,16 +202,16 @@ class LayerPruning:
             after = before * mask
         else:
             mask, after = statistics.prune(before, self._how_many(name))
-        masks.bits[name] = Bits(np.packbits(mask.cpu().view(-1).numpy()), mask.numel())
+        masks.bits[name] = Bits(np.packbits(mask.cpu().reshape(-1).numpy()), mask.numel())
         weight.copy_(after)
         if statistics is not None and statistics.changes_weights:
             # Indices of two dimensions take less memory than a stack's three.
             masks.kept_weights[name] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
 
     @property
-    def _stacks(self) -> Mapping[str, int]:
+    def _stacks(self) -> Sequence[str]:
         """The tensors that are a matrix for each expert, if their inputs decide."""
-        return self.targets.stacks if self.method in METHODS else {}
+        return self.targets.stacks if self.method in METHODS else ()
 
     @property
     def _sees_inputs(self) -> bool:
@@ -241,18 +222,3 @@ class LayerPruning:
         if self.criterion.pattern is not None:
             return self.criterion.pattern
         return self.targets.own.get(name, self.targets.sparsity)
-
-
-def _adding(
-    name: str, module: Multiplying, statistics: InputStatistics, unseen: set[str]
-) -> Callable[[Tensor], Tensor]:
-    """The forward of a module that also adds its inputs to statistics, and leaves `unseen`."""
-    forward = module.forward
-
-    def add_and_call(input: Tensor) -> Tensor:  # noqa: A002
-        is_linear = isinstance(module, nn.Linear)
-        statistics.add(input.reshape(-1, input.shape[-1]) if is_linear else input)
-        unseen.discard(name)
-        return forward(input)
-
-    return add_and_call

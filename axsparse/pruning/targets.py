@@ -44,9 +44,8 @@ class Targets:
     """The sparsities of tensors that `pruning.layers` names."""
     mask_file: MaskFile | None = None
     """The file whose masks are used from the start, and which names the tensors; None without."""
-    stacks: Mapping[str, int] = field(default_factory=dict)
-    """The tensors that are a matrix for each expert, of which each is pruned by itself, with the
-    dimension of their inputs (`ParameterInfo.expert_inputs`)."""
+    input_dims: Mapping[str, int] = field(default_factory=dict)
+    """`ParameterInfo.input_dim` of stacks and of transposed matrices."""
 
     def kept(self, at: Callable[[float], float] = lambda final: final) -> dict[str, int]:
         """How many entries each tensor keeps; `at` maps a final sparsity to the present one.
@@ -64,11 +63,16 @@ class Targets:
             stacks=self.stacks,
         )
 
+    @property
+    def stacks(self) -> list[str]:
+        """The tensors that are a matrix for each expert, of which each is pruned by itself."""
+        return [name for name in self.input_dims if len(self.shapes[name]) == 3]
+
     def matrices(self, name: str) -> tuple[int, Shape]:
-        """The number of matrices in a tensor that are pruned each by itself, and their shape; for
-        experts (outputs, inputs)."""
-        shape, inputs = self.shapes[name], self.stacks.get(name, 0)
-        return ParameterInfo(name, tuple(shape), trained=True, expert_inputs=inputs).matrices
+        """The number of matrices in a tensor that are pruned each by itself, and their shape; where
+        `input_dims` has it (outputs, inputs)."""
+        shape, input_dim = self.shapes[name], self.input_dims.get(name)
+        return ParameterInfo(name, tuple(shape), trained=True, input_dim=input_dim).matrices
 
     @property
     def common(self) -> Sequence[str]:
@@ -92,7 +96,7 @@ def what_is_pruned(config: Config, profiled: ModelProfile) -> Targets | None:
     if pruning.mask is None:
         return targets
     masks = open_masks(pruning.mask)
-    return replace(targets, shapes=masks.targets(profiled), own={}, mask_file=masks, stacks={})
+    return replace(targets, shapes=masks.targets(profiled), own={}, mask_file=masks, input_dims={})
 
 
 def find_targets(profiled: ModelProfile, pruning: PruningConfig) -> Targets:
@@ -134,15 +138,15 @@ def find_targets(profiled: ModelProfile, pruning: PruningConfig) -> Targets:
             "convolution, recurrent or attention module; choose all, name matrices in "
             "pruning.layers, or set samo.enabled=false"
         )
-    stacks = {name: matrices[name][0].expert_inputs for name in shapes}
-    stacks = {name: inputs for name, inputs in stacks.items() if inputs}
+    found = {name: matrices[name][0].input_dim for name in shapes}
+    input_dims = {name: dim for name, dim in found.items() if dim is not None}
     sparsity = pruning.sparsity
     if pruning.pattern is not None:
         n, m = parse_pattern(pruning.pattern)
         sparsity = 1 - n / m
         for name, shape in shapes.items():
-            check_pattern(name, shape, n, m, stacks.get(name, 1))
-    return Targets(shapes, sparsity, pruning.distribution, own, stacks=stacks)
+            check_pattern(name, shape, n, m, input_dims.get(name, 1))
+    return Targets(shapes, sparsity, pruning.distribution, own, input_dims=input_dims)
 
 
 def left_dense(
@@ -241,7 +245,7 @@ def masks_of_zeros(
     for name, value in values:
         if name in numbers:
             stays = value() != 0
-            inputs = targets.stacks.get(name, 1)
+            inputs = targets.input_dims.get(name, 1)
             crowded = 0 if pattern is None else crowded_groups(stays, *pattern, inputs)
             counts[:, numbers[name]] = torch.tensor([int(stays.sum()), crowded])
             del stays

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 from typing import Any
@@ -224,12 +225,9 @@ def model_of(theirs: Any, folder: Path) -> dict[str, Any]:
 
 def products(name: str, module: Any, calls: list[Any]) -> dict[str, list[tuple[Tensor, Tensor]]]:
     """The matrices of a module, (outputs, inputs), each with what it was multiplied with."""
-    if isinstance(module, nn.Linear):
-        return {
-            f"{name}.weight": [
-                (module.weight, torch.cat([call[0].flatten(0, -2) for call in calls]))
-            ]
-        }
+    if not name.endswith("experts"):
+        matrix = module.weight if isinstance(module, nn.Linear) else module.weight.t()
+        return {f"{name}.weight": [(matrix, torch.cat([call[0].flatten(0, -2) for call in calls]))]}
     stacks = [module.gate_up_proj, module.down_proj]
     ups, downs = [s.transpose(1, 2) if module.is_transposed else s for s in stacks]
     given, middle = [], []
@@ -259,31 +257,43 @@ def kept_entries(matrix: Tensor, x: Tensor, method: str, sparsity: float) -> Ten
     return stays
 
 
-def masks_of_experts(model: Any, method: str, config: Config, sparsity: float) -> dict[str, Tensor]:
-    """The published methods in plain torch, for every matrix and every expert by itself."""
+def masks_in_torch(model: Any, method: str, config: Config, sparsity: float) -> dict[str, Tensor]:
+    """The published methods in plain torch, for every matrix and every expert by itself, in the
+    shape of the weight."""
     data, masks = token_data(), {}
     samples = samples_of_step(len(data), SAMPLES, 0, config.seed)
-    for number, layer in enumerate(model.model.layers):
+    [(at, layers), *_] = [x for x in model.named_modules() if isinstance(x[1], nn.ModuleList)]
+    for number, layer in enumerate(layers):
         pruned = {
             path: module
             for path, module in layer.named_modules()
-            if isinstance(module, nn.Linear) or path.endswith("experts")
+            if isinstance(module, nn.Linear)
+            or type(module).__name__ == "Conv1D"
+            or path.endswith("experts")
         }
         calls: dict[str, list[Any]] = {path: [] for path in pruned}
         hooks = [
             module.register_forward_pre_hook(lambda _, x, into=calls[path]: into.append(x))
             for path, module in pruned.items()
         ]
+        if "mixer.dt_proj" in pruned:  # multiplied without a call, by the first outputs of another
+            features = pruned["mixer.dt_proj"].in_features
+            one = calls["mixer.dt_proj"]
+            hooks.append(
+                pruned["mixer.x_proj"].register_forward_hook(
+                    lambda _, __, y, into=one, n=features: into.append((y[..., :n],))
+                )
+            )
         for begin in range(0, SAMPLES, 2):
             model(data.read(samples[begin : begin + 2])[0][0])
         for hook in hooks:
             hook.remove()
         for path, module in pruned.items():
-            for name, each in products(
-                f"model.layers.{number}.{path}", module, calls[path]
-            ).items():
+            for name, each in products(f"{at}.{number}.{path}", module, calls[path]).items():
                 own = [kept_entries(matrix, x, method, sparsity) for matrix, x in each]
-                masks[name] = torch.stack(own) if len(own) > 1 else own[0]
+                mask = torch.stack(own) if len(own) > 1 else own[0]
+                is_turned = getattr(module, "is_transposed", type(module).__name__ == "Conv1D")
+                masks[name] = mask.mT if is_turned else mask
     return masks
 
 
@@ -308,15 +318,45 @@ def test_each_expert_is_pruned_by_the_tokens_that_were_routed_to_it(
 
     found = kept_of(*layout, model, config)
     with torch.no_grad():
-        expected = masks_of_experts(theirs, method, config, 0.5)
+        expected = masks_in_torch(theirs, method, config, 0.5)
 
     assert found.keys() == expected.keys()
     assert sum(".experts." in name for name in found) == 2 * 2
     for name, mask in expected.items():
-        ours = found[name]
-        if kind == "gpt_oss" and ".experts." in name:
-            ours = ours.transpose(1, 2)
-        assert torch.equal(ours, mask), name
+        assert torch.equal(found[name], mask), name
+
+
+LINEAR: dict[str, dict[str, Any]] = {
+    "falcon": {"num_attention_heads": 4, "ffn_hidden_size": 40},
+    "gpt2": {"num_attention_heads": 4, "max_position_embeddings": 24},
+    "mamba": {"state_size": 4},
+}
+"""Families whose layers multiply in modules of their own: a subclass of nn.Linear, a transposed
+matrix, and linear layers next to a convolution of each channel by itself."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "method", "layout"),
+    by_default(
+        [("falcon", "wanda", (1, 1)), ("gpt2", "sparsegpt", (2, 1)), ("mamba", "wanda", (2, 1))],
+        list(itertools.product(LINEAR, ("wanda", "sparsegpt"), ((1, 1), (2, 1)))),
+    ),
+)
+def test_whatever_multiplies_is_pruned_by_its_inputs(
+    transformers: Any, kind: str, method: str, layout: tuple[int, int], tmp_path: Path
+) -> None:
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2}
+    kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    theirs = saved_model(transformers, kinds[kind](**sizes, **LINEAR[kind]), tmp_path)
+    config = tiny_config(model=model_of(theirs, tmp_path), **settings(method=method, sparsity=0.5))
+    model = named_model(config)
+
+    found = kept_of(*layout, model, config)
+    with torch.no_grad():
+        expected = masks_in_torch(theirs, method, config, 0.5)
+
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], mask) for name, mask in expected.items())
 
 
 def test_experts_that_no_token_met_are_said_once(

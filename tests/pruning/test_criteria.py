@@ -35,7 +35,9 @@ def test_every_mask_keeps_exactly_its_count(
 def test_each_matrix_of_a_stack_keeps_its_share(within: Tensor | None) -> None:
     weights = torch.arange(24.0).view(3, 4, 2)  # The last expert has the largest.
 
-    mask = Criterion("magnitude", stacks={"w": 2}).mask("w", (3, 4, 2), lambda: weights, 8, within)
+    mask = Criterion("magnitude", input_dims={"w": 2}).mask(
+        "w", (3, 4, 2), lambda: weights, 8, within
+    )
 
     assert mask.view(3, -1).sum(1).tolist() == [3, 3, 2]
     step = 1 if within is None else 2
@@ -51,7 +53,7 @@ def test_a_pattern_of_a_stack_runs_along_the_inputs_of_each_matrix() -> None:
 
     for inputs, kept in ((2, [[0, 1, 1, 0], [1, 0, 0, 1]]), (1, [[0, 0, 0, 0], [1, 1, 1, 1]])):
         pattern = (2, 4) if inputs == 2 else (1, 2)
-        criterion = Criterion("magnitude", pattern=pattern, stacks={"w": inputs})
+        criterion = Criterion("magnitude", pattern=pattern, input_dims={"w": inputs})
         mask = criterion.mask("w", (1, 2, 4), lambda: weights, 0)
         assert mask.view(2, 4).int().tolist() == kept
 

@@ -31,18 +31,21 @@ def mark_what_multiplies(layers: nn.Module) -> None:
     linear layers, and experts, which are stacks of matrices.
 
     A linear layer next to experts that has an output for each of them is a router, and one with a
-    single output is the gate of a shared expert; both stay dense.
+    single output is the gate of a shared expert; both stay dense, as does a convolution of each
+    channel by itself.
     """
     from transformers.pytorch_utils import Conv1D
 
     for parent in layers.modules():
         if isinstance(parent, Conv1D):
-            parent.multiplies = True  # type: ignore[assignment]
+            parent.multiplies, parent.input_dim = True, 0  # type: ignore[assignment]
+        if isinstance(parent, nn.Conv1d) and parent.groups == parent.in_channels > 1:
+            parent.multiplies = False  # type: ignore[assignment]
         for child, number in _experts_of(parent):
             child.multiplies = True  # type: ignore[assignment]
             # Of a transposed stack (experts, inputs, outputs) transformers' decorator says so.
             transposed = getattr(child, "is_transposed", False)
-            child.expert_inputs = 1 if transposed else 2  # type: ignore[assignment]
+            child.input_dim = 1 if transposed else 2  # type: ignore[assignment]
             for gate in parent.children():
                 if isinstance(gate, nn.Linear) and gate.out_features in (1, number):
                     gate.multiplies = False  # type: ignore[assignment]

@@ -159,7 +159,7 @@ def scored_masks(
     this function together. Only counts travel, no weights.
     """
     kept, common = targets.kept(at), targets.common
-    criterion = replace(criterion, stacks=targets.stacks)
+    criterion = replace(criterion, input_dims=targets.input_dims)
     if not common:
         return ScoredMasks(criterion, kept)
     numel = sum(math.prod(targets.shapes[name]) for name in common)
