@@ -12,11 +12,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.data.dataset import Dataset, length_of
+from axsparse.data.dataset import Dataset, read_tensors
 from axsparse.data.order import Share, blended_step, epochs_of_step, samples_of_step
 from axsparse.runtime.communication import shard_bounds
 from axsparse.runtime.errors import DataError
@@ -81,16 +80,11 @@ class Batches:
 
     def __post_init__(self) -> None:
         assert 0 <= self.replica < self.g_data, f"replica {self.replica} outside {self.g_data}"
-        self._check_length()
 
     @property
     def targets_per_sample(self) -> int | None:
         """`Dataset.targets_per_sample` of the dataset; None on a stage that reads nothing."""
         return None if self.dataset is None else self.dataset.targets_per_sample
-
-    @property
-    def _source(self) -> str:
-        return "" if self.dataset is None else self.dataset.name
 
     def training(self, step: int) -> Batch:
         """The batch of a training step, a pure function of (seed, step); each epoch is shuffled."""
@@ -120,24 +114,12 @@ class Batches:
         samples = np.arange(first, min(first + self.global_batch_size, self.num_samples))
         return self._read(number, samples, np.zeros_like(samples))
 
-    def _check_length(self) -> None:
-        """Raise DataError if the dataset has another length than when it was opened."""
-        if (
-            self.dataset is not None
-            and (now := length_of(self.dataset, self._source)) != self.num_samples
-        ):
-            raise DataError(
-                f"data ({self.dataset.name}): it has {now} samples, and had {self.num_samples} "
-                "when it was opened; give a data set whose length stays"
-            )
-
     def _read(self, step: int, samples: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
         """This replica's part of a global batch.
 
         The batch is cut into microbatches first, and replicas take entire ones, so that every
         microbatch is the same in all layouts.
         """
-        self._check_length()
         cuts = [*range(0, len(samples), self.microbatch_size), len(samples)]
         shares = shard_bounds(len(cuts) - 1, self.g_data)
         own = cuts[shares[self.replica] : shares[self.replica + 1] + 1]
@@ -155,27 +137,14 @@ class Batches:
     def _plain(
         self, samples: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The inputs and the targets of samples, without gradients; DataError if `Dataset.read`
-        must not return them."""
+        """The inputs and the targets of samples, without gradients."""
         if self.dataset is None:
             return (), None
-        size = len(samples)
-        inputs, targets = _pair(self.dataset, samples, epochs)
-        if not isinstance(inputs, (tuple, list)):
-            raise DataError(
-                f"data ({self.dataset.name}): inputs are read as {type(inputs).__name__}; give a "
-                "tuple of tensors"
-            )
-        tensors = [*inputs, targets]
-        for read in tensors:
-            what, suggestion = _mismatch(read, size)
-            if what:
-                raise DataError(
-                    f"data ({self.dataset.name}): {size} samples are read as {what}; give "
-                    f"{suggestion}"
-                )
         # Tensors of torch.inference_mode cannot be saved for a backward; a copy can.
-        plain = [read.clone() if read.is_inference() else read.detach() for read in tensors]
+        plain = [
+            read.clone() if read.is_inference() else read.detach()
+            for read in read_tensors(self.dataset, samples, epochs)
+        ]
         self._reject_foreign(plain[0], samples)
         if self.dataset.vocab_size is not None:  # else targets are no tokens
             self._reject_foreign(plain[-1], samples, ignored=IGNORED)
@@ -223,39 +192,6 @@ def integer_of(count: object, what: str, least: int = 0) -> int:
     except (TypeError, ValueError, OverflowError):
         pass
     raise DataError(f"data: {what} is {count!r}; it must be a whole number, at least {least}")
-
-
-def _pair(
-    dataset: Dataset, samples: NDArray[np.int64], epochs: NDArray[np.int64]
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The inputs and the targets that a dataset reads; DataError if it reads no pair."""
-    reads_epochs = getattr(dataset, "reads_epochs", False)
-    read: object = dataset.read(*((samples, epochs) if reads_epochs else (samples,)))
-    if isinstance(read, (tuple, list)) and len(read) == 2:
-        inputs, targets = read
-        return inputs, targets
-    raise DataError(
-        f"data ({dataset.name}): read returns {type(read).__name__}; return two things, a tuple of "
-        "inputs and the targets"
-    )
-
-
-def _mismatch(read: object, size: int) -> tuple[str, str]:
-    """The kind of a value that no layer can take, and a suggestion; both are empty if layers can
-    take it."""
-    if not isinstance(read, Tensor):
-        return type(read).__name__, "tensors, samples first"
-    kinds = {
-        "a meta tensor": (read.is_meta, "one with values, in CPU memory"),
-        f"a tensor of layout {read.layout}": (read.layout != torch.strided, "its to_dense()"),
-        f"a quantized tensor ({read.dtype})": (read.is_quantized, "its dequantize()"),
-        f"a complex tensor ({read.dtype})": (read.is_complex(), "torch.view_as_real of it"),
-        f"a tensor on {read.device}": (read.device.type != "cpu", "one in CPU memory"),
-        f"Tensor {tuple(read.shape)}": (read.shape[:1] != (size,), "tensors, samples first"),
-    }
-    return next(
-        ((what, suggestion) for what, (is_so, suggestion) in kinds.items() if is_so), ("", "")
-    )
 
 
 AHEAD = 3

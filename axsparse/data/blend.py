@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.data.dataset import Dataset, length_of
+from axsparse.data.dataset import Dataset, length_of, read_tensors
 from axsparse.data.order import BLOCK, Share, places_of
 from axsparse.runtime.errors import DataError
 
@@ -86,11 +86,8 @@ class Blend:
             first = int(self._ends[number]) - self.shares[number].samples
             here = np.flatnonzero((indices >= first) & (indices < self._ends[number]))
             if here.size:
-                own = (indices[here] - first, epochs[here])
-                given = own if getattr(dataset, "reads_epochs", False) else own[:1]
-                inputs, targets = dataset.read(*given)
                 places.append(here)
-                read.append((*inputs, targets))
+                read.append(read_tensors(dataset, indices[here] - first, epochs[here]))
         back = torch.from_numpy(np.argsort(np.concatenate(places), kind="stable"))
         try:
             joined = [torch.cat(parts)[back] for parts in zip(*read, strict=True)]

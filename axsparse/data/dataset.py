@@ -6,9 +6,8 @@ A sample is known by its number, from 0 to the number of samples.
 
 from __future__ import annotations
 
-import hashlib
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.runtime.canonical_form import bytes_of
-from axsparse.runtime.errors import DataError
+from axsparse.runtime.canonical_form import digest_of
+from axsparse.runtime.errors import DataError, one_line
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.runtime.targets import IGNORED
 
@@ -153,7 +152,7 @@ class ArrayDataset:
         # No gradient flows into the samples, even if a given tensor requires one.
         *self._inputs, self._targets = (tensor.detach() for tensor in tensors)
         self.name = name
-        self.fingerprint = digest_of_tensors(tensors)
+        self.fingerprint = digest_of(enumerate(tensors))
         self.ignore_index = ignore_index
         has_gaps = counted(targets, ignore_index) < targets.numel()
         self.targets_per_sample: int | None = None if has_gaps else targets[0].numel()
@@ -254,14 +253,60 @@ def counted(targets: Tensor, ignore_index: int | None = IGNORED) -> int:
     return int((targets != ignore_index).sum())
 
 
+def read_tensors(
+    dataset: Dataset, samples: NDArray[np.int64], epochs: NDArray[np.int64]
+) -> list[Tensor]:
+    """The inputs of samples and, last, their targets; DataError for anything that no layer can
+    take."""
+    reads_epochs = getattr(dataset, "reads_epochs", False)
+    read: object = dataset.read(*((samples, epochs) if reads_epochs else (samples,)))
+    if not isinstance(read, (tuple, list)) or len(read) != 2:
+        raise DataError(
+            f"data ({dataset.name}): read returns {type(read).__name__}; return two things, a "
+            "tuple of inputs and the targets"
+        )
+    inputs, targets = read
+    if not isinstance(inputs, (tuple, list)):
+        raise DataError(
+            f"data ({dataset.name}): inputs are read as {type(inputs).__name__}; give a tuple of "
+            "tensors"
+        )
+    for tensor in (*inputs, targets):
+        what, suggestion = _mismatch(tensor, len(samples))
+        if what:
+            raise DataError(
+                f"data ({dataset.name}): {len(samples)} samples are read as {what}; give "
+                f"{suggestion}"
+            )
+    return [*inputs, targets]
+
+
+def _mismatch(read: object, size: int) -> tuple[str, str]:
+    """The kind of a value that no layer can take, and a suggestion; both are empty if layers can
+    take it."""
+    if not isinstance(read, Tensor):
+        return type(read).__name__, "tensors, samples first (of from_torch by a collate_fn)"
+    kinds = {
+        "a meta tensor": (read.is_meta, "one with values, in CPU memory"),
+        f"a tensor of layout {read.layout}": (read.layout != torch.strided, "its to_dense()"),
+        f"a quantized tensor ({read.dtype})": (read.is_quantized, "its dequantize()"),
+        f"a complex tensor ({read.dtype})": (read.is_complex(), "torch.view_as_real of it"),
+        f"a tensor on {read.device}": (read.device.type != "cpu", "one in CPU memory"),
+        f"Tensor {tuple(read.shape)}": (read.shape[:1] != (size,), "tensors, samples first"),
+    }
+    return next(
+        ((what, suggestion) for what, (is_so, suggestion) in kinds.items() if is_so), ("", "")
+    )
+
+
 def length_of(samples: Dataset, name: str) -> int:
     """The length of a data set; DataError for a `__len__` that gives none."""
     try:
         length = len(samples)
     except Exception as reason:
         raise DataError(
-            f"data ({name}): its __len__ gives no length ({type(reason).__name__}: "
-            f"{' '.join(str(reason).split())}); return the number of samples, an int of at least 1"
+            f"data ({name}): its __len__ gives no length ({one_line(reason)}); return the number "
+            "of samples, an int of at least 1"
         ) from reason
     return length
 
@@ -271,7 +316,7 @@ def some_samples(length: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, length - 1, COMPARED).astype(np.int64))
 
 
-def steady_digest(read: Callable[[], Sequence[Tensor]]) -> str | None:
+def steady_digest(read: Callable[[], Iterable[Tensor]]) -> str | None:
     """A digest of what `read` returns; None if a second call returns something else, or if it draws
     from the global generators of torch, Python or numpy, which threads share.
 
@@ -279,7 +324,7 @@ def steady_digest(read: Callable[[], Sequence[Tensor]]) -> str | None:
     """
     with preserved_rng():
         states = _global_states()
-        first, second = (digest_of_tensors(tuple(read())) for _ in range(2))
+        first, second = (digest_of(enumerate(read())) for _ in range(2))
         return first if first == second and states == _global_states() else None
 
 
@@ -287,11 +332,3 @@ def _global_states() -> tuple[object, ...]:
     _, keys, position, *_ = np.random.get_state(legacy=True)
     torchs = torch.get_rng_state().numpy().tobytes()
     return random.getstate(), np.asarray(keys).tobytes(), position, torchs
-
-
-def digest_of_tensors(tensors: tuple[Tensor, ...]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        digest.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-        digest.update(bytes_of(tensor.detach().cpu()).numpy().data)
-    return digest.hexdigest()

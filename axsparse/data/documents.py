@@ -98,28 +98,33 @@ Content = list[int] | Chat | Completion
 """A document that is no text: token ids, of which -1 - id is no target, a chat, or a completion."""
 
 
-class Stretch(NamedTuple):
-    """A document as a format's reader finds it, or a part of a long one."""
+class Piece(NamedTuple):
+    """A document, or a part of a long one; a reader gives the first five fields."""
 
     line: int
     """The line of the file, or the row of a table, at which the document begins, from 1 on."""
     text: str
     """The text; empty if there is a problem."""
     ends: bool = True
-    """Whether the document ends here. An unfinished part of a document is cut at the end of a
-    line."""
+    """Whether the document ends here. A reader cuts a long document at the end of a line."""
     problem: str | None = None
     """Why the document cannot be used."""
     content: Content | None = None
     """The content of a document that is no text."""
+    place: str = ""
+    """File and line at which the document begins, for messages."""
+    validation: bool = False
+    """Whether the document is held out for validation."""
+    read: int = 0
+    """Bytes of the file that have been read so far."""
 
 
-Reader = Callable[[BinaryIO, Reading], Iterator[Stretch]]
+Reader = Callable[[BinaryIO, Reading], Iterator[Piece]]
 """Yields the documents of one open, uncompressed file, with bounded memory. Whatever OSError it
 raises makes the file unreadable."""
 
 
-def read_text(file: BinaryIO, reading: Reading) -> Iterator[Stretch]:
+def read_text(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
     """The documents of a text file, divided as `Reading.split_documents` says."""
     divides = divider(reading.split_documents)
     begin, block, problem = 1, bytearray(), cast("str | None", None)
@@ -139,28 +144,28 @@ def read_text(file: BinaryIO, reading: Reading) -> Iterator[Stretch]:
     yield _decoded(begin, block, True, problem)
 
 
-def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Stretch]:
+def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
     """The records of a JSONL file: each line is a document."""
     for number, (line, is_huge) in enumerate(_lines(file, reading.max_line), 1):
         if is_huge:
-            yield Stretch(number, "", problem="huge line")
+            yield Piece(number, "", problem="huge line")
         elif line.strip():
             yield _record(number, line, reading.jsonl_field)
 
 
-def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> Iterator[Stretch]:
+def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> Iterator[Piece]:
     """The rows of a file of Arrow or Parquet: each is a document."""
     contents = (reading.jsonl_field, *OTHER_FIELDS)
     names = columns_of(file, parquet=parquet)
     if not ({*names} & {*contents} or {*PAIR} <= {*names}):
-        yield Stretch(1, "", problem=_missing(names, reading.jsonl_field))
+        yield Piece(1, "", problem=_missing(names, reading.jsonl_field))
         return
     columns = [name for name in names if name in (*contents, *PAIR, *BESIDE)]
     for number, row in enumerate(rows_of(file, columns, parquet=parquet), 1):
         yield _document(number, row, reading.jsonl_field)
 
 
-def read_index(file: BinaryIO, _: Reading) -> Iterator[Stretch]:
+def read_index(file: BinaryIO, _: Reading) -> Iterator[Piece]:
     """The documents of Megatron's .bin, by the .idx next to it, which is open."""
     index = Path(file.name)
     try:
@@ -170,7 +175,7 @@ def read_index(file: BinaryIO, _: Reading) -> Iterator[Stretch]:
         raise OSError(0, str(reason)) from reason
     for number, (first, end) in enumerate(pairwise([*begins, found.tokens.size]), 1):
         ids = found.tokens[first:end].tolist()
-        yield Stretch(number, "", problem=None if ids else "empty", content=ids)
+        yield Piece(number, "", problem=None if ids else "empty", content=ids)
 
 
 OTHER_FIELDS = ("messages", "conversations", "input_ids")
@@ -236,27 +241,27 @@ def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, bool]]:
         line = file.readline(limit + 1)
 
 
-def _decoded(line: int, block: bytearray, ends: bool, problem: str | None) -> Stretch:
+def _decoded(line: int, block: bytearray, ends: bool, problem: str | None) -> Piece:
     if problem is not None:
-        return Stretch(line, "", ends, problem)
+        return Piece(line, "", ends, problem)
     try:
-        return Stretch(line, block.decode("utf-8"), ends)
+        return Piece(line, block.decode("utf-8"), ends)
     except UnicodeDecodeError:
-        return Stretch(line, "", ends, "not UTF-8")
+        return Piece(line, "", ends, "not UTF-8")
 
 
-def _record(number: int, line: bytes, field: str) -> Stretch:
+def _record(number: int, line: bytes, field: str) -> Piece:
     """The text of a JSON record, or why it cannot be used."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
-        return Stretch(number, "", problem="not UTF-8")
+        return Piece(number, "", problem="not UTF-8")
     except (ValueError, RecursionError):
-        return Stretch(number, "", problem="malformed JSON")
+        return Piece(number, "", problem="malformed JSON")
     return _document(number, record, field)
 
 
-def _document(number: int, record: object, field: str) -> Stretch:
+def _document(number: int, record: object, field: str) -> Piece:
     """The document of a record or a row, or why it cannot be used."""
     record = record if isinstance(record, dict) else {}
     values = [record.get(key) for key in (field, *OTHER_FIELDS)]
@@ -265,15 +270,15 @@ def _document(number: int, record: object, field: str) -> Stretch:
         return _completion(number, record)
     if _are_messages(value):
         chat = Chat(chatml(value), record.get(TOOLS), record.get(KWARGS))
-        return Stretch(number, "", problem=None if value else "empty", content=chat)
+        return Piece(number, "", problem=None if value else "empty", content=chat)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
         return _ids(number, value, record)
     if not isinstance(value, str | bytes) or values[0] is None:  # A chat or ids are no text.
-        return Stretch(number, "", problem=_missing(record, field))
+        return Piece(number, "", problem=_missing(record, field))
     text = _text(value)
     if text is None:
-        return Stretch(number, "", problem="not UTF-8")
-    return Stretch(number, text, problem=None if text.strip() else "empty")
+        return Piece(number, "", problem="not UTF-8")
+    return Piece(number, text, problem=None if text.strip() else "empty")
 
 
 def _text(value: str | bytes) -> str | None:
@@ -291,7 +296,7 @@ def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
-def _completion(number: int, record: dict[str, Any]) -> Stretch:
+def _completion(number: int, record: dict[str, Any]) -> Piece:
     """The document of a prompt and its completion: two texts, or the messages of both."""
     prompt, completion = (record[key] for key in PAIR)
     content: Content
@@ -301,12 +306,12 @@ def _completion(number: int, record: dict[str, Any]) -> Stretch:
     elif isinstance(prompt, str | bytes) and isinstance(completion, str | bytes):
         texts = [text for text in (_text(prompt), _text(completion)) if text is not None]
         if len(texts) != len(PAIR):
-            return Stretch(number, "", problem="not UTF-8")
+            return Piece(number, "", problem="not UTF-8")
         content = Completion(*texts)
     else:
         what = f"{' and '.join(PAIR)} that are neither two texts nor two lists of messages"
-        return Stretch(number, "", problem=what)
-    return Stretch(number, "", problem=None if completion else "empty", content=content)
+        return Piece(number, "", problem=what)
+    return Piece(number, "", problem=None if completion else "empty", content=content)
 
 
 def _missing(found: Iterable[str], field: str) -> str:
@@ -319,16 +324,16 @@ def _missing(found: Iterable[str], field: str) -> str:
     return f"missing field (it has {some or 'none'}, and {wanted} are read{suggestion})"
 
 
-def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Stretch:
+def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
     """The document of token ids without padding; those whose label is -100, or for which a mask is
     0, are no targets."""
     if min(ids, default=0) < 0:
-        return Stretch(number, "", problem="ids beyond the vocabulary")
+        return Piece(number, "", problem="ids beyond the vocabulary")
     names = (LABELS, PADDING, *MASKS)
     columns = {name: record[name] for name in names if record.get(name) is not None}
     for name, column in columns.items():
         if not isinstance(column, list) or len(column) != len(ids):
-            return Stretch(number, "", problem=f"{name} that do not fit the ids")
+            return Piece(number, "", problem=f"{name} that do not fit the ids")
     is_text = columns.get(PADDING, [1] * len(ids))
     labels = columns.get(LABELS, ids)
     content = []
@@ -336,10 +341,10 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Stretch:
         if not is_here:
             continue
         if label not in (id_, IGNORED):
-            return Stretch(number, "", problem=f"{LABELS} that do not fit the ids")
+            return Piece(number, "", problem=f"{LABELS} that do not fit the ids")
         counts = label != IGNORED and all(columns[name][at] for name in MASKS if name in columns)
         content.append(id_ if counts else -1 - id_)
-    return Stretch(number, "", problem=None if content else "empty", content=content)
+    return Piece(number, "", problem=None if content else "empty", content=content)
 
 
 # -- files ----------------------------------------------------------------------------------
@@ -428,24 +433,6 @@ def _files(
 # -- documents ------------------------------------------------------------------------------
 
 
-class Piece(NamedTuple):
-    """A document, or as much of a long one as is tokenized together."""
-
-    place: str
-    """File and line at which the document begins, for messages."""
-    text: str
-    ends: bool
-    """Whether the document ends here."""
-    problem: str | None
-    """Why the document cannot be used; None if this piece is usable."""
-    validation: bool
-    """Whether the document is held out for validation."""
-    read: int
-    """Bytes of the file that have been read so far."""
-    content: Content | None = None
-    """The content of a document that is no text."""
-
-
 def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iterator[Piece]:
     """The documents of a file in pieces; `fraction` of them are held out for validation.
 
@@ -453,34 +440,33 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
     What is `unreadable` gives a last piece with that problem. Raises DataError if the file has
     changed since it was found.
     """
-    rest, held_out, begins, is_empty, read = "", False, True, True, 0
+    rest, held_out, begins, place, read = "", False, True, "", 0
     unit = "row" if source.path.endswith(TABLES) else "line"
     try:
         with Path(source.path).open("rb") as raw:
             _check_unchanged(raw, source)
-            for line, text, ends, problem, content in _stretches(raw, source, reading):
-                is_blank = content is None and (not text or text.isspace())
-                if begins and ends and problem is None and is_blank:
+            for found in _found(raw, source, reading):
+                is_blank = found.content is None and (not found.text or found.text.isspace())
+                if begins and found.ends and found.problem is None and is_blank:
                     continue
-                is_empty, read, place = False, raw.tell(), f"{source.name}, {unit} {line}"
                 if begins:
-                    said = content.messages if isinstance(content, Chat) else content
-                    told = text if said is None else json.dumps(said, default=str)
-                    held_out = source.validation or falls_to_validation(told, fraction)
-                *cut, rest = pieces(rest + text)
-                for piece in cut:
-                    yield Piece(place, piece, False, None, held_out, read)
-                if ends or problem is not None:
-                    yield Piece(place, rest, ends, problem, held_out, read, content)
+                    held_out = source.validation or falls_to_validation(found, fraction)
+                read, place = raw.tell(), f"{source.name}, {unit} {found.line}"
+                found = found._replace(place=place, validation=held_out, read=read)
+                *cut, rest = pieces(rest + found.text)
+                yield from (found._replace(text=piece, ends=False) for piece in cut)
+                if found.ends or found.problem is not None:
+                    yield found._replace(text=rest)
                     rest = ""
-                begins = ends
+                begins = found.ends
             _check_unchanged(raw, source)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as reason:
         why = " ".join((getattr(reason, "strerror", None) or str(reason)).split())[:WHY]
-        yield Piece(f"{source.name} ({why})", "", True, "unreadable", held_out, read)
+        place = f"{source.name} ({why})"
+        yield Piece(1, "", True, "unreadable", None, place, held_out, read)
         return
-    if is_empty:
-        yield Piece(f"{source.name}, {unit} 1", "", True, "empty", held_out, read)
+    if not place:
+        yield Piece(1, "", True, "empty", None, f"{source.name}, {unit} 1")
 
 
 def first_contents(sources: Sequence[DocumentSource], reading: Reading) -> Iterator[Content]:
@@ -497,7 +483,7 @@ def has_marks(content: Content | None) -> bool:
     return any(id_ < 0 for id_ in content) if isinstance(content, list) else content is not None
 
 
-def _stretches(raw: BinaryIO, source: DocumentSource, reading: Reading) -> Iterator[Stretch]:
+def _found(raw: BinaryIO, source: DocumentSource, reading: Reading) -> Iterator[Piece]:
     path, file = PurePath(source.path), raw
     if opens := COMPRESSIONS.get(path.suffix):
         path, file = path.with_suffix(""), cast("BinaryIO", opens(raw))
@@ -521,14 +507,15 @@ def pieces(text: str) -> Iterator[str]:
     yield text[begin:]
 
 
-def falls_to_validation(text: str, fraction: float) -> bool:
-    """Whether a document is held out for validation.
+def falls_to_validation(begin: Piece, fraction: float) -> bool:
+    """Whether the document that begins so is held out for validation.
 
-    A digest of its text decides, so that equal documents go to the same split; of a long
-    document the first stretch is enough.
+    A digest of its text decides, so that equal documents go to the same split.
     """
     if fraction == 0:
         return False
+    content = begin.content.messages if isinstance(begin.content, Chat) else begin.content
+    text = begin.text if content is None else json.dumps(content, default=str)
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2**64
 

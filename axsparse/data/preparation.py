@@ -186,8 +186,8 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
                 sidecar = _finished(out, key)
                 console.line(f"{out / SIDECAR}: already prepared from these files, and unharmed")
             else:
-                run = _Run(request, sources, out / f"{PARTIAL}{key}", console)
-                run.template, run.marked = template, "marked" in settings
+                folder, marked = out / f"{PARTIAL}{key}", "marked" in settings
+                run = _Run(request, sources, folder, console, template, marked)
                 files = f"{_count(len(sources), 'file')}, {format_bytes(run.size)}"
                 console.line(f"{files} · {settings['tokenizer']} → {out}")
                 set_threads(threads)
@@ -295,28 +295,28 @@ def _finished(out: Path, key: str) -> Sidecar:
     return sidecar
 
 
+@dataclass
 class _Run:
     """The making of one folder of tokens, from sources to tokens.json."""
 
-    template: ChatTemplate | None = None
+    request: Request
+    sources: Sequence[DocumentSource]
+    folder: Path
+    """For unfinished files; it may have the files of an earlier run."""
+    console: Console
+    template: ChatTemplate | None
     """Makes tokens of chats; there if the sources hold some."""
-    marked = False
+    marked: bool
     """Whether tokens may be no targets."""
 
-    def __init__(
-        self, request: Request, sources: Sequence[DocumentSource], folder: Path, console: Console
-    ) -> None:
-        """`folder` is for unfinished files; it may have the files of an earlier run."""
-        self.size = sum(source.size for source in sources)
+    @property
+    def size(self) -> int:
         """Bytes of all sources."""
-        self._request = request
-        self._sources = sources
-        self._folder = folder
-        self._console = console
+        return sum(source.size for source in self.sources)
 
     def make(self, unreadable: Sequence[str], settings: Settings, key: str) -> Sidecar:
         """Write all files. `unreadable` names the files and folders that cannot be opened."""
-        request, folder = self._request, self._folder
+        request, folder = self.request, self.folder
         for other in request.out.glob(f"{PARTIAL}*"):
             if other != folder:
                 shutil.rmtree(other)
@@ -355,7 +355,7 @@ class _Run:
             train=records["train"],
             validation=records.get("validation"),
             sources=SourceCounts(
-                files=len(self._sources),
+                files=len(self.sources),
                 bytes=self.size,
                 left_out=progress.left_out,
                 examples=tuple(progress.examples),
@@ -369,7 +369,7 @@ class _Run:
 
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer that is asked for, by its file in the folder, if it has one."""
-        request, path = self._request, self._folder / TOKENIZER
+        request, path = self.request, self.folder / TOKENIZER
         if request.train_bpe is None and request.tokenizer is None:
             return ByteTokenizer()
         if self.template is not None:
@@ -378,7 +378,7 @@ class _Run:
             _write_file(path, request.tokenizer.read_bytes())
         elif request.train_bpe is not None and not path.exists():  # else an earlier run learnt it
             sample = format_bytes(min(self.size, request.bpe_sample_bytes))
-            self._console.line(f"learning {request.train_bpe:,} words from {sample} …")
+            self.console.line(f"learning {request.train_bpe:,} words from {sample} …")
             _write_file(path, train_bpe(self._sample(), request.train_bpe))
         record = TokenizerRecord(
             kind="bpe" if request.tokenizer is None else "file",
@@ -389,7 +389,7 @@ class _Run:
 
     def _sample(self) -> Iterator[str]:
         """A share of the training documents, spread evenly, to learn a vocabulary from."""
-        share = self._request.bpe_sample_bytes / max(1, self.size)
+        share = self.request.bpe_sample_bytes / max(1, self.size)
         seen = given = 0
         for piece, _ in self._pieces():
             content = piece.content
@@ -402,8 +402,8 @@ class _Run:
 
     def _pieces(self) -> Iterator[tuple[Piece, int]]:
         """The pieces of all documents, and how many bytes of all files were read up to each."""
-        request, before = self._request, 0
-        for source in self._sources:
+        request, before = self.request, 0
+        for source in self.sources:
             for piece in documents(source, request.reading, request.validation_fraction):
                 yield piece, before + piece.read
             before += source.size
@@ -412,11 +412,11 @@ class _Run:
         """Write the files of tokens into the folder, continuing where an earlier run was."""
         with contextlib.ExitStack() as files:
             encoder = _Encoder(tokenizer, self.template, marked=self.marked)
-            writer = _Writer(self._folder, self._request.splits, encoder, files)
+            writer = _Writer(self.folder, self.request.splits, encoder, files)
             progress = writer.progress
             if progress.pieces:
                 done = _count(sum(progress.documents.values()), "document")
-                self._console.line(f"going on after {done} from an earlier run")
+                self.console.line(f"going on after {done} from an earlier run")
             else:
                 for name in unreadable:
                     progress.leave_out(name, "unreadable")
@@ -430,7 +430,7 @@ class _Run:
                 skipped = batch[0][1] if skipped is None else skipped
                 speed = max(1, read - skipped) / (time.monotonic() - began)
                 eta = format_seconds((self.size - read) / speed)
-                self._console.progress(
+                self.console.progress(
                     read // MEGABYTE,
                     max(1, self.size // MEGABYTE),
                     f"MB  {format_bytes(speed)}/s  eta {eta}",
@@ -440,10 +440,10 @@ class _Run:
 
     def _hold_out_end(self, progress: PreparationProgress, dtype: np.dtype[Any]) -> None:
         """Divide the tokens where all documents fell to one split: the last ones are validation."""
-        fraction, count = self._request.validation_fraction, sum(progress.tokens.values())
+        fraction, count = self.request.validation_fraction, sum(progress.tokens.values())
         held = min(count - 1, max(1, round(fraction * count)))
         documents = sum(progress.documents.values())
-        train, validation = (token_path(self._folder, split) for split in ("train", "validation"))
+        train, validation = (token_path(self.folder, split) for split in ("train", "validation"))
         if not progress.documents["train"]:
             validation.replace(train)
         with train.open("r+b") as whole, validation.open("wb") as end:
@@ -452,14 +452,14 @@ class _Run:
             whole.truncate((count - held) * dtype.itemsize)
         progress.tokens = {"train": count - held, "validation": held}
         progress.documents = {"train": documents, "validation": 1}
-        self._console.line(
+        self.console.line(
             f"{_count(documents, 'document')} cannot be shared out by {fraction:g}: validation has "
             f"the last {format_count(held)} tokens of all"
         )
 
     def _report(self, progress: PreparationProgress, tokenizer: Tokenizer) -> None:
         """Report the left out and the written documents, and show the first tokens as text."""
-        console = self._console
+        console = self.console
         if progress.left_out:
             total = sum(progress.left_out.values())
             console.line(f"left out {_count(total, 'document')}: {progress.reasons}")
@@ -471,7 +471,7 @@ class _Run:
             count = _count(progress.documents[split], "document")
             console.line(f"{split}: {count}, {format_count(tokens)} tokens")
         encoder = _Encoder(tokenizer, self.template, marked=self.marked)
-        ids = np.fromfile(token_path(self._request.out, "train"), encoder.dtype, BEGINNING)
+        ids = np.fromfile(token_path(self.request.out, "train"), encoder.dtype, BEGINNING)
         ids = (ids & ~encoder.dtype.type(encoder.mark)).tolist()
         console.line(f"train begins with {len(ids)} tokens: {tokenizer.decode(ids)!r}")
 

@@ -13,7 +13,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from axsparse.data.dataset import counted, length_of, some_samples, steady_digest
+from axsparse.data.dataset import (
+    counted,
+    length_of,
+    read_tensors,
+    some_samples,
+    steady_digest,
+)
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.runtime.targets import IGNORED
@@ -71,14 +77,10 @@ def from_torch(
         name, "", vocab_size, None, dataset, length, collate_fn, count_targets, seed
     )
     some = some_samples(length)
-    targets = torch.empty(0)
-
-    def read_some() -> tuple[Tensor, ...]:
-        nonlocal targets
-        inputs, targets = samples.read(some)
-        return torch.tensor(length), *inputs, targets
-
-    digest = steady_digest(read_some)
+    *_, targets = read_tensors(samples, some, np.zeros_like(some))
+    digest = steady_digest(
+        lambda: [torch.tensor(length), *read_tensors(samples, some, np.zeros_like(some))]
+    )
     if digest is None:
         raise DataError(
             f"from_torch ({name}): its samples differ when they are read again, or draw random "
@@ -138,26 +140,16 @@ class TorchSamples:
                 "tensors) and the targets"
             )
         inputs, targets = collated
-        if not isinstance(targets, Tensor):
-            raise DataError(
-                f"from_torch ({self.name}): targets are collated to {type(targets).__name__}; give "
-                "a collate_fn that returns them as a tensor, samples first"
-            )
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        for given in inputs:
-            if not isinstance(given, Tensor):
-                raise DataError(
-                    f"from_torch ({self.name}): inputs are collated to {type(given).__name__}; "
-                    "give a collate_fn that returns them as a tensor or a tuple of tensors, "
-                    "samples first"
-                )
-        if self.targets_per_sample not in (None, targets.numel() / len(samples)):
+        if self.targets_per_sample is None:
+            return inputs, targets
+        if self.targets_per_sample != targets.numel() / len(samples):
             raise DataError(
                 f"from_torch ({self.name}): {len(samples)} samples have {targets.numel()} targets, "
                 f"where others have {self.targets_per_sample} each; give count_targets, which says "
                 "how many of a microbatch count in the loss"
             )
-        if self.targets_per_sample is not None and counted(targets) < targets.numel():
+        if counted(targets) < targets.numel():
             rows = (targets == IGNORED).reshape(len(samples), -1).any(1)
             first = indices[int(rows.int().argmax())]
             raise DataError(

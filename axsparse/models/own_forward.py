@@ -121,9 +121,13 @@ class _Call:
     key: str
     """The member's name in the list."""
     leaves: list[Any] = field(default_factory=list)
+    """The arguments; in the place of tensors None, once the layers are made."""
     spec: Any = None
     outputs: list[Any] = field(default_factory=list)
+    """The result, as the arguments."""
     output_spec: Any = None
+    keeps_shape: bool = False
+    """Whether the result is one tensor like the first argument."""
 
     @property
     def name(self) -> str:
@@ -134,15 +138,20 @@ class _Call:
         """Whether a number is among the arguments, which may depend on the shape of the inputs."""
         return any(type(leaf) in (int, float) for leaf in self.leaves)
 
-    @property
-    def keeps_shape(self) -> bool:
-        """Whether the result is one tensor like the first argument."""
+    def end(self, result: Any) -> None:
+        """Note the result."""
+        self.outputs, self.output_spec = tree_flatten(result)
         first, *_ = *self.leaves, None
-        return (
+        self.keeps_shape = (
             [*map(type, self.outputs)] == [Tensor]
             and isinstance(first, Tensor)
             and (first.shape, first.dtype) == (self.outputs[0].shape, self.outputs[0].dtype)
         )
+
+    def forget(self) -> None:
+        """Keep no tensor of the forward that was watched."""
+        for values in (self.leaves, self.outputs):
+            values[:] = [None if isinstance(value, Tensor) else value for value in values]
 
 
 @dataclass
@@ -184,7 +193,7 @@ class _Watch(TorchFunctionMode):
     def end(self, path: str, key: str, *given: Any) -> None:
         now = self._now
         if now is not None and (now.path, now.key) == (path, key):
-            now.outputs, now.output_spec = tree_flatten(given[-1])
+            now.end(given[-1])
             self.events.append(_Event("end", now))
             self._now = None
 
@@ -408,28 +417,18 @@ class _Split:
         self._calls, self._arguments, self._used = timeline.calls, timeline.arguments, timeline.used
         self._dtypes = [tensor.dtype for tensor in inputs]
         self._lists = {call.path for call in self._calls}
-        self._keeps_shape = [call.keeps_shape for call in self._calls]
-        self._results = [
-            (
-                [None if isinstance(leaf, Tensor) else leaf for leaf in call.outputs],
-                call.output_spec,
-            )
-            for call in self._calls
-        ]
         self._meta = structure(module).requires_grad_(requires_grad=False)
         self._put_stand_ins()
         self._owned = self._owners(timeline)
-        numbers = [
-            kind
-            for number in range(len(self._calls) + 1)
-            for kind in (("segment", number), ("call", number))
-            if (timeline.exists[number] or self._owned[number] if kind[0] == "segment" else True)
-        ]
-        self._items = numbers[:-1]
+        self._items: list[tuple[str, int]] = []
+        for number in range(len(self._calls) + 1):
+            if timeline.exists[number] or self._owned[number]:
+                self._items.append(("segment", number))
+            self._items.append(("call", number))
+        del self._items[-1]
         self._into = self._names_into(len(inputs))
-        for call in self._calls:  # nothing of the forward that was watched stays
-            call.leaves = [None if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
-            call.outputs = []
+        for call in self._calls:
+            call.forget()
 
     def __deepcopy__(self, memo: object) -> _Split:
         """The modules of a layer are copied for each stage, and share what runs them."""
@@ -518,7 +517,7 @@ class _Split:
 
     def _names_into(self, inputs: int) -> list[list[Name]]:
         """The names of each layer's inputs."""
-        first = [("input", number, 0) for number in range(inputs)]
+        first: list[Name] = [("input", number, 0) for number in range(inputs)]
         sizes = [("size", number, 0) for number in range(inputs)]
         needs, makes = list[set[Name]](), list[list[Name]]()
         for kind, number in self._items:
@@ -529,7 +528,9 @@ class _Split:
             else:
                 needs.append({name for name in self._arguments[number] if name is not None})
                 needs[-1].update(sizes if self._calls[number].has_numbers else ())
-                made = [("output", number, leaf) for leaf in range(len(self._results[number][0]))]
+                made = [
+                    ("output", number, leaf) for leaf in range(len(self._calls[number].outputs))
+                ]
             makes.append([*dict.fromkeys(made)])
         into, known = [[*first]], [*first, *sizes]
         for item, made in enumerate(makes[:-1]):
@@ -641,7 +642,7 @@ class _Split:
 
     def _stand_in(self, number: int, member: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The result of a stand-in in the place of call `number`."""
-        run, leaves = _RUN.get(), tree_leaves((args, kwargs))
+        run, call, leaves = _RUN.get(), self._calls[number], tree_leaves((args, kwargs))
         if number == run.stop:
             raise Reached(leaves)
         for leaf, name in enumerate(self._arguments[number]):
@@ -653,13 +654,12 @@ class _Split:
                     value = run.values[name]
                     torch._C._swap_tensor_impl(run.seen[name], value.view_as(value))
             run.before.close()
-            constants, spec = self._results[number]
             outputs = [
                 run.values.get(("output", number, leaf), constant)
-                for leaf, constant in enumerate(constants)
+                for leaf, constant in enumerate(call.outputs)
             ]
-            return tree_unflatten(outputs, spec)
-        if self._keeps_shape[number]:
+            return tree_unflatten(outputs, call.output_spec)
+        if call.keeps_shape:
             return torch.empty_like(leaves[0])
         return member(*args, **kwargs)
 

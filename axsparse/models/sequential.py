@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
@@ -14,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, on_meta
 from axsparse.models.module_buffers import slots
-from axsparse.runtime.canonical_form import bytes_of
+from axsparse.runtime.canonical_form import bytes_of, digest_of
 from axsparse.runtime.errors import ConfigError
 
 COMPILING = "_compiling"
@@ -123,11 +122,7 @@ class OwnValues:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         """`tensors` has all tensors of the modules, by global name."""
         self._tensors = tensors
-        digest = hashlib.blake2b(digest_size=16)
-        for name, tensor in self._tensors.items():
-            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
-            digest.update(bytes_of(tensor.detach().cpu()).numpy().data)
-        self.fingerprint = f"modules {digest.hexdigest()}"
+        self.fingerprint = f"modules {digest_of(tensors.items())}"
 
     def read(self, name: str) -> Tensor | None:
         tensor = self._tensors.get(name)

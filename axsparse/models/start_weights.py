@@ -18,7 +18,7 @@ from torch import Tensor
 
 from axsparse.models.layer import Model, StartValues, mismatched_values
 from axsparse.models.model_profile import ModelProfile, match, profile
-from axsparse.runtime.errors import DataError, MissingInputError, reading
+from axsparse.runtime.errors import DataError, MissingInputError, one_line, reading
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
     SUFFIX,
@@ -106,23 +106,17 @@ class TorchFile:
                 config = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as reason:
             raise DataError(
-                f"{path}: torch cannot read it as weights ({type(reason).__name__}: "
-                f"{str(reason).splitlines()[0] if str(reason) else 'no reason given'}); save a "
-                "state dict: torch.save(model.state_dict(), path)"
+                f"{path}: torch cannot read it as weights ({one_line(reason)[:200]}); save a state "
+                "dict: torch.save(model.state_dict(), path)"
             ) from reason
         if not isinstance(config, Mapping) or not all(
-            isinstance(name, str) and isinstance(value, Tensor) for name, value in config.items()
+            isinstance(name, str) and isinstance(value, Tensor) and not value.is_nested
+            for name, value in config.items()
         ):
             raise DataError(
-                f"{path}: holds other things than tensors by name; save a state dict: "
+                f"{path}: holds other things than dense tensors by name; save a state dict: "
                 "torch.save(model.state_dict(), path)"
             )
-        for name, value in config.items():
-            if value.is_nested or value.layout != torch.strided or value.is_meta:
-                kind = "meta" if value.is_meta else "nested" if value.is_nested else "sparse"
-                raise DataError(
-                    f"{path}: {name!r} is a {kind} tensor; save dense tensors with their values"
-                )
         self._tensors: Mapping[str, Tensor] = config
         self.shapes = {name: tuple(tensor.shape) for name, tensor in config.items()}
 

@@ -7,6 +7,9 @@ Buffers that are state start in this form and come back from a checkpoint in thi
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -36,6 +39,15 @@ def _default_strides(tensor: Tensor) -> tuple[int, ...]:
         strides.append(stride)
         stride *= max(size, 1)
     return tuple(reversed(strides))
+
+
+def digest_of(named: Iterable[tuple[object, Tensor]]) -> str:
+    """A digest of the names, types, shapes and values of tensors."""
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in named:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())
+        digest.update(bytes_of(tensor.detach().cpu()).numpy().data)
+    return digest.hexdigest()
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

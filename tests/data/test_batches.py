@@ -20,7 +20,6 @@ from torch import Tensor
 from axsparse.data.batches import AHEAD, Batch, Batches, Prefetcher
 from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset, Tokens
 from axsparse.data.order import samples_of_step
-from axsparse.runtime.errors import DataError
 
 
 def token_dataset(tokens: Tokens, sequence_length: int) -> TokenDataset:
@@ -300,18 +299,6 @@ def test_a_stage_that_reads_nothing_has_the_same_microbatches_without_tensors() 
         ]
         assert {(m.inputs, m.targets) for m in batch.microbatches} == {((), None)}
         assert batch.num_targets == 0
-
-
-def test_a_data_set_whose_length_changes_is_refused() -> None:
-    growing = numbered(50)
-    reader = batches(growing)
-    growing._targets = growing._targets[:49]
-
-    for look in (lambda: reader.training(0), lambda: reader.first(2)):
-        with pytest.raises(
-            DataError, match=r"\(arrays\): it has 49 samples, and had 50 when it wa"
-        ):
-            look()
 
 
 PATIENCE = 30

@@ -327,7 +327,7 @@ class Forward:
     def _has_plain_head(self) -> bool:
         """Whether logits are the hidden states times the head's weight, and nothing else."""
         seen: list[tuple[Tensor, Tensor]] = []
-        head, hidden = self.head_of_zeros(), torch.zeros(1, 2, self.width)
+        head, hidden = self.head, self.on_meta(2)
         hook = head.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
         with torch.no_grad():
             logits = self.outputs(head, hidden).logits
@@ -336,27 +336,14 @@ class Forward:
         return (
             is_linear
             and len(seen) == 1
-            and seen[0][0].data_ptr() == hidden.data_ptr()
+            and seen[0][0].untyped_storage()._cdata == hidden.untyped_storage()._cdata
             and seen[0][0].shape == hidden.shape
             and seen[0][1] is logits
         )
 
-    def head_of_zeros(self) -> Any:
-        """The head, its weight zeros without memory; a linear one computes no product, for which
-        torch would make 2 GB of the zeros of a large vocabulary."""
-        zeros = torch.zeros((), dtype=torch.float32).expand(self.head.weight.shape)
-        head = copy.copy(self.head)
-        vars(head)["_parameters"] = {
-            name: None
-            if p is None
-            else nn.Parameter(zeros if name == "weight" else torch.zeros(p.shape), False)
-            for name, p in self.head._parameters.items()
-        }
-        if type(head).forward is nn.Linear.forward:
-            vars(head)["forward"] = lambda given: given.new_zeros(()).expand(
-                *given.shape[:-1], len(zeros)
-            )
-        return head
+    def on_meta(self, tokens: int) -> Tensor:
+        """Hidden states of one sequence on the meta device, where the head is."""
+        return torch.empty(1, tokens, self.width, dtype=self.head.weight.dtype, device="meta")
 
 
 def _by_hidden(run: Callable[[Tensor, Arguments], Any], *args: Any, **kwargs: Any) -> Any:

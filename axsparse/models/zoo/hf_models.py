@@ -307,8 +307,8 @@ class SplitModel:
         forward = self.forward
 
         def theirs(gates: tuple[Tensor, ...]) -> Tensor:
-            hidden = torch.zeros(1, len(gates[0]), forward.width)
-            loss: Tensor = forward.outputs(forward.head_of_zeros(), hidden, gates).loss
+            hidden = forward.on_meta(len(gates[0]))
+            loss: Tensor = forward.outputs(forward.head, hidden, gates).loss
             return loss
 
         # From here on the model's forward looks at routers where it is asked to, and only there.
