@@ -12,14 +12,17 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from torch import Tensor
+from support.runs import summed_loss, tiny_config, train_in_process
+from torch import Tensor, nn
 
 from axsparse.data.batches import AHEAD, Batch, Batches, Prefetcher
 from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset, Tokens
 from axsparse.data.order import samples_of_step
+from axsparse.models.sequential import from_sequential
 
 
 def token_dataset(tokens: Tokens, sequence_length: int) -> TokenDataset:
@@ -65,17 +68,13 @@ def flat(batch: Batch) -> list[int]:
 class Padded:
     """Sample i has i targets, the rest of its row is padding."""
 
-    name = "padded"
-    fingerprint = ""
-    vocab_size = None
-    targets_per_sample = None
+    name, fingerprint = "padded", ""
+    vocab_size = targets_per_sample = None
 
     def __len__(self) -> int:
         return 9
 
-    def read(
-        self, indices: np.ndarray[tuple[int], np.dtype[np.int64]]
-    ) -> tuple[tuple[Tensor, ...], Tensor]:
+    def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
         numbers = torch.from_numpy(indices)
         return (numbers,), (torch.arange(8) < numbers[:, None]).long() - 1
 
@@ -162,6 +161,46 @@ def test_the_fingerprint_of_tensors_covers_types_shapes_and_values() -> None:
 
     assert len(fingerprints) == len(variants) - 1  # -0.0 added to 0.0 is 0.0
     assert ArrayDataset(zeros.T.clone().T, zeros).fingerprint in fingerprints
+
+
+X = torch.randn(24, 16, generator=torch.Generator().manual_seed(1))
+Y = torch.arange(24) % 5
+CONFIG = tiny_config(
+    batch={"global_batch_size": 24, "microbatch_size": 6},
+    train={"steps": 1, "eval_every": 1, "eval_steps": "all"},
+    pruning={"sparsity": 0.0},
+)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (1, 2), (2, 1)])
+def test_the_mean_loss_is_over_the_targets_that_the_loss_counts(layout: tuple[int, int]) -> None:
+    """-100 is what cross entropy leaves out, in training and in evaluations."""
+    targets = Y.clone()
+    targets[::3] = -100
+    torch.manual_seed(1)
+    modules = nn.Sequential(nn.Linear(16, 5))
+    with torch.no_grad():
+        expected = F.cross_entropy(modules(X), targets).item()
+    data = ArrayDataset(X, targets)
+
+    _, trace = train_in_process(
+        *layout, from_sequential([*modules, nn.Identity()], summed_loss), CONFIG, data
+    )[-1]
+
+    assert data.targets_per_sample is None
+    assert trace.losses[0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_where_minus_100_is_a_number_like_any_other_it_counts() -> None:
+    targets = torch.tensor([-100, 3, 4])
+
+    whole = ArrayDataset(targets, targets, ignore_index=None)
+    other = ArrayDataset(targets, targets, ignore_index=3)
+    real = ArrayDataset(targets, targets.float())
+
+    assert (whole.targets_per_sample, real.targets_per_sample) == (1, 1)
+    assert [each.count_targets(targets) for each in (whole, other)] == [3, 2]
+    assert real.count_targets(targets.float()) == 3
 
 
 # -- Batches
@@ -261,15 +300,7 @@ class Dated:
 
 
 def test_a_sample_knows_its_epoch_in_training_and_has_none_in_evaluation() -> None:
-    reader = Batches(
-        Dated(),
-        num_samples=10,
-        global_batch_size=8,
-        microbatch_size=2,
-        replica=0,
-        g_data=2,
-        seed=7,
-    )
+    reader = batches(Dated(), global_batch_size=8, g_data=2)
     seen = [
         tuple(row)
         for step in range(5)  # 40 samples, of which this replica has half

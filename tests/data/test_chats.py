@@ -53,12 +53,17 @@ def folder_of(kind: str, root: Path) -> Path:
     return folder
 
 
-def prepared(source: Path, out: Path, kind: str) -> Any:
+def set_up(folder: Path, **settings: Any) -> None:
+    """Change settings of a folder's tokenizer."""
+    path = folder / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def prepared(source: Path, folder: Path) -> Any:
     """The training data, of which the first sample is all of it but the last token."""
-    given = folder_of(kind, out.parent) / "tokenizer.json"
-    run(Request((source,), out, tokenizer=given))
-    tokens = read_sidecar(out, "").train.tokens
-    return token_datasets(out, tokens - 1, validate=False)[0]
+    out = source.parent / "out"
+    sidecar, _ = run(Request((source,), out, tokenizer=folder / "tokenizer.json"))
+    return token_datasets(out, sidecar.train.tokens - 1, validate=False)[0]
 
 
 @pytest.mark.parametrize("kind", ["marked", "plain"])
@@ -80,27 +85,10 @@ def test_what_counts_is_what_counts_for_trl(kind: str, tmp_path: Path) -> None:
             assert words.decode().replace("\0\n", "\n").split("\n")[:-1] == said
 
 
-@pytest.mark.parametrize("write", [write_jsonl, write_table], ids=["jsonl", "parquet"])
-def test_the_loss_is_on_the_words_of_the_assistant_alone(write: Any, tmp_path: Path) -> None:
-    name = "chats.jsonl" if write is write_jsonl else "chats.parquet"
-    rows = [{"messages": chat} for chat in CHATS]
-
-    data = prepared(write(tmp_path / name, rows), tmp_path / "out", "marked")
-
-    (inputs,), targets = data.read(np.array([0]))
-    ids = [id_ for row in TRL["marked"] for id_ in (*row["ids"], 0)]
-    counts = [c == "1" for row in TRL["marked"] for c in (*row["counts"], "0")]
-    assert inputs[0].tolist() == ids[:-1]
-    expected = [id_ if so else -100 for id_, so in zip(ids, counts, strict=True)]
-    assert targets[0].tolist() == expected[1:]
-    assert data.targets_per_sample is None
-    assert data.count_targets(targets) == sum(counts)
-
-
 def test_labels_are_those_of_trls_collator(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "ids.jsonl", TRL["collator"]["records"])
 
-    data = prepared(source, tmp_path / "out", "none")
+    data = prepared(source, folder_of("none", tmp_path))
 
     (inputs,), targets = data.read(np.array([0]))
     # TRL pads each row by 0 and -100, and we separate the rows by 0, which is no target here.
@@ -112,7 +100,7 @@ def test_labels_are_those_of_trls_collator(tmp_path: Path) -> None:
 def test_an_end_that_is_given_is_not_written_twice_and_stays_a_target(tmp_path: Path) -> None:
     rows = [{"input_ids": [1, 2, 0], "labels": [-100, 2, 0]}, {"input_ids": [3], "labels": [3]}]
 
-    data = prepared(write_jsonl(tmp_path / "ids.jsonl", rows), tmp_path / "out", "none")
+    data = prepared(write_jsonl(tmp_path / "ids.jsonl", rows), folder_of("none", tmp_path))
 
     (inputs,), targets = data.read(np.array([0]))
     assert (inputs[0].tolist(), targets[0].tolist()) == ([1, 2, 0, 3], [2, 0, 3, 0])
@@ -165,10 +153,8 @@ def test_a_record_has_the_ids_and_the_targets_that_trl_gives_it(
     folder = folder_of("none" if kind == "bos" else kind, tmp_path)
     if kind == "bos":
         begin_by(folder, "<|im_start|> $A")
-    source = write(tmp_path / name, RECORDS[records])
-    sidecar, _ = run(Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json"))
 
-    data = token_datasets(tmp_path / "out", sidecar.train.tokens - 1, validate=False)[0]
+    data = prepared(write(tmp_path / name, RECORDS[records]), folder)
 
     # Chats are followed by the separator 0, which is no target; texts end with it, in TRL as well.
     after = [] if records == "texts" else [0]
@@ -179,6 +165,8 @@ def test_a_record_has_the_ids_and_the_targets_that_trl_gives_it(
     assert inputs[0].tolist() == ids[:-1]
     expected = [id_ if so else -100 for id_, so in zip(ids, counts, strict=True)]
     assert targets[0].tolist() == expected[1:]
+    assert data.targets_per_sample is None
+    assert data.count_targets(targets) == sum(counts[1:])
 
 
 def test_a_completion_begins_where_its_ids_differ_from_those_of_the_prompt(tmp_path: Path) -> None:
@@ -204,9 +192,7 @@ def test_special_tokens_of_the_settings_are_themselves_in_chats_and_in_prompts(
     own = json.loads((folder / "tokenizer.json").read_text())
     own["added_tokens"] = [one for one in own["added_tokens"] if one["id"] != 257]
     (folder / "tokenizer.json").write_text(json.dumps(own))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    settings |= {"eos_token": "<|im_end|>", "pad_token": "<|pad|>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    set_up(folder, **{"eos_token": "<|im_end|>", "pad_token": "<|pad|>"})
     source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
     from transformers import AutoTokenizer
 
@@ -249,8 +235,7 @@ def test_tools_and_variables_of_a_record_go_to_the_template_that_transformers_ta
         {"name": "default", "template": default},
         {"name": "tool_use", "template": with_tools},
     ]
-    settings["chat_template"] = named_ones if named else WITH_ALL
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    set_up(folder, chat_template=named_ones if named else WITH_ALL)
     from transformers import AutoTokenizer
 
     judge, template = AutoTokenizer.from_pretrained(str(folder)), ChatTemplate(folder)
@@ -316,10 +301,7 @@ def test_a_template_that_fails_says_why(
     template: Any, error: type[Exception], why: str, tmp_path: Path
 ) -> None:
     folder = folder_of("plain", tmp_path)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({**settings, "chat_template": template})
-    )
+    set_up(folder, chat_template=template)
     source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
 
     with pytest.raises(error) as caught:

@@ -1,13 +1,21 @@
-"""The samples of each step."""
+"""The samples of each step, and of a blend: how often each source is read, in which order."""
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import numpy as np
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch import Tensor
 
-from axsparse.data.order import samples_of_step, shuffled
+from axsparse.data.batches import Batches
+from axsparse.data.blend import Blend
+from axsparse.data.dataset import ArrayDataset, TokenDataset
+from axsparse.data.order import BLOCK, Share, blended_step, places_of, samples_of_step, shuffled
 
 SEEDS = st.integers(0, 2**70)
 
@@ -59,3 +67,120 @@ def test_the_order_stays_what_it_was() -> None:
     assert samples_of_step(1000, global_batch_size=8, step=124, seed=1234).tolist() == [
         *(739, 850, 180, 429, 36, 947, 990, 721)
     ]
+
+
+# -- blends ---------------------------------------------------------------------------------
+
+
+def numbered(first: int, samples: int, name: str) -> ArrayDataset:
+    """Sample i has input `first` + i."""
+    return ArrayDataset(torch.arange(first, first + samples), torch.zeros(samples, 1), name)
+
+
+class Epochs:
+    """Samples that are the epoch they are read in."""
+
+    name, fingerprint, vocab_size, targets_per_sample = "epochs", "1", None, 1
+    reads_epochs = True
+
+    def __len__(self) -> int:
+        return 3
+
+    def read(self, indices: Any, epochs: Any = None) -> tuple[tuple[Tensor, ...], Tensor]:
+        return (torch.from_numpy(1000 + epochs),), torch.zeros(len(indices), 1)
+
+    def count_targets(self, targets: Tensor) -> int:
+        return targets.numel()
+
+
+@settings(deadline=None, max_examples=30)
+@given(weights=st.lists(st.floats(0.001, 1000), min_size=1, max_size=9))
+def test_places_are_the_weights_shares(weights: list[float]) -> None:
+    places = places_of(weights)
+
+    assert sum(places) == BLOCK
+    for place, weight in zip(places, weights, strict=True):
+        assert abs(place - weight / sum(weights) * BLOCK) < 1
+
+
+def test_every_block_has_each_source_as_often_as_its_weight_says_in_epochs_of_its_own() -> None:
+    shares = [Share(7000, 6000), Share(500, 4000)]
+    read = np.concatenate([blended_step(shares, 1000, step, 3) for step in range(20)], axis=1)
+
+    for block in range(2):
+        samples, epochs = read[:, block * BLOCK : (block + 1) * BLOCK]
+        of_second = samples >= 7000
+        assert of_second.sum() == 4000
+        seen = Counter(zip(samples[of_second].tolist(), epochs[of_second].tolist(), strict=True))
+        assert set(seen.values()) == {1}
+        assert {epoch for _, epoch in seen} == set(range(block * 8, block * 8 + 8))
+        # Sources alternate all along the block.
+        assert 360 < of_second[:1000].sum() < 440
+    first = read[:, read[0] < 7000]
+    assert Counter(first[1].tolist()) == {0: 7000, 1: 5000}
+    assert sorted(first[0][first[1] == 0].tolist()) == list(range(7000))
+
+
+ORDER: Any = ([95, 72, 11, 99, 79, 102, 34, 62], [119, 107, 137, 72, 105, 634, 85, 108])
+
+
+def test_the_order_of_a_blend_stays_what_it_was() -> None:
+    """A resumed run must continue in the order it began with, on any machine and version."""
+    samples, epochs = blended_step([Share(100, 7000), Share(9, 3000)], 8, 1251, 1234)
+
+    assert (samples.tolist(), epochs.tolist()) == ORDER
+
+
+def test_replicas_share_the_samples_of_a_blend_and_other_seeds_give_other_ones() -> None:
+    blend = Blend([numbered(0, 40, "a"), numbered(100, 10, "b")], [0.75, 0.25])
+
+    def read(replica: int, g_data: int, seed: int = 5) -> list[int]:
+        batches = Batches(
+            blend,
+            num_samples=50,
+            global_batch_size=12,
+            microbatch_size=2,
+            replica=replica,
+            g_data=g_data,
+            seed=seed,
+            shares=blend.shares,
+        )
+        parts = batches.training(3).microbatches
+        return [number for part in parts for number in part.inputs[0].tolist()]
+
+    one = read(0, 1)
+    assert read(0, 2) + read(1, 2) == one
+    samples, _ = blended_step(blend.shares, 12, 3, 5)
+    assert one == [sample if sample < 40 else sample + 60 for sample in samples]
+    assert read(0, 1, seed=6) != one
+
+
+def test_sources_that_read_epochs_get_their_own() -> None:
+    blend = Blend([numbered(0, 4, "a"), Epochs()], [1, 1])
+
+    (inputs,), _ = blend.read(np.array([4, 0, 6, 3]), np.array([7, 0, 8, 1]))
+
+    assert inputs.tolist() == [1007, 0, 1008, 3]
+    assert (len(blend), blend.targets_per_sample, blend.vocab_size) == (7, 1, None)
+    assert blend.name == "blend of a 50.00%, epochs 50.00%"
+
+
+def test_the_fingerprint_is_of_sources_and_weights() -> None:
+    def fingerprint(weight: float, name: int = 0) -> str:
+        return Blend([numbered(name, 4, "a"), numbered(9, 4, "b")], [weight, 1]).fingerprint
+
+    assert fingerprint(1) == fingerprint(1.00001)
+    assert len({fingerprint(1), fingerprint(2), fingerprint(1, 1)}) == 3
+
+
+def test_targets_that_do_not_count_are_counted_out_whichever_source_has_them() -> None:
+    plain = TokenDataset("a", "0", 8, np.arange(8, dtype=np.uint8), 3)
+    marked = TokenDataset("b", "1", 8, np.arange(128, 136, dtype=np.uint8), 3, mark=128)
+    blend = Blend([plain, marked], [1, 1])
+
+    _, targets = blend.read(np.array([2, 0]))
+
+    assert targets.tolist() == [[-100] * 3, [1, 2, 3]]
+    assert blend.targets_per_sample is None
+    assert blend.count_targets(targets) == 3
+    assert blend.vocab_size == 8
