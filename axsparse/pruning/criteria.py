@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from inspect import signature
+from inspect import Signature, signature
 from typing import Literal, TypeAlias
 
 import torch
@@ -163,11 +163,10 @@ class Criterion:
         cut = keep if isinstance(keep, Threshold) else threshold_of(scores, keep, keys)
         selected = select(scores, keys, cut)
         del scores  # frees their memory before the mask takes a byte an entry
+        kept = selected.mask()
         if within is None:
-            return selected.mask()
-        mask = torch.zeros(numel, dtype=torch.bool)
-        mask[within[selected.mask()]] = True
-        return mask
+            return kept
+        return torch.zeros(numel, dtype=torch.bool).index_copy_(0, within, kept)
 
 
 def _mask_of_stack(
@@ -182,7 +181,7 @@ def _mask_of_stack(
     mask = torch.zeros(scores.numel(), dtype=torch.bool)
     for expert, share in enumerate(shares):
         own = within[within // size == expert]
-        mask[own[largest(scores[own], share, keys)]] = True
+        mask[own] = largest(scores[own], share, keys)
     return mask
 
 
@@ -202,23 +201,33 @@ def configured_criterion(config: Config, score: Score | None) -> Criterion:
             f"{config.where('pruning.method')}: {pruning.method} has a score already; choose "
             "custom, or a method over time, for the one given to Trainer"
         )
-    if score is not None:
-        _reject_other_arguments(score)
-        _reject_missing_arguments(config, score)
     pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
     if score is not None:
+        _reject_arguments(config, score)
         return Criterion(score, config.seed, pattern)
     at_random = pruning.method == "random"
     return Criterion("random" if at_random else "magnitude", config.seed, pattern)
 
 
-def _reject_missing_arguments(config: Config, score: Score) -> None:
-    """ConfigError for a score with arguments that the method does not have when it draws masks."""
+def _reject_arguments(config: Config, score: Score) -> None:
+    """ConfigError for a score that cannot be called with the arguments that the method has when it
+    draws masks."""
     pruning = config.pruning
+    found = _signature(score)
+    if found is None:
+        return
+    given = {"gradient", "inputs"} & set(found.parameters)
+    try:
+        found.bind("", None, **dict.fromkeys(given))
+    except TypeError as error:
+        raise ConfigError(
+            f"score: {error}; it is called with a tensor's name, its weights, and gradient or "
+            "inputs if it has an argument of that name"
+        ) from error
     draws_later = pruning.method in ("gradual", "iterative") or (
         pruning.method == "custom" and pruning.at_step > 0
     )
-    takes_gradient, takes_inputs = _takes(score, "gradient"), _takes(score, "inputs")
+    takes_gradient, takes_inputs = "gradient" in given, "inputs" in given
     if takes_gradient and takes_inputs:
         raise ConfigError(
             "score: it takes gradient and inputs, which no method has at once; leave one of them "
@@ -245,23 +254,12 @@ def _reject_missing_arguments(config: Config, score: Score) -> None:
 
 
 def _takes(score: Score, argument: str) -> bool:
-    try:
-        return argument in signature(score).parameters
-    except (TypeError, ValueError):  # a built-in function without a signature
-        return False
+    found = _signature(score)
+    return found is not None and argument in found.parameters
 
 
-def _reject_other_arguments(score: Score) -> None:
-    """ConfigError for a score that cannot be called with its arguments."""
+def _signature(score: Score) -> Signature | None:
     try:
-        parameters = signature(score)
-    except (TypeError, ValueError):  # as above
-        return
-    given = {"gradient", "inputs"} & set(parameters.parameters)
-    try:
-        parameters.bind("", None, **dict.fromkeys(given))
-    except TypeError as error:
-        raise ConfigError(
-            f"score: {error}; it is called with a tensor's name, its weights, and gradient or "
-            "inputs if it has an argument of that name"
-        ) from error
+        return signature(score)
+    except (TypeError, ValueError):  # a built-in function without one
+        return None

@@ -129,11 +129,10 @@ class Reconstruction:
         """The mean gradients of a step's microbatches, of which this replica computes its share."""
         if len(batch) == 1:  # which every replica computes
             return gradients_of(batch[0])
-        found = [gradients_of(number) for number in batch if self._is_own(number)]
         # Of each parameter, the gradients of the microbatches that use it.
         each: list[list[Tensor]] = [[] for _ in parameters]
-        for given in found:
-            for parts, part in zip(each, given, strict=True):
+        for number in filter(self._is_own, batch):
+            for parts, part in zip(each, gradients_of(number), strict=True):
                 if part is not None:
                     parts.append(part)
         largest = torch.zeros(self.replicas.size, len(parameters), dtype=torch.float64)

@@ -59,7 +59,10 @@ def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bo
     """
     assert sums_K.shape == values_K.shape, f"{tuple(values_K.shape)} for {tuple(sums_K.shape)}"
     if values_K.device.type == "cpu" and sums_K.numel() > SMALL and can_compile():
-        _add_by_loop(sums_K, values_K, unit, most, adds=adds)
+        # In one pass, with the bits of the operations below wherever all entries fit.
+        values_K = values_K.float() if values_K.dtype == torch.float16 else values_K
+        largest = most.numpy().view(np.uint32)
+        ADD(array_of(values_K), 1 / unit, sums_K.numpy(), int(adds), largest)
         return
     each = CHUNK if sums_K.is_cpu else DEVICE_CHUNK
     for sums, values in zip(sums_K.split(each), values_K.split(each), strict=True):
@@ -78,15 +81,6 @@ def add_parts(sums_K: Tensor, parts: Tensor, unit: float, most: Tensor, *, adds:
         sums_K.add_(integers.view(-1))
     else:
         sums_K.copy_(integers.view(-1))
-
-
-def _add_by_loop(
-    sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bool
-) -> None:
-    """A faster `add`, with the same bits wherever all entries fit."""
-    if values_K.dtype == torch.float16:
-        values_K = values_K.float()
-    ADD(array_of(values_K), 1 / unit, sums_K.numpy(), int(adds), most.numpy().view(np.uint32))
 
 
 def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:

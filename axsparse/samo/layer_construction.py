@@ -224,30 +224,29 @@ def _skeleton(
             module = layer.build()
     else:
         module = on_meta(layer)
-    parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    trained = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
-    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
+    built = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
     def value(name: str) -> Tensor:
-        full = layer.full_name(name)
+        full, shape = layer.full_name(name), tuple(built[name].shape)
         owner = ties.get(full, full)
         given = None if start is None else start.read(owner)
         if given is not None:
-            assert tuple(given.shape) == shapes[name], owner
+            assert tuple(given.shape) == shape, owner
         elif init is not None:
             # An `init` may leave its generator unused and draw from a global one.
             with preserved_rng(is_seeded=True):
                 seed_all(seed, owner, "init")
-                given = init(name, shapes[name], keyed_generator(seed, owner, "init"))
-            if not isinstance(given, Tensor) or tuple(given.shape) != shapes[name]:
+                given = init(name, shape, keyed_generator(seed, owner, "init"))
+            if not isinstance(given, Tensor) or tuple(given.shape) != shape:
                 kind = tuple(given.shape) if isinstance(given, Tensor) else type(given).__name__
                 raise ConfigError(
                     f"layer {layer.name}: its init gave {kind} for {name}; return a tensor of "
-                    f"shape {shapes[name]}"
+                    f"shape {shape}"
                 )
         else:
-            given = parameters[name]
-        odd = mismatched_values(given, trained=trained[name])
+            given = built[name]
+        odd = mismatched_values(given, trained=name in trained)
         if odd:
             raise ConfigError(
                 f"parameter {full}: its start value is {odd}; mend the layer's init or "

@@ -67,6 +67,11 @@ class StateBuffers:
     """None where fp32 weights are their own masters."""
     moments: dict[str, Tensor]
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All buffers, the master first."""
+        return [*([] if self.master is None else [self.master]), *self.moments.values()]
+
 
 class OptimizerState:
     """Reads and writes the masters and moments of one layer, wherever they are."""
@@ -204,9 +209,7 @@ class OptimizerState:
 
     def _relocated(self, relocation: Relocation, stored: Tensor) -> Tensor:
         shares = self._shares
-        old = relocation.all_owned(stored.to(self._backend.device))
-        new = old.new_zeros(shares.bounds[-1])
-        relocation.carry_over(old, new)
+        new = relocation.moved(relocation.all_owned(stored.to(self._backend.device)))
         if shares.is_sharded or self._backend.host is not None:
             held = new[shares.held.start : shares.held.stop]
             return self._backend.rest(len(shares.held), new.dtype).copy_(held)
@@ -562,15 +565,15 @@ class LayerState:
         mask_D, numel = changed.of_full(mask_D), changed.parameter.numel()
         assert mask_D.shape == (numel,), f"{name}: a mask of {mask_D.shape} for {numel} entries"
         new_index = self.backend.index(mask_D, self._index_kind)
-        positions = new_index.positions()
-        relocation = Relocation(positions, changed, self.shares)
+        mask_D = mask_D.to(self.backend.device)
+        relocation = Relocation(mask_D, changed, self.shares)
         changed.own_index = new_index
         self.shares.lay_out()
 
         self.optimizer_state.relocate(relocation)
         old_gradient = self.gradient
         self._lay_gradient(self.accumulator.new_zeros(self.shares.total))
-        relocation.carry_over(old_gradient, self.gradient)
+        self.gradient[: self.shares.bounds[-1]] = relocation.moved(old_gradient)
         if self._is_sparse(changed):
             weight_K = None
             if changed.kept_weight is not None:
@@ -578,10 +581,8 @@ class LayerState:
             elif changed.expanded_at is None and self._stores_weights:
                 weight_K = new_index.gather(changed.weight_D, 0, changed.kept)
             self._make_sparse(changed, weight_K)
-            return
-        stays_D = self._zeros(numel, torch.bool)
-        stays_D[positions] = True
-        changed.weight_D.masked_fill_(~stays_D, 0)
+        else:
+            changed.weight_D.masked_fill_(~mask_D, 0)
 
     def refit(self) -> None:
         """Lay the gradient out anew, after `remask` of a tensor that this layer has an alias of."""

@@ -18,7 +18,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Event
 from axsparse.runtime.gpu.device_protocol import Device
@@ -45,11 +44,8 @@ class Offload:
         self._up, self._down = device.stream(), device.stream()
         self._free: list[Event | None] = [None] * STAGED
         """For each place, the event after which its last visit's values are back on the host."""
-        sizes = [
-            [tensor.nbytes for tensor in _tensors(layer.optimizer_state.stored())]
-            for layer in layers
-        ]
-        size = max(map(aligned_bytes, sizes), default=0)
+        stored = [layer.optimizer_state.stored().tensors for layer in layers]
+        size = max((aligned_bytes(one.nbytes for one in tensors) for tensors in stored), default=0)
         where = layers[0].backend.device if layers else torch.device("cpu")
         self._places = [torch.empty(size, dtype=torch.uint8, device=where) for _ in range(STAGED)]
         for layer in layers:
@@ -74,7 +70,7 @@ class Offload:
             with state.staged(visit.here):
                 yield layer
             self._down.wait(compute.record())
-            for rest, here in zip(_tensors(state.stored()), _tensors(visit.here), strict=True):
+            for rest, here in zip(state.stored().tensors, visit.here.tensors, strict=True):
                 self._down.copy(rest, here)
             self._free[number % STAGED] = self._down.record()
 
@@ -90,16 +86,10 @@ class Offload:
         self._up.wait(self._device.compute.record() if free is None else free)
         room, stored, at = self._places[number % STAGED], layer.optimizer_state.stored(), 0
         put = []
-        for rest in _tensors(stored):
-            here = room[at : at + rest.nbytes].view(rest.dtype)
-            self._up.copy(here, rest)
-            put.append(here)
+        for rest in stored.tensors:
+            put.append(room[at : at + rest.nbytes].view(rest.dtype))
+            self._up.copy(put[-1], rest)
             at += aligned_bytes([rest.nbytes])
-        masters = 0 if stored.master is None else 1
-        moments = dict(zip(stored.moments, put[masters:], strict=True))
-        return _Staging(StateBuffers(put[0] if masters else None, moments), self._up.record())
-
-
-def _tensors(buffers: StateBuffers) -> list[Tensor]:
-    master = [] if buffers.master is None else [buffers.master]
-    return [*master, *buffers.moments.values()]
+        master = None if stored.master is None else put.pop(0)
+        here = StateBuffers(master, dict(zip(stored.moments, put, strict=True)))
+        return _Staging(here, self._up.record())

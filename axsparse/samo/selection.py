@@ -77,10 +77,6 @@ def count_kept(packed: Tensor) -> int:
     return sum(int(np.unpackbits(part.numpy()).sum(dtype=np.int64)) for part in parts)
 
 
-KEEP_NONE = Threshold(2**31 - 1, 0)
-"""The cut that keeps nothing."""
-
-
 def histogram(scores: Tensor, keys: Keys, upper: int | None = None) -> Tensor:
     """How many scores fall into each of 65,536 bins, int64 `(65,536,)` on the host: by the upper
     halves of their keys, or if `upper` is given, by the lower halves of the keys in that bin.
@@ -114,7 +110,7 @@ def find_threshold(count: Callable[[int | None], Tensor], keep: int) -> Threshol
     are of all of them.
     """
     if keep == 0:
-        return KEEP_NONE
+        return Threshold(2**31 - 1, 0)
     upper, inside = threshold_bin(count(None), keep)
     lower, ties = threshold_bin(count(upper), inside)
     return Threshold((upper - HALF) * BINS + lower, ties)

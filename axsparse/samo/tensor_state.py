@@ -187,27 +187,20 @@ class Shares:
 class Relocation:
     """How values move in a layer's flat buffers when the mask of one of its tensors shrinks.
 
-    Made before `Shares.lay_out` lays the shares out anew; values are carried over after it.
+    Made before `Shares.lay_out` lays the shares out anew; values move after it.
     """
 
-    def __init__(self, positions: Tensor, changed: TensorState, shares: Shares) -> None:
-        """`positions` (int64, ascending, on the layer's device) are the kept ones of `changed` that
-        stay."""
-        old_positions = changed.index.positions()
-        self._before = torch.searchsorted(old_positions, positions)
-        """The number of each entry that stays, among the entries that were kept."""
-        fits = positions.numel() == 0 or int(self._before[-1]) < old_positions.numel()
-        assert fits and torch.equal(old_positions[self._before], positions), "masks only shrink"
-        self._changed, self._shares = changed, shares
-        self._places = {
-            tensor.name: slice(tensor.offset, tensor.offset + tensor.kept)
-            for tensor in shares.tensors
-        }
-        self._bounds, self._held = shares.bounds, shares.held
+    def __init__(self, mask_D: Tensor, changed: TensorState, shares: Shares) -> None:
+        """`mask_D` is the flat mask of `changed`, on the layer's device."""
+        self._stays_K = mask_D[changed.index.positions()]
+        stay = int(self._stays_K.count_nonzero())
+        assert stay == int(mask_D.count_nonzero()), "masks only shrink"
+        self._begin, self._end = changed.offset, changed.offset + changed.kept
+        self._shares, self._bounds, self._held = shares, shares.bounds, shares.held
 
     def staying(self, before: Tensor) -> Tensor:
         """The values that stay, of all kept entries that the changed tensor had; a copy."""
-        return before[self._before]
+        return before[self._stays_K]
 
     def all_owned(self, held: Tensor) -> Tensor:
         """A buffer of all owned entries as they were, from this replica's held ones.
@@ -221,10 +214,8 @@ class Relocation:
         self._shares.replicas.exchange(Op.ALL_GATHER, complete, self._bounds)
         return complete
 
-    def carry_over(self, old: Tensor, new: Tensor) -> None:
-        """Copy the entries that stay from a flat buffer of all owned entries into one of the new
-        layout."""
-        for tensor in self._shares.owned:
-            before = old[self._places[tensor.name]]
-            after = new[tensor.offset : tensor.offset + tensor.kept]
-            after.copy_(before[self._before] if tensor is self._changed else before)
+    def moved(self, owned: Tensor) -> Tensor:
+        """The entries that stay, of a flat buffer that begins with all owned entries as they
+        were."""
+        changed = self.staying(owned[self._begin : self._end])
+        return torch.cat((owned[: self._begin], changed, owned[self._end : self._bounds[-1]]))

@@ -279,10 +279,8 @@ class Trainer:
         self.live: LiveMasks | None = None
         """The live masks of this rank's layers; None where nothing ever is pruned."""
         if plan.targets is not None:
-            self.live = LiveMasks(
-                *(self.layers, plan.profile.ties, plan.targets, plan.criterion.pattern),
-                *(options, coords, transport),
-            )
+            ties = plan.profile.ties
+            self.live = LiveMasks(self.layers, ties, plan.targets, options, coords, transport)
         self.pruner = choose_pruner(
             resolved, plan.criterion, self.live, starts_pruned=plan.starts_pruned
         )

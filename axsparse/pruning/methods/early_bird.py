@@ -15,7 +15,7 @@ within 0.1 of each other. Churn is the share of kept entries that was exchanged,
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -23,13 +23,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from axsparse.config.validate import DISTANCES
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks, ScoredMasks
 from axsparse.pruning.methods.pruner import MaskUpdate, MethodState, PrunerState, Read, StepContext
 from axsparse.runtime.errors import DataError, TrainingError, everywhere
 from axsparse.samo.selection import count_kept
 
-Metric = Literal["churn", "hamming"]
 KIND = "search"
 
 
@@ -45,34 +45,27 @@ class Decision:
     """Like `hamming`, None in the first round, which has no earlier mask to compare with."""
 
 
+@dataclass
 class MaskConvergence:
-    """Decides on one rank whether masks have converged.
+    """Decides on one rank whether masks have converged: the last `DISTANCES` distances are below
+    `threshold`.
 
     If a round is `due`, call `compare` for each tensor of the rank, sum the counts over stages,
     and call `decide` with the sums. One bit is kept for each entry that was compared.
     """
 
-    def __init__(
-        self,
-        *,
-        interval: int,
-        start_step: int,
-        max_steps: int,
-        length: int = 5,
-        threshold: float = 0.1,
-        metric: Metric = "churn",
-    ) -> None:
-        """Rounds come every `interval` steps from `start_step` on. Masks have settled once the
-        last `length` distances are below `threshold`."""
-        assert start_step + length * interval <= max_steps, "no draw would be possible"
-        self._interval, self._start, self._max_steps = interval, start_step, max_steps
-        self._threshold, self._metric = threshold, metric
-        self.masks: dict[str, Tensor] = {}
-        """The bit-packed masks of the last round, by name of this rank's tensors."""
-        self.queue: deque[float] = deque(maxlen=length)
-        """The last distances, oldest first; the same on all ranks."""
-        self.last_step: int | None = None
-        """How many steps had succeeded at the last round; None before the first round."""
+    interval: int
+    """Rounds come every so many steps, from `start_step` on."""
+    start_step: int
+    max_steps: int
+    threshold: float
+    metric: Literal["churn", "hamming"]
+    masks: dict[str, Tensor] = field(default_factory=dict)
+    """The bit-packed masks of the last round, by name of this rank's tensors."""
+    queue: deque[float] = field(default_factory=lambda: deque(maxlen=DISTANCES))
+    """The last distances, oldest first; the same on all ranks."""
+    last_step: int | None = None
+    """How many steps had succeeded at the last round; None before the first round."""
 
     def due(self, successful_steps: int) -> bool:
         """Whether a round is due after so many successful steps.
@@ -80,8 +73,8 @@ class MaskConvergence:
         A step that overflows does not count, so the same number can come twice; the round is due
         the first time only.
         """
-        since = successful_steps - self._start
-        return since >= 0 and since % self._interval == 0 and successful_steps != self.last_step
+        since = successful_steps - self.start_step
+        return since >= 0 and since % self.interval == 0 and successful_steps != self.last_step
 
     def compare(self, name: str, mask: Tensor) -> int:
         """How many entries differ from the last round's mask, which `mask` then replaces.
@@ -107,10 +100,10 @@ class MaskConvergence:
         hamming = churn = None
         if not first:
             hamming, churn = mismatched / total, mismatched / max(2 * kept, 1)
-            self.queue.append(churn if self._metric == "churn" else hamming)
-            if len(self.queue) == self.queue.maxlen and max(self.queue) < self._threshold:
+            self.queue.append(churn if self.metric == "churn" else hamming)
+            if len(self.queue) == DISTANCES and max(self.queue) < self.threshold:
                 return Decision("draw", hamming, churn)
-        last_round = successful_steps + self._interval > self._max_steps
+        last_round = successful_steps + self.interval > self.max_steps
         return Decision("exhausted" if last_round else "search", hamming, churn)
 
 

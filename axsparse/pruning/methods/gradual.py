@@ -56,14 +56,13 @@ class GradualPruning:
     def __init__(
         self,
         live: LiveMasks,
-        criterion: Criterion | None,
+        criterion: Criterion,
         rounds: PruningRounds,
         *,
         geometric: bool = False,
     ) -> None:
-        """Without a `criterion`, `sensitivity` decides. With `geometric`, each round removes the
-        same share of the kept entries; without, the sparsity rises as a cubic. There is at least
-        one round."""
+        """With `geometric`, each round removes the same share of the kept entries; without, the
+        sparsity rises as a cubic. There is at least one round."""
         assert rounds.count >= 1
         self._live = live
         self._criterion = criterion
@@ -76,7 +75,7 @@ class GradualPruning:
         if self._is_done or number is None:
             return None
         self._is_done = number == rounds
-        criterion = self._criterion or Criterion(sensitivity, pattern=self._live.pattern)
+        criterion = self._criterion
         if criterion.sees_gradients:
             now.gradients()
             criterion = with_gradients(criterion, self._live)

@@ -31,7 +31,6 @@ class LiveMasks:
     ties: Mapping[str, str]
     """Maps the name of each second use of a weight to the name of the first."""
     targets: Targets
-    pattern: tuple[int, int] | None
     options: StateOptions
     coords: RankCoords
     transport: Transport

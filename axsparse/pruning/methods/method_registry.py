@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from axsparse.config.schema import ONCE, Config
-from axsparse.config.validate import DISTANCES
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.early_bird import EarlyBirdSearch, MaskConvergence
-from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds, Rewinding
+from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds, Rewinding, sensitivity
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.pruner import Pruner
 
@@ -38,7 +39,6 @@ def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until
     if pruning.method == "early-bird":
         search = MaskConvergence(
             interval=pruning.interval,
-            length=DISTANCES,
             start_step=max(pruning.at_step, config.schedule.warmup_steps),
             max_steps=until,
             threshold=pruning.threshold,
@@ -52,4 +52,6 @@ def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until
         return GradualPruning(live, criterion, rounds, geometric=pruning.method == "iterative")
     assert pruning.method in ONCE, f"no class for the method {pruning.method}"
     once = PruningRounds(begin=pruning.at_step - 1, interval=1, until_step=pruning.at_step)
-    return GradualPruning(live, None if pruning.method == "snip" else criterion, once)
+    if pruning.method == "snip":
+        criterion = replace(criterion, score=sensitivity)
+    return GradualPruning(live, criterion, once)

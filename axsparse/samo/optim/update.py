@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -63,7 +63,8 @@ def update(
     each one's masters and moments on its device until the next one is asked for.
     All replicas call this together if their state is sharded.
     """
-    step = _Step(layers, optimizer, (hyper, own), gradient_factor)
+    at_once = full_tensor_step(layers, optimizer)
+    step = _Step(optimizer, hyper, own, gradient_factor, at_once)
     statistics = step.statistics(layers, staged_layers)
     for layer in staged_layers(layers):
         step.apply(layer, statistics)
@@ -71,25 +72,18 @@ def update(
             updated(layer)
 
 
+@dataclass(frozen=True)
 class _Step:
-    """One step of one optimizer, for any tensors of some layers."""
+    """One step of one optimizer, for any tensors of some layers; the arguments of `update`."""
 
-    def __init__(
-        self,
-        layers: Sequence[LayerState],
-        optimizer: Optimizer,
-        settings: tuple[Hyper, Mapping[str, Hyper]],
-        gradient_factor: float,
-    ) -> None:
-        """`settings` are the settings of all tensors, and by name the tensors' deviating ones."""
-        self.optimizer = optimizer
-        self.hyper, self.own = settings
-        self.undecayed = replace(self.hyper, weight_decay=0.0)
-        self.gradient_factor = gradient_factor
-        self.whole = full_tensor_step(layers, optimizer)
+    optimizer: Optimizer
+    hyper: Hyper
+    own: Mapping[str, Hyper]
+    gradient_factor: float
+    at_once: FullTensorStep | None
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
-        usual = self.hyper if tensor.decays else self.undecayed
+        usual = self.hyper if tensor.decays else replace(self.hyper, weight_decay=0.0)
         hyper = self.own.get(tensor.full_name, usual)
         # As in torch, the steps of a parameter count from its first gradient.
         return replace(hyper, step=hyper.step - tensor.begun) if tensor.begun else hyper
@@ -150,12 +144,12 @@ class _Step:
 
     def apply(self, layer: LayerState, statistics: Mapping[str, Tensor]) -> None:
         """Update one layer, all of its tensors at once where that can be."""
-        if self.whole is not None:
+        if self.at_once is not None:
             alike: dict[Hyper, list[TensorState]] = {}
             for tensor in layer.owned:
                 alike.setdefault(self.hyper_of(tensor), []).append(tensor)
             for hyper, tensors in alike.items():
-                self.whole(list(_slots(layer, tensors)), hyper, self.gradient_factor)
+                self.at_once(list(_slots(layer, tensors)), hyper, self.gradient_factor)
             return
         for tensor in layer.owned:
             self.apply_in_blocks(layer, tensor, statistics.get(tensor.name))

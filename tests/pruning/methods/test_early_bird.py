@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Literal
 
 import pytest
 import torch
@@ -11,21 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from axsparse.pruning.distribution import kept_entries
-from axsparse.pruning.methods.early_bird import Decision, MaskConvergence, Metric
+from axsparse.pruning.methods.early_bird import Decision, MaskConvergence
 from axsparse.samo.selection import largest
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)
 Round = Mapping[str, Tensor]
 
+Metric = Literal["churn", "hamming"]
 EVERY = 10
 
 
-def search(
-    metric: Metric = "churn", max_steps: int = 10_000, threshold: float = 0.1
-) -> MaskConvergence:
-    return MaskConvergence(
-        interval=EVERY, start_step=0, max_steps=max_steps, threshold=threshold, metric=metric
-    )
+def search(metric: Metric = "churn", max_steps: int = 10_000) -> MaskConvergence:
+    return MaskConvergence(EVERY, 0, max_steps, threshold=0.1, metric=metric)
 
 
 def mask_of(kept: Iterable[int], numel: int = 100) -> Tensor:
@@ -39,14 +37,6 @@ def decide(one: MaskConvergence, step: int, masks: Round) -> Decision:
     total = sum(mask.numel() for mask in masks.values())
     kept = sum(int(mask.sum()) for mask in masks.values())
     return one.decide(step, mismatched, total, kept)
-
-
-def play(one: MaskConvergence, churns: Iterable[int], start: int = 0) -> list[str]:
-    """The outcomes for distances of so many hundredths, with 50 of 1,000 entries kept."""
-    return [
-        one.decide(start + EVERY * number, churn, 1000, 50).outcome
-        for number, churn in enumerate(churns)
-    ]
 
 
 # -- distances ------------------------------------------------------------------------------
@@ -81,17 +71,40 @@ def test_packed_masks_differ_where_masks_do(numel: int, data: st.DataObject) -> 
     assert one.compare("w", after) == int((before != after).sum())
 
 
-# -- when it draws --------------------------------------------------------------------------
+# -- when it draws, and when it gives up -----------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [1, 2, 3, 4, 5])
-def test_a_spike_keeps_the_search_going_for_exactly_five_rounds(at: int) -> None:
-    churns = [0] * 20
-    churns[at] = 50
+@pytest.mark.parametrize(
+    ("churns", "max_steps", "last"),
+    [
+        # However alike the masks are, six must be seen.
+        ([0] * 6, 10_000, "draw"),
+        # A spike keeps the search going for exactly five rounds.
+        *(([0] * at + [50] + [0] * 5, 10_000, "draw") for at in (1, 2, 3, 4, 5)),
+        # A distance at the threshold is not below it.
+        ([0, 0, 0, 0, 0, 10], 10_000, "search"),
+        ([0, 0, 0, 0, 0, 9], 10_000, "draw"),
+        # The last round draws, or says that it is the last.
+        ([50] * 8, 70, "exhausted"),
+        ([50] * 8, 79, "exhausted"),
+        ([0] * 6, 50, "draw"),
+    ],
+)
+def test_outcomes_of_rounds(churns: list[int], max_steps: int, last: str) -> None:
+    """Distances are in hundredths, since 50 of 1,000 entries are kept."""
+    one = search(max_steps=max_steps)
 
-    outcomes = play(search(), churns)
+    found = [one.decide(EVERY * at, churn, 1000, 50).outcome for at, churn in enumerate(churns)]
 
-    assert outcomes.index("draw") == at + 5
+    assert found == ["search"] * (len(churns) - 1) + [last]
+
+
+def test_masks_that_keep_nothing_have_settled() -> None:
+    found = search(max_steps=50)
+
+    outcomes = [found.decide(EVERY * step, 0, 100, 0).outcome for step in range(6)]
+
+    assert outcomes == ["search"] * 5 + ["draw"]
 
 
 def test_independent_masks_of_few_entries_are_close_by_hamming_distance_and_not_by_churn() -> None:
@@ -107,9 +120,6 @@ def test_independent_masks_of_few_entries_are_close_by_hamming_distance_and_not_
     assert outcomes("churn") == ["search"] * 12
 
 
-# -- when it looks, and when it gives up ----------------------------------------------------
-
-
 def test_a_count_of_steps_that_comes_twice_has_one_round() -> None:
     one = search()
     one.decide(0, 0, 1000, 50)
@@ -117,32 +127,3 @@ def test_a_count_of_steps_that_comes_twice_has_one_round() -> None:
 
     assert not one.due(EVERY)  # the next step overflowed
     assert one.due(2 * EVERY)
-
-
-@pytest.mark.parametrize(
-    ("max_steps", "churns", "last"),
-    [(70, [50] * 8, "exhausted"), (79, [50] * 8, "exhausted"), (50, [0] * 6, "draw")],
-)
-def test_the_last_round_draws_or_says_that_it_is_the_last(
-    max_steps: int, churns: list[int], last: str
-) -> None:
-    outcomes = play(search(max_steps=max_steps), churns)
-
-    assert outcomes == ["search"] * (len(churns) - 1) + [last]
-
-
-def test_masks_that_keep_nothing_have_settled() -> None:
-    found = search(max_steps=50)
-
-    outcomes = [found.decide(EVERY * step, 0, 100, 0).outcome for step in range(6)]
-
-    assert outcomes == ["search"] * 5 + ["draw"]
-
-
-def test_a_distance_at_the_threshold_is_not_below_it() -> None:
-    assert play(search(threshold=0.1), [0, 0, 0, 0, 0, 10]) == ["search"] * 6
-    assert play(search(threshold=0.1), [0, 0, 0, 0, 0, 9]) == ["search"] * 5 + ["draw"]
-
-
-def test_six_masks_must_be_seen_however_alike_they_are() -> None:
-    assert play(search(), [0] * 6) == ["search"] * 5 + ["draw"]
