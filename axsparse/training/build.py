@@ -52,7 +52,6 @@ from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding
 from axsparse.training.checkpoint.layer_files import (
     CheckpointFiles,
-    CheckpointMasks,
     load_layers,
     thawed_and_frozen,
 )
@@ -360,7 +359,7 @@ def build_state(
     if checkpoint is None:
         masks = _first_masks(plan, stage_layers, options, transport, data, run_dir)
     else:
-        masks = CheckpointMasks(checkpoint)
+        masks = CheckpointFiles(checkpoint)
     # SparseGPT and healing change weights as well.
     start = masks if isinstance(masks, CalibratedMasks) and masks.changes_weights else options.start
     planned = None if plan.prediction is None else plan.prediction.memory_bytes

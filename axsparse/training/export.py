@@ -15,10 +15,10 @@ first use. Buffers are written after the parameters of their layer.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,14 +67,8 @@ from axsparse.runtime.files.sparse_safetensors import (
     is_sparse,
     sparse_tensors,
 )
-from axsparse.samo.precision import DTYPES, round_to
-from axsparse.training.checkpoint.layer_files import (
-    BUFFER,
-    MASTER,
-    VALUE,
-    CheckpointFiles,
-    CheckpointMasks,
-)
+from axsparse.samo.precision import DTYPES
+from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE, CheckpointFiles
 from axsparse.training.checkpoint.manifest import ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 
@@ -137,9 +131,7 @@ def export(
     path = path.absolute()
     _reject_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
-    tensors = weights.by_name()
-    if dtype is not None:
-        tensors = _as_types(tensors, {name: dtype(name) for name in weights.parameters})
+    tensors = weights.by_name(dtype)
     files: Mapping[str, bytes] | None = None
     notes: Sequence[str] = ()
     if is_folder:
@@ -154,24 +146,9 @@ def export(
         named = torch.bfloat16 if form == "sparse" else named
         files, notes = _files(config, named, (data.name, data.fingerprint))
         if form == "sparse":
-            with weights.being_read():
-                tensors = sparse_tensors(tensors)
-    values = weights.read(value for _, value in tensors.values())
-    nbytes = _write(path, tensors, values, files, checkpoint.step, force=force)
+            tensors = sparse_tensors(tensors)
+    nbytes = _write(path, tensors, files, checkpoint.step, force=force)
     return ExportSummary(checkpoint, len(tensors), nbytes, notes)
-
-
-def _as_types(tensors: Tensors, types: Mapping[str, torch.dtype]) -> Tensors:
-    """The same tensors in other types."""
-
-    def changed(value: Value, header: TensorHeader) -> Tensor:
-        return value().to(header.dtype)
-
-    made: dict[str, tuple[TensorHeader, Value]] = {}
-    for name, (header, value) in tensors.items():
-        header = replace(header, dtype=types.get(name, header.dtype))
-        made[name] = header, partial(changed, value, header)
-    return made
 
 
 def export_sparse(folder: Path, path: Path, *, force: bool) -> tuple[int, int]:
@@ -192,8 +169,7 @@ def export_sparse(folder: Path, path: Path, *, force: bool) -> tuple[int, int]:
     settings = read_json(folder / CONFIG_FILE)
     files[CONFIG_FILE] = _json({**settings, "dtype": "bfloat16"})
     tensors = sparse_tensors(whole)
-    values = (value() for _, value in tensors.values())
-    return len(tensors), _write(path, tensors, values, files, 0, force=force)
+    return len(tensors), _write(path, tensors, files, 0, force=force)
 
 
 # Reason: the tensors, their description, and the path.
@@ -219,7 +195,7 @@ def save_folder(
     tensors = _of_hf(config, shapes, held, suggestion)
     dtype = next(weights[name].dtype for name in shapes)
     files, notes = _files(config, dtype, data)
-    _write(path, tensors, (value() for _, value in tensors.values()), files, step, force=force)
+    _write(path, tensors, files, step, force=force)
     return notes
 
 
@@ -249,9 +225,7 @@ def export_folder(
                 known[buffer.name] = header_of(tensor), partial(as_stored, tensor)
     types = Counter(known[name][0].dtype for name in profiled.shapes if name in known)
     files, _ = hf_files(config.model, types.most_common(1)[0][0], None)
-    tensors = _published(config.model, known)
-    values = (value() for _, value in tensors.values())
-    return _write(path.absolute(), tensors, values, files, 0, force=True)
+    return _write(path.absolute(), _published(config.model, known), files, 0, force=True)
 
 
 def _read_as(
@@ -262,20 +236,15 @@ def _read_as(
     return value.to(header.dtype)
 
 
-# Reason: the path, the tensors, and the files of a folder.
 def _write(
-    path: Path,
-    tensors: Tensors,
-    values: Iterator[Tensor],
-    files: Mapping[str, bytes] | None,
-    step: int,
-    *,
-    force: bool,
+    path: Path, tensors: Tensors, files: Mapping[str, bytes] | None, step: int, *, force: bool
 ) -> int:
     """Write tensors to `path`, into a folder if there are other files; returns their bytes."""
     headers = {name: header for name, (header, _) in tensors.items()}
     is_folder = files is not None
-    with _new(path) as unfinished:
+    with _writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with _writing(path), new_path(path) as unfinished:
         file = unfinished
         if files is not None:
             unfinished.mkdir()
@@ -287,6 +256,7 @@ def _write(
                     sync_folder(folder)
             file = unfinished / (SPARSE_FILE if is_sparse(headers) else WHOLE_FILE)
         version = {VERSION_KEY: VERSION} if file.name == SPARSE_FILE else {}
+        values = (value() for _, value in tensors.values())
         write_safetensors(file, headers, values, {_STEP: str(step), **version})
         if is_folder:
             sync_folder(unfinished)
@@ -324,22 +294,19 @@ class Weights:
         layers = checkpoint.manifest.layers
         verify(checkpoint, [layer.file for layer in layers.values()])
         self._files = CheckpointFiles(checkpoint)
-        self._masks = CheckpointMasks(checkpoint)
         self.dtype = DTYPES[self.config().precision] if trained else torch.float32
         self._trained = trained
-        self._untrained: dict[str, TensorHeader] = {}
         self.parameters: dict[str, ParameterEntry] = {}
-        self.buffers: dict[str, dict[str, TensorHeader]] = {}
+        self._untrained: dict[str, TensorHeader] = {}
+        self._buffers: dict[str, dict[str, TensorHeader]] = {}
         """By layer and global name."""
         for name, layer in layers.items():
             self.parameters.update(layer.parameters)
-            self.buffers[name] = {}
+            kinds: dict[str, dict[str, TensorHeader]] = {VALUE: self._untrained, BUFFER: {}}
             for key, header in self._files.headers(name).items():
                 kind, _, tensor = key.partition("/")
-                if kind == VALUE:
-                    self._untrained[tensor] = header
-                elif kind == BUFFER:
-                    self.buffers[name][tensor] = header
+                kinds.setdefault(kind, {})[tensor] = header
+            self._buffers[name] = kinds[BUFFER]
 
     def config(self) -> Config:
         """The run's configuration; DataError if this version does not understand it."""
@@ -367,55 +334,31 @@ class Weights:
         """Whether a parameter of this global name is there and was trained."""
         return name in self.parameters and name not in self._untrained
 
-    def dense(self, name: str) -> Tensor:
-        """A parameter in its shape, with zeros at pruned positions."""
-        entry = self.parameters[name]
+    def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """A parameter in its shape, with zeros at pruned positions, in its own type or `dtype`."""
         if name in self._untrained:
-            header = TensorHeader(self._untrained[name].dtype, entry.shape)
-            return self._files.read(VALUE, name, header).to(self.dtype_of(name))
-        master_K = self._files.read(MASTER, name, TensorHeader(torch.float32, (entry.kept,)))
-        kept_K = round_to(master_K, self.dtype)
-        if name not in self._masks.kept:
-            return kept_K.view(entry.shape)
-        mask_D = self._masks.mask(name, entry.shape, partial(self.dense, name))
-        dense_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype)
-        return dense_D.masked_scatter_(mask_D, kept_K).view(entry.shape)
+            header = TensorHeader(self._untrained[name].dtype, self.parameters[name].shape)
+            value = self._files.read(VALUE, name, header)
+        else:
+            value = self._files.dense(MASTER, name, self.dtype)
+        return value.to(dtype or self.dtype_of(name))
 
-    def buffer(self, layer: str, name: str) -> Tensor:
-        """A buffer in the type in which it was saved."""
-        return self._files.read_buffer(layer, name, self.buffers[layer][name])
-
-    def by_name(self) -> Tensors:
-        """All parameters and buffers, layer by layer."""
+    def by_name(self, dtype: Callable[[str], torch.dtype] | None = None) -> Tensors:
+        """All parameters and buffers, layer by layer; `dtype(name)` may give a parameter another
+        type."""
         tensors: dict[str, tuple[TensorHeader, Value]] = {}
         for name, layer in self.checkpoint.manifest.layers.items():
             for parameter, entry in layer.parameters.items():
-                header = TensorHeader(self.dtype_of(parameter), entry.shape)
-                tensors[parameter] = header, partial(self.dense, parameter)
-            for buffer, header in self.buffers[name].items():
-                tensors[buffer] = header, partial(self.buffer, name, buffer)
+                kind = self.dtype_of(parameter) if dtype is None else dtype(parameter)
+                value = partial(self.dense, parameter, kind)
+                tensors[parameter] = TensorHeader(kind, entry.shape), value
+            for buffer, header in self._buffers[name].items():
+                tensors[buffer] = header, partial(self._files.buffer, name, buffer, header)
         return tensors
 
     def tensors(self) -> dict[str, Tensor]:
         """All parameters and buffers in memory."""
         return {name: value() for name, (_, value) in self.by_name().items()}
-
-    def read(self, values: Iterable[Value]) -> Iterator[Tensor]:
-        """These tensors in turn; MissingInputError if the checkpoint is removed meanwhile."""
-        with self.being_read():
-            for value in values:
-                yield value()
-
-    @contextlib.contextmanager
-    def being_read(self) -> Iterator[None]:
-        """A block that reads; MissingInputError if the checkpoint is removed meanwhile."""
-        try:
-            yield
-        except OSError as reason:
-            raise MissingInputError(
-                f"checkpoint {self.checkpoint.path}: cannot be read any more ({reason.strerror}); "
-                "export another one, or one that the run keeps"
-            ) from reason
 
 
 # -- where it appears -----------------------------------------------------------------------
@@ -423,7 +366,7 @@ class Weights:
 
 def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
     """OutputError unless there is nothing, an empty folder or, with `force`, an earlier export."""
-    with writing(f"--out: {path}", "free the disk, or choose another place"):
+    with _writing(path):
         if not path.is_symlink() and not path.exists():
             return
         is_empty = is_folder and path.is_dir() and not any(path.iterdir())
@@ -458,14 +401,8 @@ def is_export(folder: Path) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _new(path: Path) -> Iterator[Path]:
-    """The same as `new_path`, with OutputError in place of OSError; makes the folder that `path` is
-    in."""
-    with writing(f"--out: {path}", "free the disk, or choose another place"):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with new_path(path) as unfinished:
-            yield unfinished
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return writing(f"--out: {path}", "free the disk, or choose another place")
 
 
 # -- folders of transformers ---------------------------------------------------------------

@@ -247,8 +247,8 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
     checkpoint = newest(run)
 
     assert rejected(MissingInputError, checkpoint, "torch", tmp_path / "out.safetensors") == (
-        f"checkpoint {checkpoint.path}: cannot be read any more (Stale file handle); export "
-        "another one, or one that the run keeps"
+        f"checkpoint {checkpoint.path}: 0000-embed.safetensors cannot be read (Stale file handle); "
+        "take another one, or one that its run keeps"
     )
 
 

@@ -19,7 +19,9 @@ dense weights follow, but only the moments of its shard.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -31,7 +33,7 @@ from axsparse.models.module_buffers import BufferSlot, slots
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.methods.pruner import PrunerState
 from axsparse.runtime.canonical_form import canonical
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import DataError, reading
 from axsparse.runtime.files.safetensors import (
     SUFFIX,
     SafetensorsFile,
@@ -44,6 +46,7 @@ from axsparse.samo.index.base import host_positions
 from axsparse.samo.layer_construction import BuiltLayer, fill
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Shape, Weight
+from axsparse.samo.precision import round_to
 from axsparse.samo.selection import Bits, pack
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.manifest import LayerEntry, ParameterEntry
@@ -180,23 +183,6 @@ def deal(sizes: Sequence[int], writers: int) -> list[int]:
 PIECE = 1 << 20
 
 
-class CheckpointMasks:
-    """The masks of a checkpoint, with which its state is built again; implements `Masks`."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._files = CheckpointFiles(checkpoint)
-        self.kept: Mapping[str, int] = checkpoint.manifest.pruned
-
-    def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
-        """The flat mask of a pruned tensor; `weight` is not needed for it."""
-        del weight
-        assert within is None, "state is built with these masks"
-        numel = torch.Size(shape).numel()
-        header = TensorHeader(torch.uint8, (-(-numel // 8),))
-        packed = self._files.read(MASK, name, header)
-        return Bits(packed.numpy(), numel).mask()
-
-
 def load_layers(
     checkpoint: Checkpoint, layers: Iterable[BuiltLayer], ties: Mapping[str, str]
 ) -> None:
@@ -222,13 +208,13 @@ def load_layers(
                 if files.has(BEGUN, saved):
                     tensor.begun = int(files.read(BEGUN, saved, TensorHeader(torch.int64, (1,))))
             elif name not in aliases and files.has(MASTER, saved):
-                parameter.detach().copy_(files.master(saved, parameter.shape))
+                parameter.detach().copy_(files.dense(MASTER, saved))
             elif name not in aliases:
                 parameter.detach().copy_(files.read(VALUE, saved, header))
         for slot in slots(layer.module):
             if slot.persists:
                 name = layer.spec.full_name(slot.name)
-                stored = files.read_buffer(layer.spec.name, name, header_of(slot.tensor))
+                stored = files.buffer(layer.spec.name, name, header_of(slot.tensor))
                 read = as_read(stored, slot.tensor.dtype)
                 slot.put(canonical(read.to(slot.tensor.device)))
 
@@ -255,22 +241,9 @@ def _load_tensor(
 
 def _load_shard(files: CheckpointFiles, saved: str, state: LayerState, tensor: TensorState) -> None:
     """The part of `_load_tensor` for a shard: the full tensor is read."""
-    header, numel, mask_D = (
-        TensorHeader(torch.float32, (tensor.full_kept,)),
-        tensor.full_numel,
-        None,
-    )
-    if tensor.full_kept < numel:
-        packed = files.read(MASK, saved, TensorHeader(torch.uint8, (-(-numel // 8),)))
-        mask_D = Bits(packed.numpy(), numel).mask()
-    for kind in (MASTER, *state.optimizer_state.moments_K):
-        suggestion = ANOTHER if kind == MASTER else OWN_OPTIMIZER
-        dense_D = files.entries(kind, saved, header, suggestion)(0, tensor.full_kept)
-        if mask_D is not None:
-            dense_D = torch.zeros(numel).masked_scatter_(mask_D, dense_D)
-        if kind == MASTER:
-            fill(state, tensor, dense_D)
-            continue
+    fill(state, tensor, files.dense(MASTER, saved))
+    for kind in state.optimizer_state.moments_K:
+        dense_D = files.dense(kind, saved, suggestion=OWN_OPTIMIZER).view(-1)
         part_D = tensor.of_full(dense_D).to(state.backend.device)
         for start, stop in state.shares.blocks(tensor, state.shares.held):
             values_K = tensor.index.gather(part_D, start, stop)
@@ -298,20 +271,18 @@ OWN_OPTIMIZER = "go on with the optimizer that it has"
 
 
 class CheckpointFiles:
-    """The files of layers of a checkpoint; the one that was read last stays open.
+    """The files of layers of a checkpoint, with the masks that its state is built with again
+    (`Masks`); the file that was read last stays open.
 
-    Its methods raise MissingInputError for a file that cannot be opened, DataError for a file that
-    is no safetensors file, and for a tensor that is missing or has another header.
+    Its methods raise MissingInputError for a file that cannot be read, DataError for a file that is
+    no safetensors file, and for a tensor that is missing or has another header.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
-        self._layer_of = {
-            name: layer
-            for layer, entry in checkpoint.manifest.layers.items()
-            for name in entry.parameters
-        }
-        self._name = ""
+        self.kept: Mapping[str, int] = checkpoint.manifest.pruned
+        layers = checkpoint.manifest.layers.values()
+        self._layer_of = {name: layer for layer in layers for name in layer.parameters}
         self._file: SafetensorsFile | None = None
 
     def headers(self, layer: str) -> dict[str, TensorHeader]:
@@ -321,57 +292,89 @@ class CheckpointFiles:
 
     def has(self, kind: str, name: str) -> bool:
         """Whether there is such a tensor of a parameter."""
-        file = self.checkpoint.manifest.layers[self._layer_of[name]].file
-        return f"{kind}/{name}" in self._opened(file).shapes
+        return f"{kind}/{name}" in self._opened(self._layer_of[name].file).shapes
 
-    def master(self, name: str, shape: torch.Size) -> Tensor:
-        """The masters of a parameter in its shape, with zeros at pruned positions."""
-        kept = self.checkpoint.manifest.layers[self._layer_of[name]].parameters[name].kept
-        dense_D = self.read(MASTER, name, TensorHeader(torch.float32, (kept,)))
-        if kept < shape.numel():
-            packed = self.read(MASK, name, TensorHeader(torch.uint8, (-(-shape.numel() // 8),)))
-            mask_D = Bits(packed.numpy(), shape.numel()).mask()
-            dense_D = torch.zeros(shape.numel()).masked_scatter_(mask_D, dense_D)
-        return dense_D.view(shape)
+    def mask(
+        self, name: str, shape: Shape, weight: Weight | None = None, within: Tensor | None = None
+    ) -> Tensor:
+        """The flat mask of a pruned tensor; `weight` is not needed for it."""
+        del weight
+        assert within is None, "state is built with these masks"
+        numel = math.prod(shape)
+        packed = self.read(MASK, name, TensorHeader(torch.uint8, (-(-numel // 8),)))
+        return Bits(packed.numpy(), numel).mask()
+
+    def dense(
+        self,
+        kind: str,
+        name: str,
+        dtype: torch.dtype = torch.float32,
+        *,
+        suggestion: str = ANOTHER,
+    ) -> Tensor:
+        """The masters or moments of a parameter in its shape, rounded to `dtype`, with zeros at
+        pruned positions; `suggestion` ends the error if there are none."""
+        entry = self._layer_of[name].parameters[name]
+        header = TensorHeader(torch.float32, (entry.kept,))
+        values_K = round_to(self.entries(kind, name, header, suggestion)(0, entry.kept), dtype)
+        if name not in self.kept:
+            return values_K.view(entry.shape)
+        mask_D = self.mask(name, entry.shape)
+        if int(mask_D.count_nonzero()) != entry.kept:
+            raise DataError(
+                f"checkpoint {self.checkpoint.path}: the mask of {name} keeps "
+                f"{int(mask_D.count_nonzero())} entries, its manifest says {entry.kept}; {ANOTHER}"
+            )
+        dense_D = torch.zeros(mask_D.shape, dtype=dtype)
+        return dense_D.masked_scatter_(mask_D, values_K).view(entry.shape)
 
     def read(self, kind: str, name: str, expected: TensorHeader) -> Tensor:
         """The saved tensor of a parameter."""
-        return self.read_buffer(self._layer_of[name], name, expected, kind)
+        return self._read(self._layer_of[name].file, f"{kind}/{name}", expected)
 
-    def read_buffer(
-        self, layer: str, name: str, expected: TensorHeader, kind: str = BUFFER
-    ) -> Tensor:
+    def buffer(self, layer: str, name: str, expected: TensorHeader) -> Tensor:
         """A buffer of a layer."""
-        key = f"{kind}/{name}"
-        return self._checked(self.checkpoint.manifest.layers[layer].file, key, expected).read(key)
+        file = self.checkpoint.manifest.layers[layer].file
+        return self._read(file, f"{BUFFER}/{name}", expected)
 
     def entries(
         self, kind: str, name: str, expected: TensorHeader, suggestion: str = ANOTHER
     ) -> Callable[[int, int], Tensor]:
         """A function that reads the entries [start, stop) of a parameter's saved tensor;
         `suggestion` ends the error if there is none."""
-        key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
-        return partial(self._checked(layer.file, key, expected, suggestion).read_part, key)
+        key, file = f"{kind}/{name}", self._layer_of[name].file
+        opened = self._checked(file, key, expected, suggestion)
+
+        def part(start: int, stop: int) -> Tensor:
+            with self._reading(file):
+                return opened.read_part(key, start, stop)
+
+        return part
 
     def read_pruner(self, kind: str, name: str) -> Tensor:
         """A tensor that the pruning method saved of a parameter; DataError if there is none."""
-        key, layer = f"{kind}/{name}", self.checkpoint.manifest.layers[self._layer_of[name]]
-        if layer.pruner is None:
+        file = self._layer_of[name].pruner
+        if file is None:
             raise DataError(
-                f"checkpoint {self.checkpoint.path}: has nothing for the pruning of {name}; resume "
-                "from another one"
+                f"checkpoint {self.checkpoint.path}: has nothing for the pruning of {name}; "
+                f"{ANOTHER}"
             )
-        return self._checked(layer.pruner, key).read(key)
+        return self._read(file, f"{kind}/{name}")
+
+    def _read(self, name: str, key: str, expected: TensorHeader | None = None) -> Tensor:
+        file = self._checked(name, key, expected)
+        with self._reading(name):
+            return file.read(key)
+
+    def _reading(self, name: str) -> AbstractContextManager[None]:
+        """The run that wrote the checkpoint may remove it meanwhile."""
+        where = f"checkpoint {self.checkpoint.path}: {name}"
+        return reading(where, "take another one, or one that its run keeps")
 
     def _opened(self, name: str) -> SafetensorsFile:
-        if self._file is None or self._name != name:
-            try:
-                self._name, self._file = name, SafetensorsFile(self.checkpoint.path / name)
-            except OSError as reason:
-                raise MissingInputError(
-                    f"checkpoint {self.checkpoint.path}: {name} cannot be opened "
-                    f"({reason.strerror}); resume from another one"
-                ) from reason
+        if self._file is None or self._file.path.name != name:
+            with self._reading(name):
+                self._file = SafetensorsFile(self.checkpoint.path / name)
         return self._file
 
     def _checked(
@@ -384,8 +387,7 @@ class CheckpointFiles:
         there = file.header(key)
         if expected is not None and there != expected:
             raise DataError(
-                f"{where}: {key!r} is {_shown(there)}, this run has {_shown(expected)}; resume "
-                "from another one"
+                f"{where}: {key!r} is {_shown(there)}, this run has {_shown(expected)}; {ANOTHER}"
             )
         return file
 

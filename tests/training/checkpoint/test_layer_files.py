@@ -13,6 +13,7 @@ import torch
 from support.resuming import ran, settings
 from support.runs import FEW_MICROBATCHES, tiny_config
 
+import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
@@ -113,9 +114,18 @@ def test_a_file_that_goes_after_it_was_verified_is_missed(run: Path) -> None:
     (checkpoint.path / "0001-block0.safetensors").unlink()
 
     with pytest.raises(
-        MissingInputError, match=r"0001-block0.safetensors cannot be opened \(No such file"
+        MissingInputError, match=r"0001-block0.safetensors cannot be read \(No such file"
     ):
         CheckpointFiles(checkpoint).headers("block0")
+
+
+def test_a_mask_that_keeps_another_number_than_its_manifest_says_is_refused(run: Path) -> None:
+    forge(run, flip, "block0")
+
+    with pytest.raises(
+        DataError, match=rf"mask of {NAME} keeps \d+ entries, its manifest says \d+"
+    ):
+        ax.load(run)
 
 
 @pytest.mark.parametrize(
