@@ -20,7 +20,7 @@ sum one piece while the replicas sum the one before.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,33 +47,26 @@ class _Bucket:
     work: Work | None = None
 
 
+@dataclass(eq=False)
 class GradientSync:
     """Sums the gradients of one stage, layer by layer during the backward."""
 
-    def __init__(
-        self,
-        layers: Sequence[LayerState],
-        ties: Sequence[StageTie],
-        *,
-        replicas: Collective,
-        wire_dtype: torch.dtype,
-        backoff: Backoff,
-        phases: Phases,
-    ) -> None:
-        """`layers` are in model order, `ties` in an order that all stages share.
+    layers: Sequence[LayerState]
+    """In model order."""
+    ties: Sequence[StageTie]
+    """In an order that all stages share."""
+    replicas: Collective
+    """Joins the ranks that hold the same layers."""
+    wire_dtype: torch.dtype
+    """The type in which gradients travel."""
+    backoff: Backoff
+    phases: Phases
 
-        `replicas` joins the ranks that hold the same layers; gradients travel as `wire_dtype`.
-        """
-        tied = {id(use.layer) for tie in ties for use in tie.uses}
-        backward = list(reversed(layers))
-        self._order = sorted(backward, key=lambda layer: id(layer) in tied)
-        self._tied = tied
+    def __post_init__(self) -> None:
+        self._tied = {id(use.layer) for tie in self.ties for use in tie.uses}
+        backward = list(reversed(self.layers))
+        self._order = sorted(backward, key=lambda layer: id(layer) in self._tied)
         self._buckets: list[_Bucket] = []
-        self._ties = list(ties)
-        self._replicas = replicas
-        self._wire_dtype = wire_dtype
-        self._backoff = backoff
-        self._phases = phases
         self._complete: set[int] = set()
         self._tie_works: list[tuple[LayerState, range, Work]] = []
         """The sums over two stages under way, and which entries of a layer they sum."""
@@ -103,19 +96,19 @@ class GradientSync:
 
     def advance(self) -> None:
         """Start the sums that may start and advance the running ones; never waits."""
-        with self._phases("collective"):
+        with self.phases("collective"):
             self._advance()
 
     def finish(self) -> None:
         """Wait until every gradient of this stage is summed over uses and replicas."""
-        with self._phases("collective"):
-            self._backoff.reset()
+        with self.phases("collective"):
+            self.backoff.reset()
             self._start_ties()
             while not self._is_done():
                 self._advance()
                 if not self._is_done():
-                    self._backoff.pause()
-        with self._phases("optimizer"):
+                    self.backoff.pause()
+        with self.phases("optimizer"):
             for layer in self._order:
                 layer.finish_gradient()
 
@@ -129,12 +122,12 @@ class GradientSync:
     @property
     def gradient_bytes_sent(self) -> int:
         """Bytes sent to other replicas since the start."""
-        return self._replicas.bytes_sent
+        return self.replicas.bytes_sent
 
     @property
     def tie_bytes_sent(self) -> int:
         """Bytes sent to the other stage of a tie since the start."""
-        pairs = {id(tie.pair): tie.pair for tie in self._ties if tie.pair is not None}
+        pairs = {id(tie.pair): tie.pair for tie in self.ties if tie.pair is not None}
         return sum(pair.bytes_sent for pair in pairs.values())
 
     # -- the way of a gradient ------------------------------------------------------------
@@ -146,7 +139,7 @@ class GradientSync:
 
     def _start_ties(self) -> None:
         """Begin to sum the two uses of every tied weight, on this stage or on two."""
-        for tie in self._ties:
+        for tie in self.ties:
             assert all(id(use.layer) in self._complete for use in tie.uses), "closed too early"
             if tie.pair is None:
                 first, second = tie.uses
@@ -166,7 +159,7 @@ class GradientSync:
     def _parts(self, layer: LayerState) -> list[range]:
         """The pieces in which a layer is summed: one, unless another stage uses its weight too."""
         numel = layer.owned_sums.numel()
-        waits = any(t.pair is not None and t.uses[0].layer is layer for t in self._ties)
+        waits = any(t.pair is not None and t.uses[0].layer is layer for t in self.ties)
         if not waits or layer.shares.is_sharded:
             return [range(numel)]
         return pieces(numel)
@@ -193,19 +186,19 @@ class GradientSync:
         """Send a bucket to the other replicas, if there are any."""
         part = bucket.part
         gradient = bucket.layer.owned_sums[part.start : part.stop]
-        if self._replicas.size == 1 or gradient.numel() == 0:
+        if self.replicas.size == 1 or gradient.numel() == 0:
             return
         if not bucket.layer.is_exact:
-            if gradient.dtype != self._wire_dtype:
-                gradient = bucket.wire = gradient.to(self._wire_dtype)
+            if gradient.dtype != self.wire_dtype:
+                gradient = bucket.wire = gradient.to(self.wire_dtype)
             # This pass only reads, and takes a few per cent of the time of a norm.
             self._extremes += gradient.aminmax()
         if bucket.layer.shares.is_sharded:
-            bucket.work = self._replicas.start(
+            bucket.work = self.replicas.start(
                 Op.REDUCE_SCATTER, gradient, bucket.layer.shares.bounds
             )
         else:
-            bucket.work = self._replicas.start(Op.ALL_REDUCE, gradient)
+            bucket.work = self.replicas.start(Op.ALL_REDUCE, gradient)
 
     def _poll_buckets(self) -> None:
         """Copy the sums of the buckets that are complete into the gradient buffers."""
@@ -225,6 +218,7 @@ class GradientSync:
         )
 
 
+@dataclass(eq=False)
 class WeightGather:
     """Gathers the updated weights of one stage, layer by layer while others are updated.
 
@@ -233,34 +227,33 @@ class WeightGather:
     half-precision weights are gathered afterwards. Both ways send the same number of bytes.
     """
 
-    def __init__(self, replicas: Collective, backoff: Backoff, phases: Phases) -> None:
-        self._replicas = replicas
-        self._backoff = backoff
-        self._phases = phases
-        self._under_way: list[tuple[LayerState, Work]] = []
+    replicas: Collective
+    backoff: Backoff
+    phases: Phases
+    _under_way: list[tuple[LayerState, Work]] = field(default_factory=list)
 
     def updated(self, layer: LayerState) -> None:
         """Send this replica's share of a layer, which is updated, and advance the running sends."""
         if not layer.shares.is_sharded or not layer.owned:
             return
         layer.collect_weights()
-        with self._phases("collective"):
-            work = self._replicas.start(Op.ALL_GATHER, layer.exchanged_weights, layer.shares.bounds)
+        with self.phases("collective"):
+            work = self.replicas.start(Op.ALL_GATHER, layer.exchanged_weights, layer.shares.bounds)
             self._under_way.append((layer, work))
             self._advance()
 
     def finish(self) -> None:
         """Wait until all weights of the stage are the updated ones."""
-        with self._phases("collective"):
-            self._backoff.reset()
+        with self.phases("collective"):
+            self.backoff.reset()
             while self._advance():
-                self._backoff.pause()
+                self.backoff.pause()
 
     def _advance(self) -> int:
         """Store the weights that have arrived; returns how many layers are still under way."""
         while self._under_way and self._under_way[0][1].poll():
             layer, _ = self._under_way.pop(0)
-            with self._phases("optimizer"):
+            with self.phases("optimizer"):
                 layer.store_weights()
         return len(self._under_way)
 

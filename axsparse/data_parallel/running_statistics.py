@@ -16,7 +16,6 @@ as in one process, but for rounding: in fp64, and rounded once a step.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 from axsparse.models.module_buffers import COUNT, BufferSlot, replaced, slots
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Op, shard_bounds
+from axsparse.samo.masks import bits_digest
 from axsparse.samo.shards import Replicas
 
 Tensors = list[Tensor]
@@ -127,7 +127,7 @@ class RunningStatistics:
         ]
         digests = torch.zeros(self._replicas.size, len(compared), dtype=torch.float64)
         for column, (_, slot) in enumerate(compared):
-            digests[self._replicas.rank, column] = _digest(slot.tensor)
+            digests[self._replicas.rank, column] = bits_digest(slot.tensor)
         self._replicas.exchange(Op.ALL_REDUCE, digests.view(-1))
         is_odd = (digests != digests[:1]).any(dim=0).tolist()
         return [
@@ -189,9 +189,3 @@ def _unpacked(buffer: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
         part.clone().view(tensor.dtype).view(tensor.shape)
         for part, tensor in zip(parts, like, strict=True)
     ]
-
-
-def _digest(tensor: Tensor) -> int:
-    """A hash of a buffer's contents, of 52 bits so that a float holds it exactly."""
-    raw = bytes_of(tensor.detach()).cpu().numpy()
-    return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "big") >> 12

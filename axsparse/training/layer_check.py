@@ -353,20 +353,19 @@ class _Comparison:
         record, dtype = self.record, self.plan.dtype
         if len(plain.outputs) != len(record.outputs):
             return "the number of outputs", len(record.outputs), len(plain.outputs)
-        for number, pair in enumerate(zip(record.outputs, plain.outputs, strict=True)):
-            found = _difference(*pair, TOLERANCE[dtype])
+        outputs = zip(record.outputs, plain.outputs, strict=True)
+        gradients = zip(record.input_gradients, plain.input_gradients, strict=True)
+        for what, ours, theirs in [
+            *((f"output {number}", *pair) for number, pair in enumerate(outputs)),
+            *(
+                (f"buffer {buffer} after the forward", ours, plain.buffers_after[buffer])
+                for buffer, ours in record.buffers_after.items()
+            ),
+            *((f"the gradient of input {number}", *pair) for number, pair in enumerate(gradients)),
+        ]:
+            found = _difference(ours, theirs, TOLERANCE[dtype])
             if found is not None:
-                return f"output {number}", *found
-        for buffer, ours in record.buffers_after.items():
-            found = _difference(ours, plain.buffers_after[buffer], TOLERANCE[dtype])
-            if found is not None:
-                return f"buffer {buffer} after the forward", *found
-        for number, both in enumerate(
-            zip(record.input_gradients, plain.input_gradients, strict=True)
-        ):
-            found = _gradient_difference(*both, TOLERANCE[dtype])
-            if found is not None:
-                return f"the gradient of input {number}", *found
+                return what, *found
         apart = self._weights_apart(plain.weight_gradients)
         noise = NOISE[dtype] * max((largest for _, largest in apart.values()), default=0.0)
         for name, (difference, largest) in apart.items():
@@ -403,16 +402,14 @@ class _Comparison:
         """The likely cause in few words; empty if it is of no known kind."""
         if any(tensor.shard is not None for tensor in self.layer.state.tensors):
             return SHARDED
-        if not _is_of_forward(what) and self.plan.config.pipeline.checkpoint_activations:
+        if what.startswith(("output", "buffer", "the number of outputs")):
+            return ""
+        if self.plan.config.pipeline.checkpoint_activations:
             return (
                 "a second forward of it, for the backward, may give something else: try "
                 "pipeline.checkpoint_activations: 0"
             )
-        if not _is_of_forward(what):
-            return (
-                "a backward must follow from its inputs alone: draw random numbers in the forward"
-            )
-        return ""
+        return "a backward must follow from its inputs alone: draw random numbers in the forward"
 
     @staticmethod
     def _suggestion(cause: str) -> str:
@@ -429,21 +426,14 @@ def _summed(state: LayerState, tensor: TensorState, start: int, stop: int) -> Te
     )
 
 
-def _gradient_difference(
+def _difference(
     ours: Tensor | None, plain: Tensor | None, tolerance: float
 ) -> tuple[float, float] | None:
-    """See `_difference`; no gradient counts as a gradient of zeros."""
-    if ours is None and plain is None:
-        return None
-    if ours is None or plain is None:
-        largest = _largest(plain if ours is None else ours)
-        return None if largest == 0.0 else (largest, _largest(plain))
-    return _difference(ours, plain.reshape(ours.shape), tolerance)
-
-
-def _difference(ours: Tensor, plain: Tensor, tolerance: float) -> tuple[float, float] | None:
     """The largest difference of two tensors, and the largest entry of plain torch's; None if these
-    agree. NaN agrees with NaN, and an infinity with the same one."""
+    agree. No gradient agrees with one of zeros, NaN with NaN, and an infinity with the same one."""
+    if ours is None or plain is None:
+        there = _largest(plain if ours is None else ours)
+        return None if there == 0.0 else (there, _largest(plain))
     if ours.shape != plain.shape:
         return float("inf"), _largest(plain)
     if not (ours.is_floating_point() and plain.is_floating_point()):
@@ -471,10 +461,6 @@ def _largest(tensor: Tensor | None) -> float:
         return 0.0
     values = tensor.abs().float() if tensor.dtype.itemsize < 4 else tensor.abs()
     return float(values.nan_to_num(nan=0.0, posinf=float("inf")).max())
-
-
-def _is_of_forward(what: str) -> bool:
-    return what.startswith(("output", "buffer", "the number of outputs"))
 
 
 # -- which layers are alike ---------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -28,13 +28,14 @@ class _Tensor:
     value: Callable[[], Tensor]
 
 
+@dataclass(eq=False)
 class LiveWeights:
     """Gathers parameters and buffers of all stages; all ranks call the same methods together."""
 
-    def __init__(self, plan: RunPlan, layers: Sequence[BuiltLayer], transport: Transport) -> None:
-        """`layers` belong to the stage of this rank."""
-        self._plan, self._layers, self._transport = plan, layers, transport
-        self._to_first: dict[int, Collective] | None = None
+    plan: RunPlan
+    layers: Sequence[BuiltLayer]
+    """The layers of this rank's stage."""
+    transport: Transport
 
     def collect(self, *, trained: bool, caches: bool) -> dict[str, Tensor] | None:
         """All weights and buffers by global name, dense and on the CPU; None but on rank 0.
@@ -43,16 +44,16 @@ class LiveWeights:
         `caches` asks for the buffers that are not in the state dict as well. One tensor at a time
         is under way.
         """
-        coords, transport = self._plan.coords, self._transport
+        coords, transport = self.plan.coords, self.transport
         tensors = list(self._own(trained=trained, caches=caches))
         headers = [[one.name, str(one.dtype).removeprefix("torch."), one.shape] for one in tensors]
         texts = gather_texts(transport.world, transport.backoff, json.dumps(headers))
         if coords.replica != 0:
-            if not trained and self._plan.config.samo.zero_stage:
+            if not trained and self.plan.config.samo.zero_stage:
                 for one in tensors:  # replica 0 waits for the shares of the others
                     one.value()
             return None
-        groups = self._groups() if coords.tp_rank == 0 else {}
+        groups = self._groups if coords.tp_rank == 0 else {}
         if not coords.is_first:
             for one in tensors:
                 value = one.value()
@@ -71,13 +72,13 @@ class LiveWeights:
 
     def _own(self, *, trained: bool, caches: bool) -> Iterator[_Tensor]:
         """The tensors of this stage, in the same order on all of its replicas."""
-        for layer in self._layers:
+        for layer in self.layers:
             state = layer.state
-            dtype = self._plan.dtype if trained else torch.float32
+            dtype = self.plan.dtype if trained else torch.float32
             for local, parameter in layer.module.named_parameters():
                 name = layer.spec.full_name(local)
                 value: Callable[[], Tensor]
-                if name in self._plan.profile.ties:
+                if name in self.plan.profile.ties:
                     continue
                 if name in state.by_full_name:
                     read = state.dense_weight if trained else state.dense_master
@@ -94,21 +95,20 @@ class LiveWeights:
                     name, value = layer.spec.full_name(slot.name), now.cpu
                     yield _Tensor(name, now.dtype, tuple(now.shape), value)
 
+    @cached_property
     def _groups(self) -> dict[int, Collective]:
         """The groups of rank 0 and the first rank of each later stage that this rank is in."""
-        if self._to_first is None:
-            coords, transport = self._plan.coords, self._transport
-            stages = range(1, coords.grid.g_inter) if coords.is_first else [coords.stage]
-            self._to_first = {
-                stage: transport.collective(
-                    f"weights of stage {stage}", [0, coords.grid.rank(stage, 0)]
-                )
-                for stage in stages
-            }
-        return self._to_first
+        coords, transport = self.plan.coords, self.transport
+        stages = range(1, coords.grid.g_inter) if coords.is_first else [coords.stage]
+        return {
+            stage: transport.collective(
+                f"weights of stage {stage}", [0, coords.grid.rank(stage, 0)]
+            )
+            for stage in stages
+        }
 
     def _send(self, group: Collective, buffer: Tensor) -> None:
         """Move bytes from the second rank of a group to the first."""
         if buffer.numel():
             bounds = [0, 0, buffer.numel()]
-            wait(group.start(Op.ALL_GATHER, buffer, bounds), self._transport.backoff)
+            wait(group.start(Op.ALL_GATHER, buffer, bounds), self.transport.backoff)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -47,6 +47,7 @@ from axsparse.samo.shards import Replicas
 from axsparse.samo.tensor_state import TensorState
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
+from axsparse.training.checkpoint.manifest import printable
 from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.plan import RunPlan
 from axsparse.training.progress import FirstBad, Progress, Spike
@@ -55,57 +56,52 @@ MOST_NAMED = 4
 """A warning names at most this many parameters or buffers."""
 
 
+@dataclass(eq=False)
 class Step:
-    """Runs training steps, one after the other, on one rank."""
+    """Runs training steps, one after the other, on one rank; they count in `progress`."""
 
-    # Reason: all that a step computes with.
-    def __init__(
-        self,
-        plan: RunPlan,
-        progress: Progress,
-        batches: Batches,
-        layers: Sequence[BuiltLayer],
-        engine: Engine,
-        *,
-        collector: GradientCollector,
-        sync: GradientSync,
-        weights: WeightGather,
-        statistics: RunningStatistics,
-        replicas: Replicas,
-        tp_group: TensorGroup | None,
-        offload: Offload | None,
-        transport: Transport,
-        phases: Phases,
-        run_dir: Path | None,
-        says: Callable[[str], None],
-    ) -> None:
-        """The steps count in `progress`. All ranks call this together; TrainingError if replicas
-        have other weights or masks than replica 0."""
-        self._plan, self._config, self._coords = plan, plan.config, plan.coords
-        self._progress, self._batches, self._transport = progress, batches, transport
-        self._layers, self._engine, self._phases = layers, engine, phases
-        self._states = [layer.state for layer in layers]
-        self._collector, self._sync, self._weights = collector, sync, weights
-        self._statistics, self._replicas, self._tp_group = statistics, replicas, tp_group
-        self._offload, self._says = offload, says
-        self.skips = SkippedSteps(plan, run_dir, progress)
+    plan: RunPlan
+    progress: Progress
+    batches: Batches
+    layers: Sequence[BuiltLayer]
+    engine: Engine
+    collector: GradientCollector
+    sync: GradientSync
+    weights: WeightGather
+    statistics: RunningStatistics
+    replicas: Replicas
+    tp_group: TensorGroup | None
+    offload: Offload | None
+    transport: Transport
+    phases: Phases
+    run_dir: Path | None
+    says: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        """All ranks construct this together; TrainingError if replicas have other weights or masks
+        than replica 0."""
+        self._config, self._coords = self.plan.config, self.plan.coords
+        self._states = [layer.state for layer in self.layers]
+        self.skips = SkippedSteps(self.plan, self.run_dir, self.progress)
         self._parameters = [
             (layer.spec.full_name(name), parameter, parameter.requires_grad)
-            for layer in layers
+            for layer in self.layers
             for name, parameter in layer.module.named_parameters()
         ]
         self._units: Units | None = None
         """The units of exact sums; None where gradients are summed as numbers."""
         if self._config.samo.gradient == "exact":
-            self._units = Units(num_microbatches(self._config.batch), progress.exponents)
+            self._units = Units(num_microbatches(self._config.batch), self.progress.exponents)
         checks = self._config.train.check_layers
-        self._checks_layers = checks is True if progress.step else is_checked(plan.model, checks)
+        self._checks_layers = (
+            checks is True if self.progress.step else is_checked(self.plan.model, checks)
+        )
         """Whether the coming step compares the layers with plain torch first."""
         self._named: dict[str, set[str]] = {}
         self._buffers_are_compared = self._coords.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
-        self._reject_unequal(weights_digest(layers), UNEQUAL_WEIGHTS)
+        self._reject_unequal(weights_digest(self.layers), UNEQUAL_WEIGHTS)
         self._consensus = self._make_consensus()
 
     @torch.inference_mode(mode=False)
@@ -119,21 +115,21 @@ class Step:
         or once replicas are found to have other weights.
         """
         self.check_layers()
-        step = self._progress.step + 1
+        step = self.progress.step + 1
         verdict = self._gradients(self._next_batch(), notice)
         reject_drifted_weights(verdict, step, self._coords.grid)
         spike = None
         if verdict.finite:
-            spike = self._progress.spikes.decide(self._config.spikes, step, verdict.loss)
+            spike = self.progress.spikes.decide(self._config.spikes, step, verdict.loss)
         if verdict.finite and spike is None:
-            with self._phases("collective"):
-                self._statistics.finish()
+            with self.phases("collective"):
+                self.statistics.finish()
             self._clip_and_update(verdict)
         else:
-            self._statistics.undo()
+            self.statistics.undo()
         self._warn_of_own_buffers()
         self.skips.record(step, verdict, spike)
-        self._progress.end_step()
+        self.progress.end_step()
         return replace(verdict, spike=spike is not None)
 
     @torch.inference_mode(mode=False)
@@ -148,36 +144,31 @@ class Step:
             self._reject_frozen()
             self._read_ahead = self._next_batch()
             line = check_layers(
-                self._plan,
-                self._layers,
-                self._engine,
-                self._collector,
-                self._statistics,
-                self._transport,
-                self._read_ahead,
+                *(self.plan, self.layers, self.engine, self.collector, self.statistics),
+                *(self.transport, self._read_ahead),
             )
             if line:
-                self._says(line)
+                self.says(line)
 
-    def _gradients(self, batch: Batch, notice: Callable[[], Flags] = lambda: NOTHING) -> StepResult:
+    def _gradients(self, batch: Batch, notice: Callable[[], Flags]) -> StepResult:
         """The verdict of all ranks on the gradients of a batch, which are computed again in other
         units where exact sums did not fit."""
         while True:
             self._begin_step()
             losses = self._forward_backward(batch)
-            self._sync.finish()  # the sums over tied weights and replicas, begun meanwhile
+            self.sync.finish()  # the sums over tied weights and replicas, begun meanwhile
             digest, every = 0, self._config.train.compare_replicas_every
-            if every and (self._progress.step + 1) % every == 0:
-                with self._phases("optimizer"):
-                    digest = weights_digest(self._layers)
-                if self._tp_group is not None:
-                    reject_partial_gradients(self._tp_group, self._layers, self._coords.stage)
+            if every and (self.progress.step + 1) % every == 0:
+                with self.phases("optimizer"):
+                    digest = weights_digest(self.layers)
+                if self.tp_group is not None:
+                    reject_partial_gradients(self.tp_group, self.layers, self._coords.stage)
             verdict = self._agree(losses, notice, digest)
             if self._units is None or not verdict.finite:
                 return verdict
             if self._units.follow(verdict.fits):
                 return verdict
-            self._statistics.undo()
+            self.statistics.undo()
 
     # -- the parts of a step, in their order ----------------------------------------------
 
@@ -185,22 +176,22 @@ class Step:
         batch, self._read_ahead = self._read_ahead, None
         if batch is not None:
             return batch
-        with self._phases("data"):
+        with self.phases("data"):
             if self._prefetcher is None:
-                self._prefetcher = Prefetcher(self._batches.training, self._progress.step)
-            return self._prefetcher.get(self._progress.step)
+                self._prefetcher = Prefetcher(self.batches.training, self.progress.step)
+            return self._prefetcher.get(self.progress.step)
 
     def _begin_step(self) -> None:
         """Open a step, whose first gradient of each parameter overwrites the last step's."""
         self._reject_frozen()
         if self._units is not None:
-            ties = self._plan.profile.ties
+            ties = self.plan.profile.ties
             for state in self._states:
                 for tensor in state.tensors:
                     tensor.unit = self._units.unit(ties.get(tensor.name, tensor.name))
-        self._collector.begin()
-        self._sync.begin()
-        self._statistics.begin()
+        self.collector.begin()
+        self.sync.begin()
+        self.statistics.begin()
 
     def _reject_frozen(self) -> None:
         """ConfigError if a parameter was frozen or thawed, which its moments would not follow."""
@@ -214,36 +205,33 @@ class Step:
 
     def _forward_backward(self, batch: Batch) -> list[Tensor]:
         """Run all microbatches; returns their losses on the last stage, nothing elsewhere."""
-        losses = self._engine.train(
+        losses = self.engine.train(
             batch,
             self._count_targets(batch),
-            self._progress.loss_scale,
-            self._statistics.before_forward,
-            lambda is_last: self._collector.microbatch(is_last=is_last),
+            self.progress.loss_scale,
+            self.statistics.before_forward,
+            lambda is_last: self.collector.microbatch(is_last=is_last),
         )
         self._name_once(
-            f"warning: {self._coords}: its microbatches of step {self._progress.step + 1} gave "
+            f"warning: {self._coords}: its microbatches of step {self.progress.step + 1} gave "
             "no gradient to {}; it counts as zero (freeze what no sample ever uses)",
-            self._collector.finish(),
+            self.collector.finish(),
         )
         self._name_once(
             f"{self._coords}: pipeline.split_backward leaves unsplit, since they have gradients "
             "besides that of one call of their layer: {}",
-            self._engine.unsplit,
+            self.engine.unsplit,
         )
         return losses
 
     def _agree(
-        self,
-        losses: Sequence[Tensor],
-        notice: Callable[[], Flags] = lambda: NOTHING,
-        digest: int = 0,
+        self, losses: Sequence[Tensor], notice: Callable[[], Flags], digest: int
     ) -> StepResult:
         """Agree on all ranks on the loss, the norm, and whether both are finite."""
-        with self._phases("optimizer"):
+        with self.phases("optimizer"):
             squares = norm_partials(self._states, self._counted)
             exact = [state for state in self._states if state.is_exact]
-            extremes = [*self._sync.own_extremes, *(layer.most for layer in exact)]
+            extremes = [*self.sync.own_extremes, *(layer.most for layer in exact)]
             # Losses, extremes and squares reach the host in one copy.
             values = iter(to_host([*losses, *extremes, *squares.values()]))
         each = [float(next(values)) for _ in losses]
@@ -251,10 +239,10 @@ class Step:
         partials = {name: next(values) for name in squares}
         summed = [tensor for layer in exact for tensor in layer.tensors]
         fits = self._fits(dict(zip(summed, ends[len(ends) - len(summed) :], strict=True)))
-        with self._phases("collective"):
+        with self.phases("collective"):
             is_finite = all(map(math.isfinite, ends))
             report = LocalStats(each, partials, notice(), is_finite, digest, fits)
-            return self._consensus.reach(report, self._progress.loss_scale)
+            return self._consensus.reach(report, self.progress.loss_scale)
 
     def _fits(self, largest: Mapping[TensorState, float]) -> dict[str, UnitFit]:
         """How exact sums fit their units, by the largest entries; a tied weight counts once."""
@@ -262,14 +250,14 @@ class Step:
         for tensor, most in largest.items():
             assert self._units is not None, "sums of numbers note no largest entry"
             fit = self._units.fit(most / tensor.unit)
-            first = self._plan.profile.ties.get(tensor.name, tensor.name)
+            first = self.plan.profile.ties.get(tensor.name, tensor.name)
             if fit is not None:
                 fits[first] = max(fit, fits.get(first, fit))
         return fits
 
     def _clip_and_update(self, verdict: StepResult) -> None:
         """Clip by the global norm, step the optimizer on kept entries, write the dense weights."""
-        settings, progress = self._config.optimizer, self._progress
+        settings, progress = self._config.optimizer, self.progress
         progress.updates += 1
         hyper = Hyper(
             step=progress.updates,
@@ -278,11 +266,11 @@ class Step:
             eps=settings.eps,
             weight_decay=settings.weight_decay,
         )
-        with self._phases("optimizer"):
+        with self.phases("optimizer"):
             factor = clip_factor(verdict.grad_norm, settings.clip_norm)
             update(
                 self._states,
-                self._plan.optimizer,
+                self.plan.optimizer,
                 hyper,
                 factor / progress.loss_scale,
                 own={
@@ -291,12 +279,12 @@ class Step:
                         learning_rate=self.learning_rate(group.peak),
                         weight_decay=group.weight_decay,
                     )
-                    for name, group in self._plan.groups.items()
+                    for name, group in self.plan.groups.items()
                 },
-                updated=self._weights.updated,
-                staged_layers=iter if self._offload is None else self._offload.staged_layers,
+                updated=self.weights.updated,
+                staged_layers=iter if self.offload is None else self.offload.staged_layers,
             )
-        self._weights.finish()
+        self.weights.finish()
 
     # -- between steps --------------------------------------------------------------------
 
@@ -307,21 +295,21 @@ class Step:
         """
         batch = self._read_ahead = self._next_batch()
         while True:
-            verdict = self._gradients(batch)
-            self._statistics.undo()
+            verdict = self._gradients(batch, lambda: NOTHING)
+            self.statistics.undo()
             if verdict.finite:
                 return
-            self.skips.rescale(self._progress.step + 1, verdict)
+            self.skips.rescale(self.progress.step + 1, verdict)
 
     def follow_masks(self, change: MaskUpdate) -> None:
         """Adapt counters and the agreement; all ranks call this together after masks changed."""
-        self._progress.follow_masks(change)
+        self.progress.follow_masks(change)
         if change.changed:
             self._consensus = self._make_consensus()
 
     def learning_rate(self, peak: float) -> float:
         """The learning rate of the coming step for parameters with this peak."""
-        return self._progress.learning_rate(self._config, self._plan.learning_rate, peak)
+        return self.progress.learning_rate(self._config, self.plan.learning_rate, peak)
 
     def close(self) -> None:
         """End the thread that reads ahead; safe to call twice."""
@@ -336,38 +324,38 @@ class Step:
         on other stages. DataError if there is none."""
         if not self._coords.is_last:
             return 1.0
-        each = self._batches.targets_per_sample
+        each = self.batches.targets_per_sample
         if each is not None:
             return float(each * self._config.batch.global_batch_size)
-        with self._phases("collective"):
+        with self.phases("collective"):
             count = torch.tensor([batch.num_targets], dtype=torch.float64)
-            self._replicas.exchange(Op.ALL_REDUCE, count)
+            self.replicas.exchange(Op.ALL_REDUCE, count)
         if not count:
             raise DataError(
-                f"data: none of the samples of step {self._progress.step + 1} has a target "
+                f"data: none of the samples of step {self.progress.step + 1} has a target "
                 "that counts; raise batch.global_batch_size, or leave such samples out"
             )
         return count.item()
 
     def _make_consensus(self) -> StepConsensus:
         """Check that replicas keep the same entries, and lay out the vector of the agreement."""
-        self._reject_unequal(masks_digest(self._layers), UNEQUAL_MASKS)
+        self._reject_unequal(masks_digest(self.layers), UNEQUAL_MASKS)
         kept = {
             tensor.name: tensor.kept
             for state in self._states
             for tensor in state.owned
             if self._coords.tp_rank == 0 or tensor.shard is not None
         }
-        names = self._plan.counted
+        names = self.plan.counted
         self._counted = [name for name in names if name in kept]
-        world, backoff = self._transport.world, self._transport.backoff
+        world, backoff = self.transport.world, self.transport.backoff
         return StepConsensus(world, backoff, self._coords, names, kept)
 
     def _reject_unequal(self, digest: int, text: str) -> None:
         """TrainingError, of a text with {replica} and {stage}, if a replica has another digest."""
-        digests = torch.zeros(self._replicas.size, dtype=torch.float64)
-        digests[self._replicas.rank] = digest
-        self._replicas.exchange(Op.ALL_REDUCE, digests)
+        digests = torch.zeros(self.replicas.size, dtype=torch.float64)
+        digests[self.replicas.rank] = digest
+        self.replicas.exchange(Op.ALL_REDUCE, digests)
         first, *others = digests.tolist()
         for replica, other in enumerate(others, 1):
             if other != first:
@@ -379,8 +367,7 @@ class Step:
             return
         self._buffers_are_compared = True
         names = [
-            self._layers[number].spec.full_name(name)
-            for number, name in self._statistics.different()
+            self.layers[number].spec.full_name(name) for number, name in self.statistics.different()
         ]
         self._name_once(
             f"warning: {self._coords}: each replica has its own {{}}; checkpoints hold the first "
@@ -457,16 +444,15 @@ LONGEST_REASON = 1000
 """Letters of a reason that a checkpoint keeps."""
 
 
+@dataclass
 class SkippedSteps:
     """Counts the skipped steps, and gives up once there are too many in a row."""
 
-    def __init__(self, plan: RunPlan, run_dir: Path | None, progress: Progress) -> None:
-        self.reason: str | None = None
-        """Why the last step updated nothing; None if it did update."""
-        self._config = plan.config
-        self._plan = plan
-        self._run_dir = run_dir
-        self._progress = progress
+    plan: RunPlan
+    run_dir: Path | None
+    progress: Progress
+    reason: str | None = None
+    """Why the last step updated nothing; None if it did update."""
 
     def record(self, step: int, verdict: StepResult, spike: Spike | None) -> None:
         """Take note of step number `step`, and let the loss scale follow it.
@@ -475,19 +461,19 @@ class SkippedSteps:
         """
         self.reason = None
         if spike is not None:
-            patience = self._config.spikes.patience
-            if self._progress.spikes.in_a_row >= patience:
+            patience = self.plan.config.spikes.patience
+            if self.progress.spikes.in_a_row >= patience:
                 raise self._given_up(
                     f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for "
                     "that (spikes.patience)"
                 )
             self.reason = str(spike)
-            self._progress.spiked += 1
+            self.progress.spiked += 1
             return
         if verdict.finite:
-            self._progress.last_good = step
+            self.progress.last_good = step
         else:
-            self._progress.not_finite += 1
+            self.progress.not_finite += 1
             self.reason = self._culprit(verdict)
         self.rescale(step, verdict)
 
@@ -496,9 +482,9 @@ class SkippedSteps:
 
         TrainingError on all ranks once the smallest scale has failed too often.
         """
-        progress, patience = self._progress, self._config.loss_scale.patience
+        progress, patience = self.progress, self.plan.config.loss_scale.patience
         progress.rescale(
-            self._config, finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss)
+            self.plan.config, finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss)
         )
         if progress.skipped_at_floor == 0:
             progress.first_bad = None
@@ -519,9 +505,9 @@ class SkippedSteps:
         It names the newest checkpoint whose weights a step has trained on, if there is one: a later
         one may hold ruined weights, so that a run that is resumed from it would end again at once.
         """
-        suggestion, run = "lower optimizer.learning_rate, or look at the data", self._run_dir
+        suggestion, run = "lower optimizer.learning_rate, or look at the data", self.run_dir
         steps = [] if run is None else saved_steps(run / CHECKPOINTS)
-        before = next((step for step in steps if step < self._progress.last_good), None)
+        before = next((step for step in steps if step < self.progress.last_good), None)
         if before is not None:
             suggestion += (
                 f"; weights were good up to step {before}: axsparse checkpoint prune {run} --after "
@@ -536,16 +522,16 @@ class SkippedSteps:
         loss is finite. Where the gradients of each replica are finite by themselves, their sum
         is too large for its type, and the stage is named instead of a rank.
         """
-        grid = self._plan.coords.grid
+        grid = self.plan.coords.grid
         if verdict.bad_loss is not None:
             rank = grid.rank(grid.g_inter - 1, verdict.bad_loss)
             return f"{grid.coords(rank)}: the loss is not finite"
         assert verdict.culprit is not None, "a loss or a gradient is not finite"
-        stage = self._plan.stage_of(verdict.culprit)
+        stage = self.plan.stage_of(verdict.culprit)
         shard = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
         column = grid.dp_group(stage, shard)
         # A single replica sums nothing, so that its gradients are looked at only once.
         bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
         where = str(grid.coords(bad[0])) if bad else f"stage {stage}, summed"
         text = f"{where}: the gradient of {verdict.culprit} is not finite"
-        return "".join(letter if letter.isprintable() else "?" for letter in text)[:LONGEST_REASON]
+        return printable(text)[:LONGEST_REASON]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
-from axsparse.data_parallel.step_consensus import Flags, StepResult
+from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.sequential import plain_model, reject_dotted_names
 from axsparse.observe.metrics import MaskRecord
@@ -48,7 +48,6 @@ from axsparse.runtime.exchange import sum_by_owner, sum_of, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
-from axsparse.runtime.stop_signal import StopRequest
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.offload import Offload
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer
@@ -66,6 +65,11 @@ from axsparse.training.build import (
     profile_together,
     reject_other_rules,
     reject_other_starts,
+    stage_link,
+    stage_of_layers,
+    stage_products,
+    stage_statistics,
+    stage_ties,
     wait_for_loops,
 )
 from axsparse.training.checkpoint.checkpoint_folder import path_of
@@ -78,14 +82,7 @@ from axsparse.training.progress import Progress
 from axsparse.training.run_data import open_data, with_example
 from axsparse.training.run_directory import RunDir, find_run
 from axsparse.training.run_recorder import make_recorder
-from axsparse.training.run_sources import DataSource, ModelSource, run_sources
-from axsparse.training.stage_parts import (
-    stage_link,
-    stage_of_layers,
-    stage_products,
-    stage_statistics,
-    stage_ties,
-)
+from axsparse.training.run_sources import DataSource, ModelSource, RunSources, run_sources
 from axsparse.training.step import Step
 
 
@@ -156,7 +153,8 @@ class Trainer:
             lambda: run_sources(model, data, config, settings, loss, metrics),
         )
         self._prepare(
-            *(job, given.model, given.open_datasets, given.config),
+            job,
+            given,
             score=score,
             optimizer=optimizer,
             learning_rate=learning_rate,
@@ -171,9 +169,7 @@ class Trainer:
     def _prepare(
         self,
         job: Job,
-        model: Model,
-        open_datasets: Callable[[], Datasets],
-        config: Config,
+        given: RunSources,
         *,
         grid: Grid | None = None,
         score: Score | None = None,
@@ -186,24 +182,23 @@ class Trainer:
         """Build all that this rank trains with, its state built or read. All ranks call this
         together.
 
-        The arguments and errors are as in `__init__`, with the model, the data and the
-        configuration in one form each. `open_datasets` is called on first and last stages only.
-        Without `grid`, the layout of the configuration decides. A quiet run saves nothing, and no
-        signal stops it.
+        The arguments and errors are as in `__init__`. Data are opened on first and last stages
+        only. Without `grid`, the layout of the configuration decides. A quiet run saves nothing,
+        and no signal stops it.
         """
         # The settings, this rank among the others, and what is to be trained.
         together(job.transport, lambda: reject_other_rules(optimizer, learning_rate))
         job.run_dir = None
-        config = check_settings(job, config, model)
+        config = check_settings(job, given.config, given.model)
         together(
             job.transport,
             lambda: reject_other_starts(config, quiet=quiet, resume=resume, overwrite=overwrite),
         )
         self.placement, config = placed(job, config)
         self.transport = transport = self.placement.transport
-        gpu, backoff, open_datasets = self.placement.gpu, transport.backoff, cache(open_datasets)
-        run_here = None if model.example is not None else self.placement.backend.device
-        model = with_example(model, config, transport, open_datasets)
+        gpu, backoff, opener = self.placement.gpu, transport.backoff, cache(given.open_datasets)
+        run_here = None if given.model.example is not None else self.placement.backend.device
+        model = with_example(given.model, config, transport, opener)
         profile = profile_together(model, config, transport, run_here)
 
         # The plan of the run, its data, and its directory.
@@ -225,7 +220,7 @@ class Trainer:
         table = (*self.placement.table, *launch_warnings(plan, transport))
         self.placement = replace(self.placement, table=table)
         loops = prepare_process(job, plan, transport)
-        self.data = open_data(plan, config, transport, open_datasets, pinned=self.placement.pins)
+        self.data = open_data(plan, config, transport, opener, pinned=self.placement.pins)
         entry, directory = self.data.entry, None
         if not quiet:
             directory = open_run_directory(job, plan, config, entry, found, overwrite=overwrite)
@@ -298,10 +293,10 @@ class Trainer:
             self.progress.best = None
         self.last_evaluation: Evaluation | None = None
         self._job = job
+        self._stop = job.stop
         self._saver: Saver | None = None
-        self._stop: StopRequest | None = None
+        """Saves, as signals ask for; None of a quiet run."""
         if directory is not None:
-            self._stop = job.stop
             self._saver = Saver(
                 *(directory, plan, entry, self.layers, self.pruner, self.statistics),
                 transport=transport,
@@ -538,7 +533,6 @@ class Trainer:
             self._job.in_progress.remove(self)
         if self._saver is not None:
             self._saver.close()
-        if self._stop is not None:
             self._stop.release()
         self._step.close()
         self.collector.close()
@@ -749,12 +743,12 @@ class Trainer:
 
     def _train_step(self) -> StepResult:
         """`Step.train_step`, in which ranks also agree on stopping and on checkpoints under way."""
-        stop, saver = self._stop, self._saver
+        saver = self._saver
         verdict = self._step.train_step(
-            lambda: Flags(
-                stop is not None and stop.is_set,
-                saver is not None and saver.is_writing,
-                saver is not None and saver.asks(),
+            lambda: (
+                NOTHING
+                if saver is None
+                else Flags(self._stop.is_set, saver.is_writing, saver.asks())
             )
         )
         self._is_stopped = verdict.notice.stop
@@ -825,10 +819,10 @@ class Trainer:
     def _heed_signal(self) -> None:
         """Learn outside of a step whether a rank was asked to stop; StoppedError if nothing is to
         be saved."""
-        stop, saver, transport = self._stop, self._saver, self.transport
-        if stop is None or saver is None or self._is_over:
+        saver = self._saver
+        if saver is None or self._is_over:
             return
-        if sum_of(transport, [float(stop.is_set)]) == [0.0]:
+        if sum_of(self.transport, [float(self._stop.is_set)]) == [0.0]:
             return
         if self.steps_done in (0, saver.resumed_step):
             self._end_stopped()
@@ -867,7 +861,7 @@ def build(
 ) -> Trainer:
     """A trainer on a rank of a job that is connected already; `how` is passed to `_prepare`."""
     trainer = Trainer.__new__(Trainer)
-    trainer._prepare(job, model, open_datasets, config, **how)
+    trainer._prepare(job, RunSources(model, open_datasets, config), **how)
     return trainer
 
 

@@ -113,9 +113,8 @@ def test_a_rank_of_another_configuration_is_named(tiny: Path) -> None:
 
 def break_down(tmp_path: Path, grid: str, ranks: int, fault: str) -> tuple[Finished, float]:
     """Fail on rank 1 in step 2; the job, and how many seconds it outlived the failure."""
-    job = run_mpirun(
-        ranks, [str(TESTS / "faults" / "failing.py"), grid, str(tmp_path), "1", "2", fault]
-    )
+    program = str(TESTS / "faults" / "breaking.py")
+    job = run_mpirun(ranks, [program, str(tmp_path), grid, "10", f"{fault}:2"])
     return job, time.monotonic() - float((tmp_path / "moment").read_text())
 
 

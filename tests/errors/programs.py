@@ -473,10 +473,12 @@ def made_run_dir(path: str = "run") -> None:
         raise
 
 
-def resumed(run: str, data: Dataset | None = None, **sections: Any) -> None:
+def resumed(
+    run: str, data: Dataset | None = None, *, resume: str = "auto", **sections: Any
+) -> None:
     """Go on with the saved run under other settings."""
     config = tiny_config(**{"train": {"steps": 4}, "checkpoint": {"every": 2}, **sections})
-    ran((1, 1), config, Path(run), data=data, resume="auto")
+    ran((1, 1), config, Path(run), data=data, resume=resume)
 
 
 def record(line: bytes) -> object:

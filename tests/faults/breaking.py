@@ -13,6 +13,13 @@ GRID is stages x replicas, such as 1x2. It saves every second step. FAULT is "no
                         RUN_DIR/../go to be written
     nan:STEP            a gradient of rank 1 is NaN once, in the step after that one
     nans:STEP           a gradient of rank 1 is NaN in every step after that one
+    stop-save:STEP      rank 0 is stopped (SIGSTOP) while it writes a file of that step's checkpoint
+    data:STEP           rank 0 never ends reading the batch of that step
+    slow:STEP           the first forward of rank 2 takes longer than `watchdog.timeout`, every
+                        other some milliseconds more
+    raise:STEP          rank 1 raises an exception in a forward of that step; likewise exit5
+                        (`sys.exit(5)`), kill (kill -9) and stop (SIGSTOP). RUN_DIR/moment has the
+                        monotonic time
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,22 +40,41 @@ from support.runs import mlp, tiny_config, vector_data
 from support.warm_client import SESSION
 from torch import Tensor
 
+from axsparse.data.batches import Batches
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.runtime.files import safetensors
 from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
-from axsparse.runtime.stop_signal import StopRequest
 from axsparse.training.checkpoint import saver as save
 from axsparse.training.trainer import Trainer, build
 
 SMALLEST_BYTES = 2_000
+TIMEOUT = 2.0
+LONG_SECONDS, SLOW_SECONDS = 1.5 * TIMEOUT, 0.02
+WATCHED = ("stop", "stop-save", "data", "slow")
+"""Faults that the watchdog notices."""
 
 
 def die() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("that was the end")
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def break_down() -> None:
+    raise RuntimeError("a layer of glass\nbroke")
+
+
+IN_FORWARD: dict[str, Callable[[], object]] = {
+    "raise": break_down,
+    "exit5": lambda: sys.exit(5),
+    "kill": die,
+    "stop": stop,
+}
 
 
 def tell_launcher() -> None:
@@ -103,9 +130,40 @@ def break_removing(name: str) -> None:
     vars(shutil)["rmtree"] = breaking
 
 
-def break_it(
-    kind: str, step: int, rank: int, stop: StopRequest, beside: Path
-) -> Callable[[int], None]:
+def never_end() -> None:
+    threading.Event().wait()
+
+
+def break_reading(step: int) -> None:
+    read = Batches.training
+
+    def reading(self: Batches, number: int) -> Any:
+        if number == step - 1:
+            never_end()
+        return read(self, number)
+
+    type.__setattr__(Batches, "training", reading)
+
+
+def break_forward(trainer: Trainer, kind: str, step: int, run_dir: Path) -> None:
+    """Something happens in a forward of a step, once unless it is slowness."""
+    has_begun = False
+
+    def forward(*_: object) -> None:
+        nonlocal has_begun
+        if kind == "slow":
+            time.sleep(SLOW_SECONDS if has_begun else LONG_SECONDS)
+            has_begun = True
+        elif trainer.steps_done == step - 1 and not has_begun:
+            has_begun = True
+            (run_dir / "moment").write_text(str(time.monotonic()))
+            IN_FORWARD[kind]()
+
+    for layer in trainer.layers:
+        layer.module.register_forward_hook(forward)
+
+
+def break_it(kind: str, step: int, rank: int, beside: Path) -> Callable[[int], None]:
     """Prepare the fault; what is returned is called after every step."""
     told = threading.Event()
 
@@ -122,6 +180,10 @@ def break_it(
         break_removing(f"step-{step}.old")
     if kind == "signal-save" and rank == 0:
         break_writing(step, tell_once)
+    if kind == "stop-save" and rank == 0:
+        break_writing(step, stop)
+    if kind == "data" and rank == 0:
+        break_reading(step)
 
     def after(done: int) -> None:
         if done != step:
@@ -167,17 +229,17 @@ def main(job: Job) -> None:
     run_dir, grid, steps, fault, *resume = sys.argv[1:]
     g_inter, g_data = (int(number) for number in grid.split("x"))
     kind, _, step = fault.partition(":")
-    after = break_it(kind, int(step or 0), job.transport.rank, job.stop, Path(run_dir).parent)
+    rank = job.transport.rank
+    after = break_it(kind, int(step or 0), rank, Path(run_dir).parent)
     config = tiny_config(
         run_dir=run_dir,
         train={"steps": int(steps)},
         checkpoint={"every": 2, "keep_last": 2},
         pruning={"method": "gradual", "interval": 2, "until_step": 9},
+        watchdog={"timeout": TIMEOUT, "slow_steps": 4, "slow_ratio": 2.0}
+        if kind in WATCHED
+        else {},
     )
-
-    def on_step(done: int, verdict: StepResult) -> None:
-        after(done)
-
     trainer = build(
         job,
         mlp(),
@@ -186,12 +248,14 @@ def main(job: Job) -> None:
         grid=Grid(g_inter, g_data),
         resume=resume[0] if resume else None,
     )
-    if kind in ("nan", "nans") and job.transport.rank == 1:
+    if (kind in IN_FORWARD and rank == 1) or (kind == "slow" and rank == 2):
+        break_forward(trainer, kind, int(step), Path(run_dir))
+    if kind in ("nan", "nans") and rank == 1:
         once = kind == "nan"
         break_gradient(trainer, lambda done: done == int(step) or (done > int(step) and not once))
-    trainer.train(on_step)
+    trainer.train(lambda done, _: after(done))
     if kind == "nan":
-        Path(run_dir, f"weights-{job.transport.rank}").write_text(digest(trainer))
+        Path(run_dir, f"weights-{rank}").write_text(digest(trainer))
 
 
 if __name__ == "__main__":

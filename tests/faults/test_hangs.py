@@ -11,10 +11,9 @@ from axsparse.observe.watchdog.heartbeat import HEARTBEATS
 from axsparse.observe.watchdog.watchdog import REPORT_FILE
 
 
-def train(run_dir: Path, grid: str, fault: str, rank: int) -> Finished:
+def train(run_dir: Path, grid: str, fault: str) -> Finished:
     g_inter, g_data = map(int, grid.split("x"))
-    step = "2" if fault == "stop-save" else "3"
-    words = [str(TESTS / "faults" / "failing.py"), grid, str(run_dir), str(rank), step, fault]
+    words = [str(TESTS / "faults" / "breaking.py"), str(run_dir), grid, "12", fault]
     return run_mpirun(g_inter * g_data, words)
 
 
@@ -25,21 +24,21 @@ def train(run_dir: Path, grid: str, fault: str, rank: int) -> Finished:
     [
         (
             "2x2",
-            "stop",
+            "stop:3",
             1,
             "stage 1, replica 0",
             [": its process is stopped by a signal; rank 0 awaits its gradient 0 in step 3; "],
         ),
         (
             "1x2",
-            "stop-save",
+            "stop-save:2",
             0,
             "stage 0, replica 0",
             [": its process is stopped by a signal; "],
         ),
         (
             "2x1",
-            "data",
+            "data:3",
             0,
             "stage 0, replica 0",
             [
@@ -55,7 +54,7 @@ def test_a_rank_that_gets_stuck_is_named_and_ends_the_job(
 ) -> None:
     run = tmp_path / "run"
 
-    done = train(run, grid, fault, rank)
+    done = train(run, grid, fault)
 
     assert done.returncode == 70, str(done)
     (line,) = done.errors
@@ -66,7 +65,7 @@ def test_a_rank_that_gets_stuck_is_named_and_ends_the_job(
     assert line == f"axsparse: error: {report.splitlines()[0]}"
     told = report.count("\nthread MainThread:") + report.count("\nno stacks: it did not answer")
     assert told == int(grid[0]) * int(grid[2]), report
-    assert ("in never_end" in report) == (fault == "data")
+    assert ("in never_end" in report) == (fault == "data:3")
 
 
 @pytest.mark.fault(17)
@@ -75,7 +74,7 @@ def test_a_slow_rank_is_warned_of_with_its_ratio_and_a_long_first_step_is_no_han
 ) -> None:
     run = tmp_path / "run"
 
-    done = train(run, "1x3", "slow", 2)
+    done = train(run, "1x3", "slow:1")
 
     assert done.returncode == 0, str(done)
     (line,) = [line for line in done.stdout.splitlines() if "warning" in line]

@@ -313,11 +313,11 @@ def fingerprint() -> str:
 
 def relative(ours: float | None, theirs: float | None) -> float:
     """The relative difference of two numbers; those that are none are the same."""
-    if ours is None or theirs is None or ours != ours or theirs != theirs:
-        return (
-            0.0 if (ours is None or ours != ours) == (theirs is None or theirs != theirs) else 1.0
-        )
-    return 0.0 if ours == theirs else abs(ours - theirs) / max(abs(ours), abs(theirs))
+    if repr(ours) == repr(theirs):
+        return 0.0
+    if ours is None or theirs is None:
+        return 1.0
+    return abs(ours - theirs) / max(abs(ours), abs(theirs))
 
 
 def bit_differences(
@@ -343,11 +343,11 @@ def near_differences(row: Row, ours: Mapping[str, Any], theirs: Mapping[str, Any
     for name, times in (("loss", 1), ("validation", 1), ("grad_norm", 5)):
         allowed = TOLERANCES[row.precision] * times
         one, other = ours.get(name, []), theirs.get(name, [])
-        apart = [relative(*pair) for pair in zip(one, other, strict=False)]
+        pairs = enumerate(zip(one, other, strict=False))
+        at = next((n for n, pair in pairs if not relative(*pair) <= allowed), None)
         if len(one) != len(other):
             lines.append(f"{name} has {len(one)} values, not {len(other)}")
-        elif max(apart, default=0.0) > allowed:
-            at = next(n for n, by in enumerate(apart) if by > allowed)
+        elif at is not None:
             lines.append(f"{name} {at + 1} is {one[at]}, not {other[at]} ± {allowed:g} of it")
     return lines
 
@@ -366,11 +366,9 @@ class Golden:
     bits: dict[str, dict[str, dict[str, Any]]]
 
     @staticmethod
-    def read() -> Golden:
-        """The committed one."""
-        if not GOLDEN.is_file():
-            return Golden({}, {})
-        said = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    def read(path: Path = GOLDEN) -> Golden:
+        """The committed one, or that of another file."""
+        said = json.loads(path.read_text(encoding="utf-8"))
         return Golden(said["texts"], said["bits"])
 
     @staticmethod
@@ -385,13 +383,13 @@ class Golden:
             texts[name] = {"config": own, "screen": result.screen}
         return Golden(texts, {fingerprint(): {n: r.values for n, r in results.items()}})
 
-    def write(self) -> None:
-        """Replace the committed one; a line for each series."""
+    def write(self, path: Path = GOLDEN) -> None:
+        """Replace the committed one, or another file; a line for each series."""
         text = json.dumps({"texts": self.texts, "bits": self.bits}, indent=1, ensure_ascii=False)
         text = re.sub(
             r"\[\n\s+([^\[\]{}\"]*?)\n\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text
         )
-        GOLDEN.write_text(text + "\n", encoding="utf-8")
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def differences(table: Table, ours: Golden, theirs: Golden) -> dict[str, dict[str, list[str]]]:
@@ -491,8 +489,7 @@ def results_of(revision: str, pattern: str) -> Golden:
         words += ["--table", str(rows if rows.is_file() else HERE / "rows.yaml")]
         env = {**os.environ, "PYTHONPATH": str(tree)}
         subprocess.run([sys.executable, __file__, *words], env=env, check=True)
-        said = json.loads(out.read_text(encoding="utf-8"))
-        return Golden(said["texts"], said["bits"])
+        return Golden.read(out)
 
 
 # -- The command ----------------------------------------------------------------------------
@@ -525,7 +522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         table = table.with_setting(given.setting)
     ours = recorded(table, given.rows, given.table.resolve().parent)
     if given.record is not None:
-        given.record.write_text(json.dumps({"texts": ours.texts, "bits": ours.bits}))
+        ours.write(given.record)
         return 0
     theirs = results_of(given.against, given.rows) if given.against else Golden.read()
     (here,) = ours.bits

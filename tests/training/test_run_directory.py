@@ -17,7 +17,6 @@ from support.runs import on_ranks, tiny_config
 from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import (
-    AxsparseError,
     ConfigError,
     DataError,
     MissingInputError,
@@ -389,32 +388,6 @@ def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path, tmp_
     elsewhere = opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
     assert elsewhere.path == tmp_path / "other"
     assert elsewhere.checkpoint is not None and elsewhere.checkpoint.step == 2
-
-
-@pytest.mark.parametrize(
-    ("resume", "kind", "words"),
-    [
-        (
-            "gone",
-            MissingInputError,
-            "--resume .*gone: no such folder; name a run, one of its check",
-        ),
-        ("empty", MissingInputError, "--resume .*empty: has no checkpoint; name another run"),
-        (
-            "run/checkpoints/step-2",
-            ConfigError,
-            "the run has a later checkpoint, step-5; give this",
-        ),
-    ],
-)
-def test_what_cannot_be_gone_on_with_is_refused(
-    resume: str, kind: type[AxsparseError], words: str, run: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "empty").mkdir()
-    RunMark.of(tmp_path / "empty")
-
-    with pytest.raises(kind, match=words):
-        opened(loaded(), str(tmp_path / resume))
 
 
 # -- records --------------------------------------------------------------------------------

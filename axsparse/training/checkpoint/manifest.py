@@ -124,7 +124,7 @@ def parse_manifest(data: bytes) -> CheckpointManifest:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"])) or "it"
-        raise ValueError(f"{_printable(where)}: {_printable(first['msg'])}") from None
+        raise ValueError(f"{printable(where)[:200]}: {printable(first['msg'])[:200]}") from None
     named = {layer.file for layer in manifest.layers.values()}
     named |= {layer.pruner for layer in manifest.layers.values() if layer.pruner is not None}
     if named != manifest.files.keys():
@@ -154,5 +154,6 @@ def open_plain(path: Path) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
 
 
-def _printable(text: str) -> str:
-    return "".join(letter if letter.isprintable() else "?" for letter in text)[:200]
+def printable(text: str) -> str:
+    """A text in which each letter that a terminal would act on is a question mark."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)

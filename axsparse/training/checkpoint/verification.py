@@ -37,6 +37,7 @@ from axsparse.training.checkpoint.manifest import (
     DataEntry,
     FileEntry,
     open_plain,
+    printable,
     read_manifest,
 )
 
@@ -304,4 +305,4 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _short(value: object) -> str:
-    return shorten("".join(letter if letter.isprintable() else "?" for letter in repr(value)))
+    return shorten(printable(repr(value)))
