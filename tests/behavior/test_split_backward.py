@@ -111,7 +111,7 @@ def test_weight_gradients_wait_and_a_layers_all_reduce_starts_with_its_last_ones
         run(deferred, microbatch)
 
     def noting(sync: GradientSync, layer: LayerState) -> None:
-        ready.append((layer.name, sync._phases.action))
+        ready.append((layer.name, sync.phases.action))
         start(sync, layer)
 
     monkeypatch.setattr(DeferredGradients, "run", counting)
