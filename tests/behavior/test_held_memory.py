@@ -41,7 +41,7 @@ GPT = gpt(
     ),
     TOKENS,
 )
-CNN = small_cnn(3, 32)
+CNN = small_cnn()
 CUTS = {
     "gpt": (GPT, 3),
     "cnn": (CNN, 2),

@@ -398,17 +398,6 @@ def test_a_second_run_says_that_all_is_done_and_touches_nothing(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "o").glob("t*")} == times
 
 
-def test_the_folders_of_earlier_versions_count_as_prepared(tmp_path: Path) -> None:
-    """The key of a request is a digest of these settings, and of its sources."""
-    (tmp_path / "a").write_text("x")
-    sidecar, _ = run(Request((tmp_path / "a",), tmp_path / "o"))
-
-    assert json.dumps(sidecar.settings) == (
-        '{"split_documents": "none", "jsonl_field": "text", "max_line": 16000000, '
-        '"validation_fraction": 0.0, "part_bytes": 8388608, "tokenizer": "bytes"}'
-    )
-
-
 def harm_tokens(folder: Path, library: Path) -> None:
     path = folder / "train.tokens"
     path.write_bytes(b"x" + path.read_bytes()[1:])

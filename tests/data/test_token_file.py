@@ -1,16 +1,17 @@
-"""Prepared tokens as data sets, and the damage that is found when they are opened."""
+"""The data sets that a configuration names: prepared tokens, and the standard library."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from axsparse.data.sources import token_datasets
+from axsparse.config.load import configure
+from axsparse.data.dataset import TokenDataset
+from axsparse.data.sources import open_datasets, token_datasets
 from axsparse.data.token_file import (
     SAMPLED_BYTES,
     DtypeName,
@@ -19,7 +20,7 @@ from axsparse.data.token_file import (
     sample_digest,
     stored,
 )
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.models.zoo.model_registry import named_model
 
 
 def write(folder: Path, tokens: int = 400, dtype: DtypeName = "uint16", vocab: int = 300) -> Path:
@@ -104,56 +105,15 @@ def test_a_validation_part_is_opened_only_where_it_is_used(tmp_path: Path) -> No
     assert token_datasets(write(tmp_path / "other"), 16, validate=False)[1] is None
 
 
-@pytest.mark.parametrize(
-    ("contents", "message"),
-    [
-        (lambda data: data[:-2], "has 798 bytes, tokens.json says 800; copy it again, or prep"),
-        (lambda data: b"\1" + data[1:], "does not have the contents that tokens.json says; copy"),
-    ],
-    ids=["size", "contents"],
-)
-def test_a_file_that_was_changed_is_refused(
-    contents: Callable[[bytes], bytes], message: str, tmp_path: Path
-) -> None:
-    path = write(tmp_path / "data") / "train.tokens"
-    path.write_bytes(contents(path.read_bytes()))
-
-    with pytest.raises(DataError, match=f"^data.path: {path} {message}"):
-        token_datasets(tmp_path / "data", 16, validate=False)
-
-
-def test_what_is_not_there_is_named(tmp_path: Path) -> None:
-    folder = write(tmp_path / "data")
-    (folder / "train.tokens").unlink()
-
-    with pytest.raises(MissingInputError) as caught:
-        token_datasets(folder, 16, validate=False)
-    assert str(caught.value) == (
-        f"data.path: {folder}/train.tokens cannot be read (No such file or directory); copy it "
-        "again, or prepare the data again"
-    )
-    with pytest.raises(
-        MissingInputError, match=r"tokens.json cannot be read \(\S.+\); name a fold"
-    ):
-        token_datasets(tmp_path / "missing", 16, validate=False)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (None, r"does not describe tokens \(the whole file: Invalid JSON"),
-        ({"version": 2, "new": 1}, r"tokens.json has version 2, this axsparse reads 1; prepare"),
-        ({"format": "x"}, r"tokens.json does not describe tokens \(format: .+\); prepare the data"),
-        ({"dtype": "int8"}, r"does not describe tokens \(dtype: "),
-        ({"extra": 1}, r"does not describe tokens \(extra: "),
-    ],
-)
-def test_a_sidecar_that_is_none_is_refused(
-    values: dict[str, Any] | None, message: str, tmp_path: Path
-) -> None:
-    folder = change(write(tmp_path / "data"), **(values or {}))
-    if values is None:
-        (folder / "tokens.json").write_text("{")
-
-    with pytest.raises(DataError, match=message):
-        token_datasets(folder, 16, validate=False)
+def test_files_are_told_apart_for_a_model_that_separates_them() -> None:
+    pytest.importorskip("transformers", reason="no transformers: pip install 'axsparse[test]'")
+    tiny = "model_type: llama, hidden_size: 8, num_attention_heads: 1, num_hidden_layers: 1"
+    asked = ["model.name=hf", f"model.hf={{{tiny}, vocab_size: 256, max_position_embeddings: 64}}"]
+    for settings, inputs in (([*asked, "data.intra_document_attention=true"], 2), (asked, 1)):
+        loaded = configure(None, settings)
+        datasets, example = open_datasets(loaded), named_model(loaded).example
+        assert example is not None
+        assert len(example(1)) == inputs
+        for dataset in (datasets.training, datasets.validation):
+            assert isinstance(dataset, TokenDataset)
+            assert len(dataset.read(np.arange(1))[0]) == inputs

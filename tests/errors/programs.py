@@ -35,7 +35,7 @@ from axsparse.__main__ import main
 from axsparse.config import load, validate
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
-from axsparse.data import batches, documents, preparation, stdlib, token_file
+from axsparse.data import batches, documents, preparation, sources, stdlib, token_file
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets
 from axsparse.models import layer_cost, model_profile
@@ -389,6 +389,19 @@ def prepare(*contents: bytes, **values: Any) -> None:
         write(f"in/{number}{ending}", content)
     Path("in").mkdir(exist_ok=True)
     preparing.run(preparation.Request((Path("in"),), Path("out"), **values))
+
+
+def opened() -> object:
+    """The tokens that have been prepared."""
+    return sources.token_datasets(Path("out"), 16, validate=False)
+
+
+def described(**values: Any) -> object:
+    """Prepared tokens whose tokens.json has other values."""
+    prepare(b"x" * 99)
+    path = Path("out/tokens.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+    return opened()
 
 
 # -- optimizers -------------------------------------------------------------------------------

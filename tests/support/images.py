@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from photos import classifier
 from support.oracle import Trace
 from support.runs import assert_bitwise, tiny_config, train_in_process
 from torch import Tensor, nn
+from vgg19 import vgg
+from wideresnet101 import Head, init, wide_resnet
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Dataset
-from axsparse.models.layer import Kind, Layer, Model, count_top1
-from axsparse.models.losses import summed_cross_entropy
+from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
 from axsparse.training.trainer import Trainer
 
@@ -48,14 +49,6 @@ def image_data(size: int, channels: int = 3, samples: int = 24) -> ArrayDataset:
     return ArrayDataset(inputs, torch.randint(CLASSES, (samples,), generator=generator))
 
 
-def init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """A `Layer.init`: weights N(0, 2 / fan-out), norms 1, biases 0."""
-    if len(shape) == 1:
-        return torch.full(shape, 1.0 if name.endswith("weight") else 0.0)
-    fan_out = shape[0] * math.prod(shape[2:])
-    return torch.empty(shape).normal_(0.0, math.sqrt(2 / fan_out), generator=generator)
-
-
 class Convolution(nn.Module):
     """3×3 convolution, batch normalisation, ReLU, and 2×2 max pooling if `halves`."""
 
@@ -70,120 +63,28 @@ class Convolution(nn.Module):
         return F.max_pool2d(x, 2) if self.halves else x
 
 
-class Plain(nn.Conv2d):
-    """3×3 convolution with a bias, ReLU, and 2×2 max pooling if `halves`."""
-
-    def __init__(self, inputs: int, outputs: int, *, halves: bool) -> None:
-        super().__init__(inputs, outputs, 3, padding=1)
-        self.halves = halves
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(super().forward(x))
-        return F.max_pool2d(x, 2) if self.halves else x
-
-
-class Hidden(nn.Linear):
-    """Linear layer, ReLU and dropout of flattened images."""
-
-    def __init__(self, inputs: int, outputs: int, dropout: float) -> None:
-        super().__init__(inputs, outputs)
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x: Tensor) -> Tensor:
-        dropped: Tensor = self.dropout(F.relu(super().forward(x.flatten(1))))
-        return dropped
-
-
-class Bottleneck(nn.Module):
-    """1×1, 3×3 and 1×1 convolutions next to a 1×1 shortcut, each with batch normalisation."""
-
-    def __init__(self, inputs: int, inner: int, outputs: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, inner, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(inner)
-        self.conv2 = nn.Conv2d(inner, inner, 3, stride=stride, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(inner)
-        self.conv3 = nn.Conv2d(inner, outputs, 1, bias=False)
-        self.bn3 = nn.BatchNorm2d(outputs)
-        self.downsample = nn.Sequential(
-            nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), nn.BatchNorm2d(outputs)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = F.relu(self.bn1(self.conv1(x)))
-        hidden = F.relu(self.bn2(self.conv2(hidden)))
-        return F.relu(self.bn3(self.conv3(hidden)) + self.downsample(x))
-
-
-class Head(nn.Linear):
-    """Mean over the pixels, and a linear layer."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mean(dim=(2, 3)))
-
-
-def classifier(
-    name: str, builds: Mapping[str, Callable[[], nn.Module]], channels: int, size: int
-) -> Model:
-    """A model of images, whose first layer is the embedding and whose last one is the head."""
-    last = len(builds) - 1
-    kinds: list[Kind] = ["head" if at == last else "block" for at in range(len(builds))]
-    kinds[0] = "embedding"
-    return Model(
-        [
-            Layer(layer, build, kind=kind, init=init)
-            for kind, (layer, build) in zip(kinds, builds.items(), strict=True)
-        ],
-        summed_cross_entropy,
-        name=name,
-        metrics={"top1": count_top1},
-        example=lambda samples: (torch.zeros(samples, channels, size, size, device="meta"),),
-    )
-
-
-def small_cnn(channels: int, size: int, num_classes: int = CLASSES) -> Model:
+def small_cnn() -> Model:
     """Four convolutions with batch normalisation, and a head."""
-    widths = (channels, 32, 64, 128, 128)
-    builds: dict[str, Callable[[], nn.Module]] = {
-        f"block{at}": partial(Convolution, widths[at], widths[at + 1], halves=at % 2 == 1)
+    widths = (3, 32, 64, 128, 128)
+    layers = [
+        Layer(
+            f"block{at}",
+            partial(Convolution, widths[at], widths[at + 1], halves=at % 2 == 1),
+            kind="block" if at else "embedding",
+            init=init,
+        )
         for at in range(4)
-    }
-    return classifier("cnn", builds | {"head": partial(Head, 128, num_classes)}, channels, size)
+    ]
+    head = Layer("head", partial(Head, widths[-1], CLASSES), kind="head", init=init)
+    return classifier("cnn", [*layers, head], 32)
 
 
-def small_vgg(dropout: float = 0.0, num_classes: int = CLASSES) -> Model:
-    """Convolutions and linear layers with biases, under torchvision's names of a VGG."""
-    widths, numbers = (3, 4, 4, 8, 8, 16, 16), (0, 2, 5, 7, 10, 12)
-    builds: dict[str, Callable[[], nn.Module]] = {
-        f"features.{number}": partial(Plain, widths[at], widths[at + 1], halves=at % 2 == 1)
-        for at, number in enumerate(numbers)
-    }
-    builds["classifier.0"] = partial(Hidden, 16 * 2 * 2, 16, dropout)
-    builds["classifier.3"] = partial(Hidden, 16, 16, dropout)
-    builds["classifier.6"] = partial(nn.Linear, 16, num_classes)
-    return classifier("vgg", builds, 3, 16)
+def small_vgg() -> Model:
+    return vgg(((4, 4), (8, 8), (16, 16)), 16, hidden=16, classes=CLASSES, dropout=0.0)
 
 
 def small_wide_resnet() -> Model:
-    """A stem, four bottlenecks and a head, under torchvision's names but for the stem's prefix."""
-    builds: dict[str, Callable[[], nn.Module]] = {"stem": Stem}
-    for group in range(4):
-        inputs, outputs = 16 * 2 ** (group - 1) if group else 4, 16 * 2**group
-        stride = 2 if group else 1
-        builds[f"layer{group + 1}.0"] = partial(Bottleneck, inputs, outputs // 2, outputs, stride)
-    return classifier("wide_resnet", builds | {"fc": partial(Head, 128, CLASSES)}, 3, 33)
-
-
-class Stem(nn.Module):
-    """7×7 convolution, batch normalisation and pooling."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False)
-        self.bn1 = nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.max_pool2d(F.relu(self.bn1(self.conv1(x))), 3, stride=2, padding=1)
+    return wide_resnet((1, 1, 1, 1), 33, width=4, factor=2, classes=CLASSES)
 
 
 def torchvision_name(name: str) -> str:

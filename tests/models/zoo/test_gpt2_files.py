@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.exhaustive import by_default
 from support.hf import (
     beside,
     config_from,
@@ -88,32 +87,6 @@ def test_names_logits_and_losses_are_those_of_transformers_in_every_pipeline(
             assert trace.losses == pytest.approx(expected, rel=LOSS_RTOL)
             first = first or trace.losses
             assert trace.losses == first, g_inter
-
-
-@pytest.mark.parametrize("method", by_default(["sparsegpt"], ["sparsegpt", "wanda", "magnitude"]))
-def test_masks_and_losses_of_pruned_models_are_the_same_in_every_pipeline(
-    transformers: Any, method: str, tmp_path: Path
-) -> None:
-    make(transformers, "gpt 2", tmp_path)
-    pruning = {"method": method, "sparsity": 0.6, "calibration_samples": 8}
-    config = config_from(tmp_path, pruning=pruning, train={"steps": 2})
-    model = ours_from(tmp_path)
-
-    found = []
-    for g_inter in (1, 3, 4):
-        masks: dict[str, Tensor] = {}
-        runs = train_in_process(g_inter, 1, model, config, token_data())
-        for trainer, _ in runs:
-            for layer in trainer.layers:
-                pruned = (t for t in layer.state.owned if t.kept < t.parameter.numel())
-                masks |= {tensor.name: tensor.positions() for tensor in pruned}
-        found.append((runs[0][1].losses, masks))
-
-    losses, masks = found[0]
-    assert len(masks) == 8
-    for other_losses, other_masks in found[1:]:
-        assert other_losses == losses
-        assert_equal_tensors(other_masks, masks)
 
 
 @every_kind
