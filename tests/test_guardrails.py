@@ -90,7 +90,7 @@ REASON = "Reason:"
 MPI_MODULES = {
     "runtime.connection",
     "runtime.mpi.mpi_collective",
-    "runtime.mpi.mpi_link",
+    "runtime.mpi.mpi_channel",
     "runtime.mpi.mpi_transport",
 }
 

@@ -1,8 +1,13 @@
-"""One-way channels between the hosts of neighbouring stages, and how a message travels on them.
+"""Links over one-way channels between the hosts of neighbouring stages.
 
-A message is a header and the bytes of its tensors. `MpiLink` sends entire messages over channels.
-The link of GPUs sends headers over them, and contents too, where these pass through the hosts.
-`runtime/mpi/mpi_link.py` implements the channels.
+A message crosses from one stage to the next in two parts. Its *header* travels over a channel
+between the hosts (`runtime/mpi/mpi_channel.py`). Its contents travel on a *way*:
+
+- between tensors in the memory of the hosts over the same channel (`Direct`);
+- between GPUs over NCCL or through pinned memory of the hosts (`runtime/gpu/gpu_link.py`).
+
+A message is sent once its tensors are ready. The receiver asks for contents only once their header
+is there. Headers and contents each arrive in the order of sending, so no message needs a number.
 
 The header is an int64 array that describes the message without its contents. Its words are the
 microbatch, the number of tensors, and then for each tensor its type's number in `DTYPES` (−1 for
@@ -12,7 +17,9 @@ direction is not in it, since each direction has a separate channel.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +28,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.runtime.canonical_form import bytes_of
-from axsparse.runtime.communication import Direction, Event, Message
+from axsparse.runtime.communication import MAX_CALL_BYTES, Backoff, Direction, Event, Message
 from axsparse.runtime.files.safetensors import DTYPES as STORED_DTYPES
 from axsparse.runtime.grid import RankCoords
 
@@ -31,10 +38,234 @@ QUIET_PASSES = 2
 """A link stops looking for arrivals after this many looks in a row that find nothing. A look that
 finds nothing may have let MPI take in messages: after a long action one look saw nothing in 12
 cases of 12 (MPICH 5.0), two saw everything, and schedules must decide on all arrivals."""
+END = -1
+"""Replaces the microbatch number in the last header of a link, which closes the link."""
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 Header = NDArray[np.int64]
 Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
 """Makes a tensor of a shape and type, with undefined contents."""
+
+
+class HostChannel(Protocol):
+    """One end of a channel; one end sends and the other receives. No call waits.
+
+    Headers arrive in the order in which they were sent, and so do pieces of contents; there is
+    no order between the two.
+    """
+
+    def send_header(self, header: Header) -> Event:
+        """Start sending a header."""
+        ...
+
+    def receive_header(self) -> Header | None:
+        """The next header, or None if it is not here yet."""
+        ...
+
+    def send(self, piece: Tensor) -> Event:
+        """Start sending a flat tensor of bytes."""
+        ...
+
+    def receive(self, piece: Tensor) -> Event:
+        """Start receiving into a flat tensor of bytes, which has the size of the sent message."""
+        ...
+
+
+class Way(Protocol):
+    """Moves the contents of messages in one direction; one end sends and the other receives. No
+    call waits."""
+
+    sends_in_turn: bool
+    """Whether a header goes only once all messages in front of it are through, and contents only
+    once their header has left; otherwise both are sent as soon as the tensors are ready."""
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory to receive into, with undefined contents."""
+        ...
+
+    def send(self, tensors: Sequence[Tensor]) -> Event:
+        """Start sending the contents of contiguous tensors."""
+        ...
+
+    def receive(self, tensors: Sequence[Tensor]) -> Event:
+        """Start receiving into tensors of the sent sizes."""
+        ...
+
+    def advance(self) -> None:
+        """Move contents on that wait for the host."""
+        ...
+
+
+class Direct:
+    """A `Way` between tensors in the memory of the hosts, over their channel."""
+
+    sends_in_turn = False
+
+    def __init__(self, channel: HostChannel, max_call_bytes: int = MAX_CALL_BYTES) -> None:
+        """No call of the channel carries more than `max_call_bytes`, the same on both ends."""
+        self._channel = channel
+        self._max_call_bytes = max_call_bytes
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def send(self, tensors: Sequence[Tensor]) -> Event:
+        return Events([self._channel.send(piece) for piece in self._pieces(tensors)])
+
+    def receive(self, tensors: Sequence[Tensor]) -> Event:
+        return Events([self._channel.receive(piece) for piece in self._pieces(tensors)])
+
+    def advance(self) -> None:
+        """Do nothing, since nothing waits for the host."""
+
+    def _pieces(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return [piece for t in tensors for piece in as_bytes(t).split(self._max_call_bytes)]
+
+
+class Events:
+    """Several events of one queue, in order, as one."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._left = events
+
+    def query(self) -> bool:
+        while self._left and self._left[0].query():
+            self._left.pop(0)
+        return not self._left
+
+
+def ready_at_once() -> Event:
+    """The event of tensors that have been made when a call returns."""
+    return Events([])
+
+
+@dataclass
+class _OutgoingMessage:
+    """A message on its way out, which keeps its tensors alive."""
+
+    message: Message
+    header: Header
+    ready: Event
+    """Completes when its tensors have been made."""
+    header_sent: Event | None = None
+    """None until the header is sent."""
+    contents_sent: Event | None = None
+    """None until the contents are."""
+
+    def query(self) -> bool:
+        """Whether header and contents have been sent."""
+        sent = self.header_sent, self.contents_sent
+        return all(event is not None and event.query() for event in sent)
+
+
+class ChannelLink:
+    """The link of one rank to the neighbouring stages of its replica; only `close` waits."""
+
+    def __init__(
+        self,
+        coords: RankCoords,
+        ends: Callable[[Direction, int, int], tuple[HostChannel, Way]],
+        backoff: Backoff,
+        *,
+        ready: Callable[[], Event] = ready_at_once,
+    ) -> None:
+        """`ends(direction, source, target)` makes this rank's end of a channel and its way.
+        `ready` returns an event that completes once all tensors made so far have their values."""
+        self.bytes_sent = 0
+        self._ready = ready
+        self._backoff = backoff
+        self._outgoing: dict[Direction, tuple[HostChannel, Way]] = {}
+        self._incoming: dict[Direction, tuple[HostChannel, Way]] = {}
+        for direction in Direction:
+            for source, target in neighbours(coords, direction):
+                here = self._outgoing if source == coords.rank else self._incoming
+                here[direction] = ends(direction, source, target)
+        self._sending: dict[Direction, deque[_OutgoingMessage]]
+        self._sending = {direction: deque() for direction in self._outgoing}
+        self._receiving: dict[Direction, deque[tuple[Message, Event]]]
+        self._receiving = {direction: deque() for direction in self._incoming}
+        self._ended: set[Direction] = set()
+
+    def send(self, message: Message) -> None:
+        assert message.direction in self._outgoing, "no such neighbour"
+        message = dense(message)
+        header = encode_header(message)
+        self.bytes_sent += sum(tensor.nbytes for tensor in contents(message))
+        # The event comes after `dense`, which may enqueue a copy.
+        outgoing = _OutgoingMessage(message, header, self._ready())
+        self._sending[message.direction].append(outgoing)
+        self.push()
+
+    def arrivals(self) -> list[Message]:
+        messages: list[Message] = []
+        quiet = 0
+        while quiet < QUIET_PASSES:
+            self.push()
+            quiet = 0 if self._collect(messages) else quiet + 1
+        return messages
+
+    @property
+    def unsent(self) -> int:
+        return sum(map(len, self._sending.values()))
+
+    def close(self) -> None:
+        """Wait for the sends, and drop arrivals until the neighbours close, too."""
+        self._backoff.reset()
+        while self.unsent:
+            self.push()
+            self._collect([])
+            self._backoff.pause()
+        ends = [
+            channel.send_header(np.array([END], dtype=np.int64))
+            for channel, _ in self._outgoing.values()
+        ]
+        while (
+            self._ended != set(self._incoming)
+            or any(self._receiving.values())
+            or not all(end.query() for end in ends)
+        ):
+            self._collect([])
+            self._backoff.pause()
+
+    def push(self) -> None:
+        """Send the headers that may go, and let go of messages that have been sent.
+
+        `arrivals` does this too. A rank that waits for something else has to call it, since the
+        neighbour may need a message before it can do what the rank waits for.
+        """
+        for direction, (channel, way) in self._outgoing.items():
+            sending = self._sending[direction]
+            # Memory is let go before the next contents are sent, since torch reuses it only after
+            # all that NCCL's stream has been given by then.
+            while sending and sending[0].query():
+                sending.popleft()
+            way.advance()
+            for number, one in enumerate(sending):
+                if one.header_sent is None:
+                    if not one.ready.query() or (number and way.sends_in_turn):
+                        break
+                    one.header_sent = channel.send_header(one.header)
+                if one.contents_sent is None:
+                    if way.sends_in_turn and not one.header_sent.query():
+                        break
+                    one.contents_sent = way.send(contents(one.message))
+
+    def _collect(self, messages: list[Message]) -> bool:
+        """Look at both directions once, add complete messages, and say if anything moved."""
+        moved = False
+        for direction, (channel, way) in self._incoming.items():
+            receiving = self._receiving[direction]
+            while (header := channel.receive_header()) is not None:
+                moved = True
+                if header[0] == END:
+                    self._ended.add(direction)
+                    continue
+                message = decode_header(header, direction, way.empty)
+                receiving.append((message, way.receive(contents(message))))
+            way.advance()
+            while receiving and receiving[0][1].query():
+                messages.append(receiving.popleft()[0])
+                moved = True
+        return moved
 
 
 def encode_header(message: Message) -> Header:
@@ -70,58 +301,17 @@ def decode_header(words: Header, direction: Direction, allocate: Allocate) -> Me
     return Message(direction, microbatch, tuple(tensors), tuple(requires_grad))
 
 
-def in_host_memory(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A tensor on the CPU with undefined contents."""
-    return torch.empty(shape, dtype=dtype)
-
-
 def dense(message: Message) -> Message:
     """The message as it travels: cut off from the autograd graph, every tensor contiguous."""
     tensors = tuple(
         None if tensor is None else tensor.detach().contiguous() for tensor in message.tensors
     )
-    return Message(message.direction, message.microbatch, tensors, message.requires_grad)
+    return replace(message, tensors=tensors)
 
 
 def contents(message: Message) -> list[Tensor]:
     """The tensors of a message that have at least one element, in order."""
     return [tensor for tensor in message.tensors if tensor is not None and tensor.numel()]
-
-
-class HostChannel(Protocol):
-    """One end of a channel; one end sends and the other receives. No call waits.
-
-    Headers arrive in the order in which they were sent, and so do pieces of contents; there is
-    no order between the two.
-    """
-
-    def send_header(self, header: Header) -> Event:
-        """Start sending a header."""
-        ...
-
-    def receive_header(self) -> Header | None:
-        """The next header, or None if it is not here yet."""
-        ...
-
-    def send(self, piece: Tensor) -> Event:
-        """Start sending a flat tensor of bytes."""
-        ...
-
-    def receive(self, piece: Tensor) -> Event:
-        """Start receiving into a flat tensor of bytes, which has the size of the sent message."""
-        ...
-
-
-class HostChannels(Protocol):
-    """Makes the channels of one link."""
-
-    def channel(self, direction: Direction, source: int, target: int) -> HostChannel:
-        """This rank's end of the channel from `source` to `target`, of which it is one."""
-        ...
-
-    def close(self) -> None:
-        """Release the channels, on which nothing is under way any more."""
-        ...
 
 
 def neighbours(coords: RankCoords, direction: Direction) -> list[tuple[int, int]]:
@@ -136,9 +326,3 @@ def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, flat, without a copy."""
     assert tensor.is_contiguous(), "a copy would be received into, and lost"
     return bytes_of(tensor)
-
-
-def byte_pieces(tensor: Tensor, most: int) -> list[Tensor]:
-    """The bytes of a contiguous tensor as views of at most `most` bytes; an empty one has none."""
-    content = as_bytes(tensor)
-    return [content[start : start + most] for start in range(0, content.numel(), most)]

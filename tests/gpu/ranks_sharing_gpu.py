@@ -24,7 +24,7 @@ from torch import Tensor
 from axsparse.models.tensor_shard import TensorShard
 from axsparse.runtime.communication import Collective, Link, Message, Op, Transport, Work
 from axsparse.runtime.gpu.cuda_device import CudaDevice
-from axsparse.runtime.gpu.gpu_transport import GpuTransport, HostTransport
+from axsparse.runtime.gpu.gpu_transport import GpuTransport
 from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
 from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
@@ -88,7 +88,7 @@ class _Moved:
 class OnGpu(GpuTransport):
     """Ranks that all share the first GPU, over NCCL or by way of the hosts."""
 
-    def __init__(self, host: HostTransport, *, nccl: bool) -> None:
+    def __init__(self, host: MpiTransport, *, nccl: bool) -> None:
         device = CudaDevice(GPU)
         connections = None
         if nccl:

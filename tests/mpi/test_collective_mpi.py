@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from mpi4py import MPI
 from support.collective_contract import CONTRACT
 from support.on_mpi import on_mpi
 
-from axsparse.runtime.communication import Collective, Op, Transport, wait
+from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.mpi.mpi_collective import MpiCollective
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
@@ -18,20 +18,7 @@ SIZE = MPI.COMM_WORLD.size
 
 
 class SmallCalls(MpiTransport):
-    """No call of its collectives carries more than 500 bytes."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        super().__init__(comm)
-        self.world = self._small(comm)
-
-    def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        comm = self._comm.Create_group(self._comm.Get_group().Incl(list(ranks)))
-        return self._small(comm)
-
-    def _small(self, comm: MPI.Intracomm) -> MpiCollective:
-        collective = MpiCollective(comm, self.backoff, max_call_bytes=500)
-        self._made.append(collective)
-        return collective
+    max_call_bytes = 500
 
 
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)

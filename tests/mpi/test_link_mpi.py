@@ -11,21 +11,10 @@ from mpi4py import MPI
 from support.link_contract import CONTRACT, LARGE
 from support.on_mpi import on_mpi
 
-from axsparse.runtime.communication import (
-    Direction,
-    Link,
-    Message,
-    Op,
-    Transport,
-    wait,
-)
-from axsparse.runtime.grid import Grid, RankCoords
-from axsparse.runtime.host_channel import (
-    decode_header,
-    encode_header,
-    in_host_memory,
-)
-from axsparse.runtime.mpi.mpi_link import CONTENT_TAG, HEADER_TAG, MpiLink
+from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.host_channel import ChannelLink, decode_header, encode_header
+from axsparse.runtime.mpi.mpi_channel import CONTENT_TAG, HEADER_TAG, MpiChannel
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 SIZE = MPI.COMM_WORLD.size
@@ -33,12 +22,21 @@ needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbo
 
 
 class SmallCalls(MpiTransport):
-    """No call of its links carries more than 1,000 bytes."""
+    max_call_bytes = 1000
 
-    def link(self, coords: RankCoords) -> Link:
-        link = MpiLink(self._comm, coords, self.backoff, max_call_bytes=1000)
-        self._made.append(link)
-        return link
+
+def opened(transport: Transport) -> tuple[int, ChannelLink]:
+    """This rank's stage of a pipeline of all ranks, and its link."""
+    link: Link = transport.link(Grid(SIZE, 1).coords(transport.rank))
+    assert isinstance(link, ChannelLink)
+    return transport.rank, link
+
+
+def forward_channel(link: ChannelLink) -> MpiChannel:
+    ends = {**link._incoming, **link._outgoing}
+    channel, _ = ends[Direction.FORWARD]
+    assert isinstance(channel, MpiChannel)
+    return channel
 
 
 @needs_a_neighbour
@@ -52,26 +50,24 @@ def test_an_mpi_link_keeps_the_contract(promise: Callable[[Transport], None]) ->
 @needs_a_neighbour
 def test_a_message_that_is_complete_waits_for_those_before_it() -> None:
     with on_mpi() as transport:
-        coords = Grid(SIZE, 1).coords(transport.rank)
-        link = transport.link(coords)
-        assert isinstance(link, MpiLink)
+        rank, link = opened(transport)
         here = torch.zeros(1, dtype=torch.float64)
-        if coords.rank == 0:
+        if rank == 0:
             # A sender whose first content is slow, and whose second message has none.
-            comm, content = link._outgoing[Direction.FORWARD]._comm, torch.ones(3)
+            comm, content = forward_channel(link)._comm, torch.ones(3)
             for number, tensors in enumerate([(content,), ()]):
                 header = encode_header(Message(Direction.FORWARD, number, tensors))
                 comm.Send([header, MPI.INT64_T], dest=1, tag=HEADER_TAG)
             wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
             comm.Send([content.numpy(), MPI.BYTE], dest=1, tag=CONTENT_TAG)
             return
-        while coords.rank == 1 and len(link._receiving[Direction.FORWARD]) < 2:
+        while rank == 1 and len(link._receiving[Direction.FORWARD]) < 2:
             assert link.arrivals() == []
             transport.backoff.pause()
         wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
 
         numbers: list[int] = []
-        while coords.rank == 1 and len(numbers) < 2:
+        while rank == 1 and len(numbers) < 2:
             numbers += [message.microbatch for message in link.arrivals()]
             transport.backoff.pause()
         assert numbers in ([0, 1], [])
@@ -94,28 +90,41 @@ def test_arrivals_are_complete_although_the_first_look_finds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with on_mpi() as transport:
-        coords = Grid(SIZE, 1).coords(transport.rank)
-        link = transport.link(coords)
-        assert isinstance(link, MpiLink)
-        if coords.rank == 0:
+        rank, link = opened(transport)
+        if rank == 0:
             link.send(Message(Direction.FORWARD, 0, ()))
-        if coords.rank == 1:
-            channel = link._incoming[Direction.FORWARD]
+        if rank == 1:
+            channel = forward_channel(link)
             comm = channel._comm
             while not comm.Iprobe(0, HEADER_TAG):
                 transport.backoff.pause()
-            monkeypatch.setattr(channel, "_comm", Absent(comm))
-            assert [message.microbatch for message in link.arrivals()] == [0]
+            with monkeypatch.context() as patched:
+                patched.setattr(channel, "_comm", Absent(comm))
+                assert [message.microbatch for message in link.arrivals()] == [0]
+
+
+@needs_a_neighbour
+def test_what_was_sent_arrives_though_its_sender_waits_for_something_else() -> None:
+    """A stage without a GPU sums its gradients without looking after its link."""
+    with on_mpi() as transport:
+        rank, link = opened(transport)
+        for number in range(100 if rank == 0 else 0):
+            link.send(Message(Direction.FORWARD, number, (torch.ones(1000),)))
+        left = 100 if rank == 1 else 0
+        while left:
+            left -= len(link.arrivals())
+            transport.backoff.pause()
+        here = torch.zeros(1, dtype=torch.float64)
+        wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
 
 
 @needs_a_neighbour
 def test_closing_waits_for_what_was_sent() -> None:
     with on_mpi() as transport:
-        coords = Grid(SIZE, 1).coords(transport.rank)
-        link = transport.link(coords)
-        if not coords.is_last:
+        rank, link = opened(transport)
+        if rank < SIZE - 1:
             link.send(Message(Direction.FORWARD, 0, (torch.ones(1 << 21),)))
-        while not coords.is_first and not link.arrivals():
+        while rank and not link.arrivals():
             transport.backoff.pause()
 
     assert link.unsent == 0
@@ -126,7 +135,9 @@ def test_a_header_says_everything_but_the_contents() -> None:
     sent = Message(Direction.BACKWARD, 41, tensors, (True, False, False, True))
 
     words = encode_header(sent)
-    read = decode_header(words, Direction.BACKWARD, in_host_memory)
+    read = decode_header(
+        words, Direction.BACKWARD, lambda shape, dtype: torch.empty(shape, dtype=dtype)
+    )
 
     assert words.dtype == np.int64
     assert (read.direction, read.microbatch) == (Direction.BACKWARD, 41)

@@ -17,8 +17,7 @@ SIZE = MPI.COMM_WORLD.size
 
 def communicators(transport: MpiTransport) -> list[MPI.Comm]:
     """The communicators of a branch: of its link and its collectives."""
-    made = [getattr(one, "_channels", one) for one in transport._made]
-    own = [vars(one) for one in made]
+    own = [vars(one) for one in transport._made]
     found = [value for fields in own for value in fields.values() if isinstance(value, MPI.Comm)]
     return found + [comm for fields in own for comm in fields.get("_comms", {}).values()]
 

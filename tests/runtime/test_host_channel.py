@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,7 +12,7 @@ from torch import Tensor
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.host_channel import byte_pieces, neighbours
+from axsparse.runtime.host_channel import Direct, neighbours
 
 COMPLEX = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]], dtype=torch.complex128)
 
@@ -27,20 +30,23 @@ def test_every_pair_of_neighbours_has_a_channel_each_way() -> None:
     assert channels[Direction.BACKWARD] == [(1, 0), (2, 1), (4, 3), (5, 4)]
 
 
-@pytest.mark.parametrize(("size", "wanted"), [(0, []), (1, [4]), (5, [8, 8, 4]), (4, [8, 8])])
-def test_no_call_carries_more_than_its_limit(size: int, wanted: list[int]) -> None:
-    tensor = torch.arange(float(size))
+@pytest.mark.parametrize(
+    ("tensor", "wanted"),
+    [
+        (torch.ones(1), [4]),
+        (torch.arange(5.0), [8, 8, 4]),
+        (torch.arange(4.0), [8, 8]),
+        (torch.tensor(2.5).expand(1), [4]),
+    ],
+)
+def test_no_call_carries_more_than_its_limit(tensor: Tensor, wanted: list[int]) -> None:
+    pieces: list[Tensor] = []
+    channel: Any = SimpleNamespace(send=pieces.append)
 
-    pieces = byte_pieces(tensor, 8)
+    Direct(channel, 8).send([tensor])
 
     assert [piece.numel() for piece in pieces] == wanted
     assert b"".join(piece.numpy().tobytes() for piece in pieces) == tensor.numpy().tobytes()
-
-
-def test_the_one_entry_of_an_expanded_tensor_travels() -> None:
-    tensor = torch.tensor(2.5).expand(1)
-
-    assert byte_pieces(tensor, 8)[0].numpy().tobytes() == tensor.numpy().tobytes()
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -31,8 +32,11 @@ from axsparse.runtime.communication import (
     shard_bounds,
     wait,
 )
-from axsparse.runtime.gpu.device_protocol import Communicator, Device
+from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.rank_order import exchanged_bytes
+
+if TYPE_CHECKING:
+    from axsparse.runtime.gpu.nccl import NcclGroup
 
 
 @dataclass
@@ -67,7 +71,7 @@ class NcclCollective:
     one order.
     """
 
-    def __init__(self, communicator: Communicator, device: Device, backoff: Backoff) -> None:
+    def __init__(self, communicator: NcclGroup, device: Device, backoff: Backoff) -> None:
         self.rank = communicator.rank
         self.size = communicator.size
         self.bytes_sent = 0

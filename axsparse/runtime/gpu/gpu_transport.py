@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -20,30 +20,17 @@ from axsparse.runtime.communication import (
     Direction,
     Link,
     Op,
-    Transport,
     wait,
 )
 from axsparse.runtime.gpu.collectives import NcclCollective, StagedCollective, TwoWayCollective
-from axsparse.runtime.gpu.device_protocol import Communicator, Connections, Device, PeerConnection
-from axsparse.runtime.gpu.gpu_link import (
-    GpuLink,
-    Nccl,
-    Staged,
-    Way,
-    connect_peers,
-)
+from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.gpu.gpu_link import Nccl, Staged, connect_peers
 from axsparse.runtime.grid import RankCoords
-from axsparse.runtime.host_channel import HostChannel, HostChannels, neighbours
+from axsparse.runtime.host_channel import ChannelLink, Direct, HostChannel, Way
+from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
-
-class HostTransport(Transport, Protocol):
-    """A transport between the hosts of the ranks that also has channels, as MPI's does."""
-
-    def channels(self) -> HostChannels:
-        """The channels of a new link; all ranks call this together."""
-        ...
-
-    def branch(self) -> HostTransport: ...
+if TYPE_CHECKING:
+    from axsparse.runtime.gpu.nccl import NcclConnections, NcclGroup
 
 
 class PushingBackoff:
@@ -73,7 +60,7 @@ class GpuTransport:
     """The ranks of a job whose tensors are in GPU memory."""
 
     def __init__(
-        self, host: HostTransport, device: Device, *, connections: Connections | None
+        self, host: MpiTransport, device: Device, *, connections: NcclConnections | None
     ) -> None:
         """Contents travel over NCCL's `connections`, or without any through pinned memory.
 
@@ -89,7 +76,7 @@ class GpuTransport:
         self._device = device
         self._connections = connections
         self._made: list[Closable] = []
-        self._communicators: dict[tuple[int, ...], Communicator] = {}
+        self._communicators: dict[tuple[int, ...], NcclGroup] = {}
         self._pushes: list[Callable[[], None]] = []
         # These number links and groups, since NCCL needs new names; branches share the counts.
         self._links = itertools.count()
@@ -97,18 +84,17 @@ class GpuTransport:
 
     def link(self, coords: RankCoords) -> Link:
         channels = self._host.channels()
-        connections: dict[tuple[int, int], PeerConnection] = {}
+        connections: dict[tuple[int, int], NcclGroup] = {}
         if self._connections is not None:
             connections = connect_peers(self._connections, coords, f"link {next(self._links)}")
-        outgoing: dict[Direction, tuple[HostChannel, Way]] = {}
-        incoming: dict[Direction, tuple[HostChannel, Way]] = {}
-        for direction in Direction:
-            for source, target in neighbours(coords, direction):
-                channel = channels.channel(direction, source, target)
-                connection = connections.get((source, target))
-                ends = outgoing if source == coords.rank else incoming
-                ends[direction] = channel, self._way(channel, connection)
-        link = GpuLink(outgoing, incoming, self._device, self.backoff)
+
+        def ends(direction: Direction, source: int, target: int) -> tuple[HostChannel, Way]:
+            channel = channels.channel(direction, source, target)
+            if connections:
+                return channel, Nccl(connections[source, target])
+            return channel, Staged(Direct(channel), self._device)
+
+        link = ChannelLink(coords, ends, self.backoff, ready=lambda: self._device.compute.record())
         self._push_while_waiting(link.push)
         # The link is closed first and the connections last, from the last made to the first. Both
         # ends of a connection wait for each other in NCCL, so that all ranks have to close theirs
@@ -155,8 +141,8 @@ class GpuTransport:
         self._host.close()
 
     def _communicator(
-        self, connections: Connections, name: str, ranks: tuple[int, ...]
-    ) -> Communicator:
+        self, connections: NcclConnections, name: str, ranks: tuple[int, ...]
+    ) -> NcclGroup:
         """The communicator of these ranks, which has the name of their first group. All their
         groups share it, since each communicator takes memory of the GPU."""
         communicator = self._communicators.get(ranks)
@@ -171,6 +157,3 @@ class GpuTransport:
         """Have `push` called whenever the rank waits, until this transport is closed."""
         self._pushes.append(push)
         self._backoff.pushes.append(push)
-
-    def _way(self, channel: HostChannel, connection: PeerConnection | None) -> Way:
-        return Nccl(connection) if connection else Staged(channel, self._device)

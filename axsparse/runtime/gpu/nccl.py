@@ -1,4 +1,4 @@
-"""NCCL through torch: peer connections and communicators, each a process group.
+"""NCCL through torch: connections of two ranks and groups of several, each a process group.
 
 Groups are made by their members alone, from a store of names and addresses, without torch's
 default group and its global state. So a rank has few groups, of at most a column's size, however
@@ -180,10 +180,15 @@ def _failure(what: str) -> TrainingError:
 
 
 class NcclGroup:
-    """A `Communicator`, and a `PeerConnection` if it has two members and is used in one direction.
+    """Ranks whose GPUs add and exchange on a stream of the group's own, in its order; of two ranks,
+    also a connection for messages in one direction.
 
-    Operations run on a stream of torch's inside NCCL, which waits for what the group's own stream
-    has been given. Nothing ever waits there: memory to receive into comes from it.
+    All calls but `close` only enqueue. Ranks make the same calls in the same order, on contiguous
+    buffers of equal length and type that stay alive until the returned operation is complete;
+    `bounds` are as in `Collective.start`. Operations run on a stream of torch's inside NCCL, which
+    waits for what the group's own stream has been given. Nothing ever waits there: memory to
+    receive into comes from it. A send or a receive occupies a part of the GPU until the other end
+    runs, so a receive is enqueued only once its send is next in its queue.
     """
 
     def __init__(self, backend: Any, stream: CudaStream, rank: int, size: int) -> None:
@@ -220,6 +225,7 @@ class NcclGroup:
         return self._started(lambda: self._backend.allgather([shards], [shard], options))
 
     def close(self) -> None:
+        """Release the group, on which nothing is under way any more. May wait for the others."""
         # Torch before 2.6 names the call differently.
         for name in ("shutdown", "_shutdown"):
             if hasattr(self._backend, name):
@@ -244,8 +250,10 @@ def _are_equal(shards: Sequence[Tensor]) -> bool:
 
 
 class NcclConnections:
-    """Makes peer connections and communicators, and uses each of them once.
+    """Makes connections of two ranks and groups of several, and uses each of them once.
 
+    A call waits until all ranks of the group have made it with the same name, so ranks make their
+    calls in an order that does not run in a circle. Raises TrainingError if NCCL cannot connect.
     NCCL connects at the first use and then holds up the host until all members join in, here for
     one byte. A group is then connected for all of its algorithms (`rank_gpus.CONNECT_AT_ONCE`), and
     peers are for good, since channels between two GPUs do not depend on how much is sent.

@@ -1,7 +1,7 @@
 """The transport of ranks that are processes of an MPI job.
 
 mpi4py and what needs it are imported where they are used, since importing it starts MPI, which
-many commands do without.
+many commands do without, and torch likewise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.runtime.backoff import SleepingBackoff
-from axsparse.runtime.communication import Backoff, Closable, Collective, Link
+from axsparse.runtime.communication import (
+    MAX_CALL_BYTES,
+    Backoff,
+    Closable,
+    Collective,
+    Direction,
+    Link,
+)
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.machine import own_share, share_cores
 from axsparse.runtime.process import exit_at_once, flush_streams
@@ -25,7 +32,8 @@ from axsparse.runtime.shared_segments import remove_own
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from axsparse.runtime.mpi.mpi_link import MpiChannels
+    from axsparse.runtime.host_channel import HostChannel, Way
+    from axsparse.runtime.mpi.mpi_channel import MpiChannels
 
 START_SECONDS = 600.0
 """How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
@@ -37,6 +45,9 @@ abort, as MPICH's did on a machine with more to do than cores."""
 
 class MpiTransport:
     """The ranks of an MPI job."""
+
+    max_call_bytes = MAX_CALL_BYTES
+    """No call of MPI carries more to a rank, the same number on all ranks."""
 
     def __init__(self, comm: MPI.Intracomm, backoff: Backoff | None = None) -> None:
         """All ranks of `comm` call this together.
@@ -51,15 +62,21 @@ class MpiTransport:
         self.size = comm.size
         self.backoff: Backoff = backoff or SleepingBackoff(shares_core=_shares_core(comm))
         self._comm = comm
-        self._world = MpiCollective(comm, self.backoff)
+        self._world = MpiCollective(comm, self.backoff, self.max_call_bytes)
         self.world: Collective = self._world
         self._made: list[Closable] = [self._world]
 
     def link(self, coords: RankCoords) -> Link:
-        from axsparse.runtime.mpi.mpi_link import MpiLink
+        from axsparse.runtime.host_channel import ChannelLink, Direct
 
-        link = MpiLink(self._comm, coords, self.backoff)
-        self._made.append(link)
+        channels = self.channels()
+
+        def ends(direction: Direction, source: int, target: int) -> tuple[HostChannel, Way]:
+            channel = channels.channel(direction, source, target)
+            return channel, Direct(channel, self.max_call_bytes)
+
+        link = ChannelLink(coords, ends, self.backoff)
+        self._made += [channels, link]  # the link is closed first
         return link
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
@@ -69,14 +86,14 @@ class MpiTransport:
         comm = self._comm.Create_group(group)
         comm.Set_name(name)  # what MPI's own messages and debuggers call it
         group.Free()
-        collective = MpiCollective(comm, self.backoff)
+        collective = MpiCollective(comm, self.backoff, self.max_call_bytes)
         comm.Free()  # the collective has its own duplicates
         self._made.append(collective)
         return collective
 
     def channels(self) -> MpiChannels:
         """The channels of a new link between GPUs; all ranks call this together."""
-        from axsparse.runtime.mpi.mpi_link import MpiChannels
+        from axsparse.runtime.mpi.mpi_channel import MpiChannels
 
         return MpiChannels(self._comm)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Direction, Message
-from axsparse.runtime.gpu.gpu_link import GpuLink, Nccl
+from axsparse.runtime.gpu.gpu_link import Nccl
+from axsparse.runtime.grid import Grid
+from axsparse.runtime.host_channel import ChannelLink, HostChannel, Way
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 
@@ -43,17 +46,22 @@ class Neighbours:
             receive_header=lambda: self.arriving.popleft() if self.arriving else None,
         )
         stream = SimpleNamespace(empty=lambda shape, dtype: torch.empty(*shape, dtype=dtype))
-        connection = SimpleNamespace(
+        connection: Any = SimpleNamespace(
             stream=stream,
             send=lambda content: self._begun(self.sends),
             receive=lambda content: self._begun(self.receives),
         )
-        device = SimpleNamespace(
-            compute=SimpleNamespace(record=lambda: self._begun(self.ready)),
-        )
-        way = {FORWARD: (cast("Any", channel), Nccl(cast("Any", connection)))}
-        self.sender = GpuLink(way, {}, cast("Any", device), cast("Any", None))
-        self.receiver = GpuLink({}, way, cast("Any", device), cast("Any", None))
+        silent = SimpleNamespace(receive_header=lambda: None)
+
+        def ends(direction: Direction, *_: int) -> tuple[HostChannel, Way]:
+            return cast("Any", channel if direction is FORWARD else silent), Nccl(connection)
+
+        def link(stage: int) -> ChannelLink:
+            backoff: Any = None
+            ready = partial(self._begun, self.ready)
+            return ChannelLink(Grid(2, 1).coords(stage), ends, backoff, ready=ready)
+
+        self.sender, self.receiver = link(0), link(1)
 
     def _begun(self, events: list[Flag]) -> Flag:
         events.append(Flag())
