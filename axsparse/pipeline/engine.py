@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
-from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import (
     BACKWARD,
     FORWARD,
@@ -98,7 +97,7 @@ class Engine:
         self._backoff = rank.backoff
         self._phases = rank.phases
         self._gpu = rank.gpu
-        self._stage = stage
+        self.stage = stage
         self._link = link
         self._schedule = schedule
         self._while_idle = while_idle
@@ -151,7 +150,7 @@ class Engine:
                 self._backward(action.microbatch, loss_scale)
             else:
                 with self._phases("compute"):
-                    self._stage.weight_gradients(action.microbatch)
+                    self.stage.weight_gradients(action.microbatch)
 
         self._execute(policy, run)
         self._finish_sending()
@@ -172,7 +171,7 @@ class Engine:
             with self._phases("compute"):
                 key = Key(batch.step, microbatch.first_sample)
                 targets = self._targets(microbatch)
-                outputs = self._stage.evaluate(inputs, key, targets)
+                outputs = self.stage.evaluate(inputs, key, targets)
             if self._coords.is_last:
                 found.append(torch.stack([output.double() for output in outputs]))
             else:
@@ -184,16 +183,6 @@ class Engine:
         finally:
             self._offset = 0
         return found
-
-    @property
-    def unsplit(self) -> Sequence[str]:
-        """The weights of linear and convolution modules that split backwards leave unsplit."""
-        return self._stage.unsplit
-
-    @property
-    def layers(self) -> Sequence[LayerRunner]:
-        """The layers of the stage, in order."""
-        return self._stage.layers
 
     def awaited(self) -> list[str]:
         """The messages that this stage waits for, in words. Any thread may ask at any time."""
@@ -292,7 +281,7 @@ class Engine:
         key = Key(batch.step, microbatch.first_sample)
         with self._phases("compute"):
             targets = self._targets(microbatch)
-            outputs = self._stage.forward(number, inputs, key, targets, divisor)
+            outputs = self.stage.forward(number, inputs, key, targets, divisor)
         if self._coords.is_last:
             return [outputs[0].detach()]
         self._send(FORWARD, number, outputs)
@@ -303,7 +292,7 @@ class Engine:
         if not self._coords.is_last:
             gradients = self._inbox.pop((BACKWARD, number)).tensors
         with self._phases("compute"):
-            input_gradients = self._stage.backward(number, gradients, loss_scale)
+            input_gradients = self.stage.backward(number, gradients, loss_scale)
         if not self._coords.is_first:
             self._send(BACKWARD, number, tuple(input_gradients))
 

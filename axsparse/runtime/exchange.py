@@ -13,22 +13,11 @@ from typing import TypeVar
 
 import torch
 
+from axsparse.runtime import errors
 from axsparse.runtime.communication import Backoff, Collective, Op, Transport, wait
-from axsparse.runtime.errors import (
-    AxsparseError,
-    ConfigError,
-    DataError,
-    MissingInputError,
-    OutputError,
-    TrainingError,
-    everywhere,
-)
+from axsparse.runtime.errors import AxsparseError, ConfigError, everywhere
 
 T = TypeVar("T")
-_CLASSES: dict[str, type[AxsparseError]] = {
-    cls.__name__: cls
-    for cls in (ConfigError, DataError, MissingInputError, OutputError, TrainingError)
-}
 
 
 def together(transport: Transport, work: Callable[[], T]) -> T:
@@ -42,7 +31,7 @@ def together(transport: Transport, work: Callable[[], T]) -> T:
     try:
         result = work()
     except AxsparseError as error:
-        known = next(c.__name__ for c in type(error).__mro__ if c.__name__ in _CLASSES)
+        known = next(c.__name__ for c in type(error).__mro__ if hasattr(errors, c.__name__))
         failure = json.dumps([known, str(error)])
     if sum_of(transport, [float(bool(failure)), 0.0]) != [0.0, 0.0]:
         _raise_first(gather_texts(transport.world, transport.backoff, failure))
@@ -72,7 +61,8 @@ def _raise_first(failures: Sequence[str]) -> None:
     for failure in failures:
         if failure:
             name, message = json.loads(failure)
-            raise everywhere(_CLASSES[name](message))
+            cls: type[AxsparseError] = getattr(errors, name)
+            raise everywhere(cls(message))
 
 
 def sum_of(transport: Transport, values: Sequence[float]) -> list[float]:

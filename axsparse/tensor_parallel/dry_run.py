@@ -24,41 +24,30 @@ from axsparse.tensor_parallel.modules import Sharding, sharded_loss
 
 
 class SilentCollective:
-    """A group that has only this rank. It sends nothing, leaves buffers as they are, and counts the
-    bytes that it would have sent."""
+    """A transport and its one group, of which only this rank is there. Nothing is sent, buffers
+    stay as they are, operations are over at once, and their bytes are counted."""
+
+    name = "silent"
+    backoff = None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self.bytes_sent = self.started = self.largest = 0
         """The bytes and the number of operations, and the largest of their buffers."""
 
+    def collective(self, _: str, ranks: Sequence[int]) -> SilentCollective:
+        assert len(ranks) == self.size, "ranks of one group"
+        return self
+
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
         limits = list(bounds or shard_bounds(buffer.numel(), self.size))
         self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
         self.started += 1
         self.largest = max(self.largest, buffer.numel() * buffer.itemsize)
-        return _Over()
-
-
-class _Over:
-    """An operation that is over at once."""
+        return self
 
     def poll(self) -> bool:
         return True
-
-
-class SilentTransport:
-    """All of a transport that a `TensorGroup` needs; with it, one rank runs layers alone."""
-
-    name = "silent"
-    backoff = None
-
-    def __init__(self, coords: RankCoords) -> None:
-        self.ranks = SilentCollective(coords.tp_rank, coords.grid.g_tensor)
-
-    def collective(self, _: str, ranks: Sequence[int]) -> SilentCollective:
-        assert len(ranks) == self.ranks.size, "ranks of one group"
-        return self.ranks
 
 
 class SilentGroup(TensorGroup):
@@ -66,9 +55,9 @@ class SilentGroup(TensorGroup):
 
     def __init__(self, coords: RankCoords, samples: int = SAMPLES) -> None:
         """Layers run on so many samples."""
-        silent: Any = SilentTransport(coords)
-        super().__init__(coords, silent)
-        self._silent: SilentCollective = silent.ranks
+        self._silent = SilentCollective(coords.tp_rank, coords.grid.g_tensor)
+        transport: Any = self._silent
+        super().__init__(coords, transport)
         self._samples = samples
 
     @property

@@ -29,6 +29,7 @@ class Lockstep:
         """`policy` is one of `pipeline/policy.py`, and `make` makes its actions of a kind and a
         microbatch. `mode` distinguishes training from evaluation."""
         self._policy, self._mode, self._group, self._make = policy, mode, group, make
+        self.expects = policy.expects
         self._here = dict.fromkeys(Direction, 0)
         self._due: Any = None
         """The action that was broadcast and has not begun here."""
@@ -38,9 +39,6 @@ class Lockstep:
     @property
     def finished(self) -> bool:
         return bool(self._policy.finished) or (self._is_last and self._due is None)
-
-    def expects(self, direction: Direction) -> bool:
-        return bool(self._policy.expects(direction))
 
     def arrived(self, direction: Direction, microbatch: int) -> None:
         self._policy.arrived(direction, microbatch)
@@ -91,6 +89,7 @@ class MeetingLink:
 
     def __init__(self, link: Link, group: TensorGroup) -> None:
         self._link, self._group = link, group
+        self.send, self.push, self.close = link.send, link.push, link.close
         self._arrived: dict[Direction, deque[tuple[Message, Work]]]
         self._arrived = {direction: deque() for direction in Direction}
 
@@ -101,15 +100,6 @@ class MeetingLink:
     @property
     def unsent(self) -> int:
         return self._link.unsent
-
-    def send(self, message: Message) -> None:
-        self._link.send(message)
-
-    def push(self) -> None:
-        self._link.push()
-
-    def close(self) -> None:
-        self._link.close()
 
     def arrivals(self) -> list[Message]:
         """The messages that have come to all ranks by now."""

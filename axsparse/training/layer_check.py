@@ -107,7 +107,7 @@ def check_layers(
     def failure_of(here: Sequence[int]) -> AxsparseError | None:
         # What is recorded is freed on return, before the next layers need memory.
         buffers = [(slot, slot.tensor.clone()) for module in live for slot in slots(module)]
-        runners = [engine.layers[number] for number in here]
+        runners = [engine.stage.layers[number] for number in here]
         with _same_attributes(live), replaced(buffers):
             with _recorded(layers, runners, collector, statistics) as records:
                 engine.train(

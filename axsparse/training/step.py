@@ -220,7 +220,7 @@ class Step:
         self._name_once(
             f"{self._coords}: pipeline.split_backward leaves unsplit, since they have gradients "
             "besides that of one call of their layer: {}",
-            self.engine.unsplit,
+            self.engine.stage.unsplit,
         )
         return losses
 

@@ -35,7 +35,7 @@ def splitting(is_split: bool, **sections: Any) -> Config:
 
 def split_modules(trainer: Trainer) -> int:
     """How many modules of a rank's stage have their weight gradients deferred."""
-    products = trainer.engine._stage._products
+    products = trainer.engine.stage._products
     return 0 if products is None or products.deferred is None else len(products)
 
 
@@ -94,7 +94,7 @@ def test_auto_splits_where_there_are_several_stages() -> None:
     ):
         config = tiny_config(**{"train": {"steps": 1}, **sections})
         for trainer, _ in train_in_process(*layout, tiny_gpt(config), config, data):
-            assert (trainer.engine._stage._products is not None) is expected
+            assert (trainer.engine.stage._products is not None) is expected
 
 
 def test_weight_gradients_wait_and_a_layers_all_reduce_starts_with_its_last_ones(

@@ -62,7 +62,7 @@ def test_a_stage_holds_no_more_activations_than_its_schedule_allows(
     monkeypatch.setattr(Stage, "forward", counting)
     ranks = train_in_process(G_INTER, 1, tiny_gpt(config), config, token_data(), order=order)
 
-    unfinished = [most[id(trainer.engine._stage)] for trainer, _ in ranks]
+    unfinished = [most[id(trainer.engine.stage)] for trainer, _ in ranks]
     if schedule == "gpipe":
         assert unfinished == [MICROBATCHES] * G_INTER
     else:

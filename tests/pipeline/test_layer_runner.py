@@ -73,7 +73,7 @@ def test_fused_layers_train_as_others_do() -> None:
 
     assert trace.losses == pytest.approx(expected.losses, rel=FUSED_TOLERANCE)
     assert trace.norms == pytest.approx(expected.norms, rel=FUSED_TOLERANCE)
-    calls = trainer.engine.layers
+    calls = trainer.engine.stage.layers
     # A bound method is a new object whenever it is asked for.
     assert all(call._run != call._call for call in calls)
 
