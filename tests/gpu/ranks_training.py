@@ -13,20 +13,19 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 import torch
 from support.mpirun import TESTS, Finished, run_alone, run_mpirun
-from support.runs import tiny_config, tiny_gpt, token_data
+from support.oracle import Trace
+from support.runs import tiny_config, tiny_gpt, token_data, train_here
 from torch import Tensor
 
-from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
-from axsparse.samo.layer_state import LayerState
-from axsparse.training.trainer import Trainer, build
+from axsparse.training.trainer import Trainer
 
 
 class Case(TypedDict):
@@ -44,22 +43,15 @@ class Case(TypedDict):
     resume: str | None
 
 
-class Outcome(TypedDict):
+@dataclass
+class Outcome:
     """The results of one rank, tensors on the host."""
 
-    losses: list[float]
-    norms: list[float]
-    finite: list[bool]
+    trace: Trace
     scale: float
     validation_loss: float | None
-    devices: list[str]
+    devices: set[str]
     """Types of the devices that model state is on."""
-    masters: dict[str, Tensor]
-    """Of this rank's stage by global name: kept entries in fp32."""
-    kept: dict[str, Tensor]
-    """Where they stand, int64."""
-    moments: dict[str, Tensor]
-    """By `name/moment`, kept entries."""
 
 
 def train(job: Job, case: Case) -> Outcome:
@@ -67,60 +59,35 @@ def train(job: Job, case: Case) -> Outcome:
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True)
     config = tiny_config(**case["settings"])
-    validation = token_data(samples=24) if config.train.eval_steps else None
-    datasets = Datasets(token_data(), validation)
-    quiet = case["run_dir"] is None
-    if not quiet:
+    if case["run_dir"] is not None:
         config = config.model_copy(update={"run_dir": case["run_dir"]})
-    trainer = build(
-        job,
-        tiny_gpt(config),
-        lambda: datasets,
-        config.with_origins("tiny", {}),
-        grid=Grid(*case["layout"]),
-        quiet=quiet,
+    at = case["overflow_at"]
+
+    def before(trainer: Trainer) -> None:
+        if at is not None and job.transport.rank == job.transport.size - 1:
+            spoil(trainer, at)
+
+    trainer, trace = train_here(
+        *(job, Grid(*case["layout"]), tiny_gpt(config), config.with_origins("tiny", {})),
+        token_data(),
+        validation=token_data(samples=24) if config.train.eval_steps else None,
+        before=before,
+        quiet=case["run_dir"] is None,
         resume=case["resume"],
     )
-    at = case["overflow_at"]
-    if at is not None and job.transport.rank == job.transport.size - 1:
-        spoil(trainer, at)
-    found = Outcome(
-        losses=[],
-        norms=[],
-        finite=[],
-        scale=0.0,
-        validation_loss=None,
-        devices=[],
-        masters={},
-        kept={},
-        moments={},
-    )
-
-    def note(step: int, verdict: StepResult) -> None:
-        found["losses"].append(verdict.loss)
-        found["norms"].append(verdict.grad_norm)
-        found["finite"].append(verdict.finite)
-
-    trainer.train(note)
-    found["scale"] = trainer.progress.loss_scale
-    if trainer.last_evaluation is not None:
-        found["validation_loss"] = trainer.last_evaluation.loss
-    for layer in trainer.layers:
-        note_state(found, layer.state)
-    return found
+    found = trainer.last_evaluation
+    loss = None if found is None else found.loss
+    return Outcome(trace, trainer.progress.loss_scale, loss, devices_of(trainer))
 
 
-def note_state(found: Outcome, state: LayerState) -> None:
-    buffers = [state.gradient, *state.optimizer_state.moments_K.values()]
-    if state.optimizer_state.master_K is not None:
-        buffers.append(state.optimizer_state.master_K)
-    buffers += [tensor.parameter for tensor in state.owned]
-    found["devices"] = sorted({*found["devices"], *(buffer.device.type for buffer in buffers)})
-    for name in state.by_full_name:
-        found["masters"][name] = state.master(name).detach().cpu().clone()
-        found["kept"][name] = state.mask(name).nonzero()[:, 0]
-        for moment in state.optimizer_state.moments_K:
-            found["moments"][f"{name}/{moment}"] = state.moment(name, moment).cpu().clone()
+def devices_of(trainer: Trainer) -> set[str]:
+    buffers: list[Tensor] = []
+    for state in (layer.state for layer in trainer.layers):
+        buffers += [state.gradient, *state.optimizer_state.moments_K.values()]
+        if state.optimizer_state.master_K is not None:
+            buffers.append(state.optimizer_state.master_K)
+        buffers += [tensor.parameter for tensor in state.owned]
+    return {buffer.device.type for buffer in buffers}
 
 
 def spoil(trainer: Trainer, step: int) -> None:
@@ -149,7 +116,7 @@ def main(job: Job) -> None:
     for case in cases:
         found = train(job, case)
         partial = folder / f"{case['name']}.{rank}.partial"
-        torch.save(found, partial)
+        torch.save(vars(found), partial)
         partial.rename(folder / f"{case['name']}.{rank}.pt")
 
 
@@ -217,7 +184,7 @@ def train_cases(
                     failure = f"not begun, since {one['name']} ran out of time"
                     return found | {name: CaseFailedError(f"{name}: {failure}") for name in late}
                 break
-            found[one["name"]] = [torch.load(file) for file in files]
+            found[one["name"]] = [Outcome(**torch.load(file, weights_only=False)) for file in files]
     return found
 
 
@@ -233,15 +200,19 @@ def _start(
     return run_mpirun(ranks, words, env=own, timeout=LIMIT_SECONDS)
 
 
-def joined(outcomes: Sequence[Outcome], key: str) -> dict[str, torch.Tensor]:
-    """The tensors of all stages and tensor-parallel ranks by name; replicated tensors have the same
-    bits."""
-    found: dict[str, torch.Tensor] = {}
+def joined(outcomes: Sequence[Outcome], kind: str) -> dict[str, Tensor]:
+    """The tensors of a kind of all stages and tensor-parallel ranks by name, moments as
+    `name/moment`; replicated tensors have the same bits."""
+    found: dict[str, Tensor] = {}
     for outcome in outcomes:
-        tensors: dict[str, torch.Tensor] = outcome[key]  # type: ignore[literal-required]
+        tensors: dict[str, Any] = getattr(outcome.trace, kind)
+        if kind == "moments":
+            tensors = {
+                f"{n}/{m}": values for n, own in tensors.items() for m, values in own.items()
+            }
         for name, values in tensors.items():
             before = found.setdefault(name, values)
-            assert torch.equal(before, values), f"replicas differ in {key} of {name}"
+            assert torch.equal(before, values), f"replicas differ in {kind} of {name}"
     return found
 
 

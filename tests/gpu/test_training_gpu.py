@@ -128,9 +128,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
         if isinstance(outcomes, CaseFailedError):
             raise outcomes
         for outcome in outcomes:
-            assert outcome["devices"] == ["cuda"]
-            assert outcome["losses"] == outcomes[0]["losses"]
-            assert outcome["norms"] == outcomes[0]["norms"]
+            assert outcome.devices == {"cuda"}
+            assert outcome.trace.losses == outcomes[0].trace.losses
+            assert outcome.trace.norms == outcomes[0].trace.norms
         return outcomes
 
     return found
@@ -152,8 +152,8 @@ def judged(g_data: int, optimizer: str) -> Oracle:
 
 
 def assert_same_bits(ours: Sequence[Outcome], reference: Sequence[Outcome]) -> None:
-    assert ours[0]["losses"] == reference[0]["losses"]
-    assert ours[0]["norms"] == reference[0]["norms"]
+    assert ours[0].trace.losses == reference[0].trace.losses
+    assert ours[0].trace.norms == reference[0].trace.norms
     for key in ("kept", "masters", "moments"):
         expected = joined(reference, key)
         for name, values in joined(ours, key).items():
@@ -183,8 +183,8 @@ def test_fp32_on_a_gpu_follows_the_oracle(trained: Train, layout: Layout, optimi
 
     outcomes = trained(layout, optimizer)
 
-    assert outcomes[0]["losses"] == pytest.approx(oracle.trace.losses, rel=FP32_LOSS)
-    assert outcomes[0]["norms"] == pytest.approx(oracle.trace.norms, rel=FP32_NORM)
+    assert outcomes[0].trace.losses == pytest.approx(oracle.trace.losses, rel=FP32_LOSS)
+    assert outcomes[0].trace.norms == pytest.approx(oracle.trace.norms, rel=FP32_NORM)
     kept = joined(outcomes, "kept")
     for name, mask in oracle.masks.items():
         assert torch.equal(kept[name], mask.view(-1).nonzero().view(-1)), name
@@ -198,8 +198,8 @@ def test_half_precision_follows_the_fp32_oracle(trained: Train, layout: Layout, 
 
     outcomes = trained(layout, name)
 
-    assert outcomes[0]["losses"] == pytest.approx(oracle.trace.losses, rel=tolerance)
-    assert outcomes[0]["losses"] != oracle.trace.losses
+    assert outcomes[0].trace.losses == pytest.approx(oracle.trace.losses, rel=tolerance)
+    assert outcomes[0].trace.losses != oracle.trace.losses
 
 
 class SpoiltOracle(Oracle):
@@ -220,10 +220,10 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(trained: Train, layout: Layou
     outcomes = trained(layout, "overflow")
 
     for outcome in outcomes:
-        assert outcome["finite"] == [step != OVERFLOW for step in range(STEPS)]
-        assert outcome["scale"] == 32.0
+        assert outcome.trace.finite == [step != OVERFLOW for step in range(STEPS)]
+        assert outcome.scale == 32.0
         good = [step for step in range(STEPS) if step != OVERFLOW]
-        assert [outcome["losses"][step] for step in good] == pytest.approx(
+        assert [outcome.trace.losses[step] for step in good] == pytest.approx(
             [oracle.losses[step] for step in good], rel=FP16_LOSS
         )
     assert all(values.isfinite().all() for values in joined(outcomes, "masters").values())
@@ -256,7 +256,7 @@ def test_members_have_the_bits_of_one_stage(trained: Train, layout: Layout, name
     ours, reference = trained(layout, name), trained((1, *layout[1:]), name)
 
     assert_same_bits(ours, reference)
-    assert ours[0]["validation_loss"] == reference[0]["validation_loss"]
+    assert ours[0].validation_loss == reference[0].validation_loss
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="NCCL wants a GPU for each rank")
@@ -321,13 +321,13 @@ def test_a_run_goes_on_on_the_other_device_under_another_layout(
 
     outcomes = moved[source, target]
 
-    assert {tuple(outcome["devices"]) for outcome in outcomes} == {
+    assert {tuple(outcome.devices) for outcome in outcomes} == {
         ("cuda",) if target == "gpu" else ("cpu",)
     }
-    assert outcomes[0]["losses"] == pytest.approx(whole[0]["losses"][STEPS // 2 :], rel=FP32_LOSS)
-    assert outcomes[0]["validation_loss"] == pytest.approx(
-        whole[0]["validation_loss"], rel=FP32_LOSS
+    assert outcomes[0].trace.losses == pytest.approx(
+        whole[0].trace.losses[STEPS // 2 :], rel=FP32_LOSS
     )
+    assert outcomes[0].validation_loss == pytest.approx(whole[0].validation_loss, rel=FP32_LOSS)
     expected, kept = joined(whole, "masters"), joined(whole, "kept")
     for name, values in joined(outcomes, "masters").items():
         assert torch.equal(joined(outcomes, "kept")[name], kept[name]), name
@@ -340,8 +340,8 @@ def test_a_run_that_goes_on_on_its_gpu_has_the_bits_of_one_that_never_stopped(
 ) -> None:
     whole, later = moved["gpu", "gpu"], moved["gpu", "gpu-again"]
 
-    assert later[0]["losses"] == whole[0]["losses"][STEPS // 2 :]
-    assert later[0]["validation_loss"] == whole[0]["validation_loss"]
+    assert later[0].trace.losses == whole[0].trace.losses[STEPS // 2 :]
+    assert later[0].validation_loss == whole[0].validation_loss
     expected = joined(whole, "masters")
     for name, values in joined(later, "masters").items():
         assert torch.equal(values, expected[name]), name

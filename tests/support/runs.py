@@ -127,7 +127,7 @@ def vector_data(
 
 
 def train_here(
-    transport: Transport,
+    where: Transport | Job,
     grid: Grid,
     model: Model,
     config: Config,
@@ -136,14 +136,16 @@ def train_here(
     validation: Dataset | None = None,
     before: Callable[[Trainer], None] = lambda trainer: None,
     placement: Callable[[Transport], Placement] | None = None,
+    quiet: bool = True,
     **own: Any,
 ) -> tuple[Trainer, Trace]:
     """Train on this rank's transport; the trace has the weights and moments of its stage, on the
     host. `placement` says where else than on the CPU, `own` is for `build`."""
-    job = Job(transport)
-    job.placement = None if placement is None else placement(transport)
+    job = where if isinstance(where, Job) else Job(where)
+    if placement is not None:
+        job.placement = placement(job.transport)
     datasets = Datasets(data, validation)
-    trainer = build(job, model, lambda: datasets, config, grid=grid, quiet=True, **own)
+    trainer = build(job, model, lambda: datasets, config, grid=grid, quiet=quiet, **own)
     before(trainer)
     trace = Trace()
 
@@ -157,16 +159,16 @@ def train_here(
         state = layer.state
         for name, tensor in state.by_full_name.items():
             trace.weights[name] = (
-                state.dense_weight(name).clone()
+                state.dense_weight(name).cpu().clone()
                 if tensor.shard is None
                 else round_to(state.dense_master(name), DTYPES[config.precision])
             )
-            trace.masters[name] = state.master(name).clone()
+            trace.masters[name] = state.master(name).cpu().clone()
             trace.kept[name] = state.mask(name).nonzero()[:, 0]
             trace.moments[name] = {}
             for moment in state.optimizer_state.moments_K:
                 dense = torch.zeros(tensor.full_numel)
-                dense[trace.kept[name]] = state.moment(name, moment)
+                dense[trace.kept[name]] = state.moment(name, moment).cpu()
                 trace.moments[name][moment] = dense.view(tensor.full_shape)
         for name, buffer in layer.module.named_buffers():
             trace.buffers[f"{layer.spec.name}.{name}"] = buffer.detach().clone().cpu()
