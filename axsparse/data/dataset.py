@@ -191,6 +191,8 @@ class TokenDataset:
     each token begins."""
     mark: int = 0
     """The bit that is set in tokens that do not count as targets; 0 if all of them count."""
+    check: Callable[[], None] = lambda: None
+    """Called before tokens are read; raises DataError if the memory map has lost its file."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.dtype.kind != "u":
@@ -216,6 +218,7 @@ class TokenDataset:
 
         With a `separator` there is a second input of this shape, int32: `document_starts`.
         """
+        self.check()
         at = indices[:, None] * self.sequence_length + np.arange(self.sequence_length)
         inputs, targets = (self.tokens[where].astype(np.int64) for where in (at, at + 1))
         if self.mark:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from axsparse.data.token_file import SAMPLED_BLOCKS, SAMPLED_BYTES
+from axsparse.data.token_file import SAMPLED_BYTES, sampled
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
 
 if TYPE_CHECKING:
@@ -165,18 +165,19 @@ class InPlace:
     """(N,) unsigned integers: an array, or `Joined` ones."""
     documents: int
     """How many documents they are."""
+    files: Sequence[Path]
+    """The files that the ids lie in."""
     begins: Callable[[], NDArray[np.int64]]
     """Finds the positions at which documents begin, ascending from 0: 8 bytes for each."""
 
     @property
     def fingerprint(self) -> str:
-        """A digest of type and numbers, and of 64 blocks of ids, evenly spread."""
+        """A digest of type and numbers, and of 1024 blocks of ids, evenly spread."""
         size, dtype = self.tokens.size, self.tokens.dtype
         width, facts = dtype.itemsize, f"{size} {dtype.str} {self.documents}"
         digest = hashlib.blake2b(facts.encode(), digest_size=16)
         block = min(size, SAMPLED_BYTES // width)
-        for number in range(SAMPLED_BLOCKS):
-            first = (size - block) * number // (SAMPLED_BLOCKS - 1)
+        for first in sampled(size, block):
             ids = self.tokens[np.arange(first, first + block)]
             digest.update(np.ascontiguousarray(ids).data)
         return digest.hexdigest()
@@ -259,7 +260,7 @@ def megatron(index: Path, data: Path, where: str) -> InPlace:
         positions: NDArray[np.int64] = (np.append(places, end) // dtype.itemsize)[first[:-1]]
         return positions
 
-    return InPlace(np.memmap(data, dtype, "r"), documents - 1, begins)
+    return InPlace(np.memmap(data, dtype, "r"), documents - 1, [data], begins)
 
 
 # -- Arrow ----------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ def arrow(files: Sequence[Path], where: str) -> InPlace:
         what = f"has ids of types {', '.join(map(str, types))}" if types else "has no ids"
         _reject(where, files[0], what, "give lists of one type of whole numbers")
     every = np.concatenate(lengths)
-    return InPlace(Joined(parts), len(every), lambda: np.cumsum(every) - every)
+    return InPlace(Joined(parts), len(every), files, lambda: np.cumsum(every) - every)
 
 
 def _is_padded(pyarrow: Any, masks: Any) -> bool:

@@ -48,6 +48,7 @@ from axsparse.data.token_file import (
     TokenizerRecord,
     digest_of,
     dtype_for,
+    largest_id,
     mark_of,
     read_sidecar,
     sample_digest,
@@ -326,10 +327,12 @@ class _Run:
         tokenizer = self._tokenizer()
         progress = self._write(tokenizer, unreadable)
         _reject_empty(progress, request)
+        dtype = dtype_for(tokenizer.vocab_size, marked=self.marked)
         if request.validation_fraction and not all(progress.documents.values()):
-            self._hold_out_end(
-                progress, stored(dtype_for(tokenizer.vocab_size, marked=self.marked))
-            )
+            self._hold_out_end(progress, stored(dtype))
+        paths = [token_path(folder, split) for split in request.splits]
+        mark = mark_of(stored(dtype)) if self.marked else 0
+        largest = max(largest_id(path, stored(dtype), mark) for path in paths)
         records = {
             split: SplitRecord(
                 documents=progress.documents[split],
@@ -340,7 +343,7 @@ class _Run:
             for split in request.splits
             for path in [token_path(folder, split)]
         }
-        for path in (*(token_path(folder, split) for split in records), folder / TOKENIZER):
+        for path in (*paths, folder / TOKENIZER):
             if path.exists():
                 path.replace(request.out / path.name)
         self._report(progress, tokenizer)
@@ -349,8 +352,9 @@ class _Run:
             axsparse=__version__,
             tokenizer=tokenizer.record,
             vocab_size=tokenizer.vocab_size,
+            largest_id=largest,
             separator=tokenizer.separator,
-            dtype=dtype_for(tokenizer.vocab_size, marked=self.marked),
+            dtype=dtype,
             marked=self.marked,
             train=records["train"],
             validation=records.get("validation"),

@@ -15,6 +15,7 @@ from axsparse.data.token_file import (
     WHERE,
     Split,
     SplitRecord,
+    check_of_sizes,
     mark_of,
     read_sidecar,
     sample_digest,
@@ -85,7 +86,7 @@ def _tokens_at(
     def dataset(ids: InPlace, name: str) -> TokenDataset:
         separator = ids.begins() if separate else None
         facts = (f"tokens {path.name}{name}", ids.fingerprint, vocabulary)
-        return TokenDataset(*facts, ids.tokens, length, separator)
+        return TokenDataset(*facts, ids.tokens, length, separator, check=check_of_sizes(ids.files))
 
     training, held_out = found
     if held_out is None or not validate:
@@ -103,7 +104,7 @@ def token_datasets(
 ) -> tuple[TokenDataset, TokenDataset | None]:
     """The training and the validation part of a folder that `axsparse data prepare` wrote.
 
-    The size of each file, and a digest of 4 MiB spread over it, must equal tokens.json's. The
+    The size of each file, and a digest of 64 MiB spread over it, must equal tokens.json's. The
     validation part is None unless `validate`, and if there is none. `separate`: samples say where
     documents begin. `where` names the setting in error messages.
 
@@ -131,11 +132,12 @@ def token_datasets(
         return TokenDataset(
             name=f"tokens {folder.name} {split}",
             fingerprint=record.digest,
-            vocab_size=sidecar.vocab_size,
+            vocab_size=sidecar.largest_id + 1,
             tokens=tokens,
             sequence_length=sequence_length,
             separator=sidecar.separator if separate else None,
             mark=mark_of(dtype) if sidecar.marked else 0,
+            check=check_of_sizes([path]),
         )
 
     held_out = sidecar.validation if validate else None

@@ -10,8 +10,9 @@ Each document is followed by one `separator`, an id that no document contains.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,8 +30,8 @@ Split = Literal["train", "validation"]
 DtypeName = Literal["uint8", "uint16", "uint32"]
 
 WHERE = "data.path"
-SAMPLED_BLOCKS, SAMPLED_BYTES = 64, 1 << 16
-"""Blocks of a file that are compared at the start of a run, evenly spread: at most 4 MiB."""
+SAMPLED_BLOCKS, SAMPLED_BYTES = 1024, 1 << 16
+"""Blocks of a file that are compared at the start of a run, evenly spread: at most 64 MiB."""
 
 
 class Record(BaseModel):
@@ -59,7 +60,7 @@ class SplitRecord(Record):
     digest: str
     """BLAKE2b-128 of the file."""
     sample_digest: str
-    """`sample_digest` of the file: to compare it, 4 MiB are read at most."""
+    """`sample_digest` of the file: to compare it, 64 MiB are read at most."""
 
 
 class SourceCounts(Record):
@@ -82,7 +83,9 @@ class Sidecar(Record):
     """The version of axsparse that wrote the files."""
     tokenizer: TokenizerRecord
     vocab_size: PositiveInt
-    """All ids are below this number."""
+    """All ids of the tokenizer are below this number."""
+    largest_id: NonNegativeInt
+    """The largest id in the files."""
     separator: NonNegativeInt
     """The id that follows each document."""
     dtype: DtypeName
@@ -126,6 +129,13 @@ def mark_of(dtype: np.dtype[np.unsignedinteger[Any]]) -> int:
     return 1 << (8 * dtype.itemsize - 1)
 
 
+def largest_id(path: Path, dtype: np.dtype[np.unsignedinteger[Any]], mark: int) -> int:
+    """The largest id in a file of tokens, of which `mark` is no part."""
+    tokens = np.memmap(path, dtype, "r")
+    parts = (tokens[first : first + (1 << 20)] for first in range(0, tokens.size, 1 << 20))
+    return max(int((part & ~dtype.type(mark)).max()) for part in parts)
+
+
 def digest_of(path: Path) -> str:
     """BLAKE2b-128 of a file's contents, in hexadecimal."""
     digest = hashlib.blake2b(digest_size=16)
@@ -135,6 +145,13 @@ def digest_of(path: Path) -> str:
     return digest.hexdigest()
 
 
+def sampled(size: int, block: int) -> list[int]:
+    """The beginnings of blocks, evenly spread over `size`, the first and the last among them; up to
+    `SAMPLED_BLOCKS` of them cover it all."""
+    count = min(SAMPLED_BLOCKS, -(-size // block))
+    return [max(0, size - block) * number // max(1, count - 1) for number in range(count)]
+
+
 def sample_digest(path: Path) -> str:
     """BLAKE2b-128 of a file's size and of `SAMPLED_BLOCKS` evenly spread blocks.
 
@@ -142,12 +159,29 @@ def sample_digest(path: Path) -> str:
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(b"%d" % size, digest_size=16)
-    last = max(0, size - SAMPLED_BYTES)
     with path.open("rb") as file:
-        for number in range(SAMPLED_BLOCKS):
-            file.seek(last * number // (SAMPLED_BLOCKS - 1))
+        for begin in sampled(size, SAMPLED_BYTES):
+            file.seek(begin)
             digest.update(file.read(SAMPLED_BYTES))
     return digest.hexdigest()
+
+
+def check_of_sizes(paths: Iterable[Path]) -> Callable[[], None]:
+    """A function that raises DataError once one of these files is shorter than now: to read the end
+    of its memory map would end the process."""
+    before = {path: path.stat() for path in paths}
+
+    def check() -> None:
+        for path, was in before.items():
+            with contextlib.suppress(FileNotFoundError):  # a removed file stays mapped
+                now = path.stat()
+                if now.st_ino == was.st_ino and now.st_size < was.st_size:
+                    raise DataError(
+                        f"{path}: has {now.st_size} bytes, and had {was.st_size} when it was "
+                        "opened; copy it again, and start with --resume auto"
+                    )
+
+    return check
 
 
 def read_sidecar(folder: Path, where: str) -> Sidecar:

@@ -22,6 +22,7 @@ from support.preparing import LINE, make_library, outputs, requested, run
 from axsparse.data import preparation
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
+from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
 from axsparse.runtime.errors import ConfigError, DataError, OutputError
 from axsparse.runtime.files.run_folder import FileLock
@@ -95,6 +96,24 @@ def test_a_tokenizer_that_is_given_makes_the_tokens(library: Path, tmp_path: Pat
     assert (sidecar.tokenizer.kind, sidecar.vocab_size, sidecar.separator) == ("file", 300, 0)
     for name in ("train.tokens", "validation.tokens", "tokenizer.json"):
         assert outputs(tmp_path / "given")[name] == outputs(tmp_path / "trained")[name]
+
+
+def test_words_of_a_tokenizer_that_no_text_has_need_no_rows(library: Path, tmp_path: Path) -> None:
+    import tokenizers
+
+    run(requested(library, tmp_path / "trained", train_bpe=300))
+    padded = tokenizers.Tokenizer.from_file(str(tmp_path / "trained" / "tokenizer.json"))
+    padded.add_special_tokens(["<pad>"])
+    padded.save(str(tmp_path / "padded.json"))
+
+    sidecar, _ = run(requested(library, tmp_path / "o", tokenizer=tmp_path / "padded.json"))
+
+    training, _ = token_datasets(tmp_path / "o", 16, validate=False)
+    assert sidecar.vocab_size == 301
+    assert training.vocab_size == 1 + max(
+        ids_of(tmp_path / "o", split).max() for split, _ in sidecar.splits()
+    )
+    assert training.vocab_size <= 300
 
 
 def test_a_fraction_of_the_documents_is_held_out_and_equal_ones_fall_alike(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,19 @@ from axsparse.config.load import configure
 from axsparse.data.dataset import TokenDataset
 from axsparse.data.sources import open_datasets, token_datasets
 from axsparse.data.token_file import (
+    SAMPLED_BLOCKS,
     SAMPLED_BYTES,
     DtypeName,
     digest_of,
     dtype_for,
+    largest_id,
+    mark_of,
     sample_digest,
+    sampled,
     stored,
 )
 from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.errors import DataError
 
 
 def write(folder: Path, tokens: int = 400, dtype: DtypeName = "uint16", vocab: int = 300) -> Path:
@@ -39,11 +46,19 @@ def write(folder: Path, tokens: int = 400, dtype: DtypeName = "uint16", vocab: i
     sidecar = {
         **{"format": "axsparse tokens", "version": 1, "axsparse": "0", "request": ""},
         **{"tokenizer": {"kind": "bytes"}, "vocab_size": vocab, "separator": 0, "dtype": dtype},
+        "largest_id": min(tokens, vocab) - 1,
         **{"sources": {"files": 1, "bytes": 1, "left_out": {}, "examples": []}, "settings": {}},
         **splits,
     }
     (folder / "tokens.json").write_text(json.dumps(sidecar))
     return folder
+
+
+def test_marks_are_no_part_of_ids(tmp_path: Path) -> None:
+    kind = stored("uint16")
+    np.array([7, 5 | mark_of(kind), 9 | mark_of(kind)], kind).tofile(tmp_path / "ids")
+
+    assert largest_id(tmp_path / "ids", kind, mark_of(kind)) == 9
 
 
 def change(folder: Path, **values: Any) -> Path:
@@ -61,7 +76,8 @@ def test_samples_are_windows_of_the_mapped_file(
     training, validation = token_datasets(folder, 16, validate=True)
 
     assert isinstance(training.tokens, np.memmap)
-    assert (len(training), training.vocab_size, training.name) == (24, vocab, "tokens data train")
+    assert (len(training), training.name) == (24, "tokens data train")
+    assert training.vocab_size == min(400, vocab)
     (inputs,), targets = training.read(np.array([3, 17]))
     expected = (np.array([[48], [272]]) + np.arange(17)) % vocab
     np.testing.assert_array_equal(inputs, expected[:, :-1])
@@ -117,3 +133,29 @@ def test_files_are_told_apart_for_a_model_that_separates_them() -> None:
         for dataset in (datasets.training, datasets.validation):
             assert isinstance(dataset, TokenDataset)
             assert len(dataset.read(np.arange(1))[0]) == inputs
+
+
+@pytest.mark.parametrize("size", [0, 1, SAMPLED_BYTES, SAMPLED_BYTES + 1, 40 * SAMPLED_BYTES - 1])
+def test_small_files_are_sampled_entirely(size: int) -> None:
+    begins = sampled(size, SAMPLED_BYTES)
+
+    assert (begins[:1], begins[-1:]) == (
+        ([0], [max(0, size - SAMPLED_BYTES)]) if size else ([], [])
+    )
+    assert all(0 <= b - a <= SAMPLED_BYTES for a, b in itertools.pairwise(begins))
+    assert len(sampled(1 << 40, SAMPLED_BYTES)) == SAMPLED_BLOCKS
+
+
+def test_a_file_that_is_cut_while_it_is_mapped_is_named_and_a_removed_one_stays(
+    tmp_path: Path,
+) -> None:
+    training, _ = token_datasets(write(tmp_path / "data"), 16, validate=False)
+    path = tmp_path / "data" / "train.tokens"
+    path.rename(tmp_path / "moved")
+    training.read(np.array([0]))
+
+    (tmp_path / "moved").rename(path)
+    os.truncate(path, 100)
+
+    with pytest.raises(DataError, match="has 100 bytes, and had 800 when it was opened; copy it"):
+        training.read(np.array([0]))
