@@ -97,7 +97,7 @@ def products(shape: tuple[int, int], sparsity: float, tokens: int) -> dict[str, 
     dense = [pruned(rows, columns, sparsity, seed) for seed in range(number)]
     wide = [one.float() for one in dense[: max(1, number // 2)]]
     bits = [one.view(torch.int16).numpy().view(np.uint16) for one in dense]
-    ours = [KeptMatrix.of(one) for one in dense]
+    ours = [KeptMatrix(one) for one in dense]
     x = torch.randn(tokens, columns).bfloat16()
     single, out = x[0].float().numpy(), np.empty(rows, np.float32)
     contenders: dict[str, Callable[[], object]] = {

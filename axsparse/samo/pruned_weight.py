@@ -53,7 +53,7 @@ class PrunedWeight(Tensor):
     def of(cls, dense: Tensor, *, is_transposed: bool = False) -> PrunedWeight:
         """The weight of a dense tensor of two or three dimensions, on the CPU."""
         each = dense.detach() if dense.dim() == 3 else dense.detach().unsqueeze(0)
-        matrices = [KeptMatrix.of(one.T if is_transposed else one) for one in each]
+        matrices = [KeptMatrix(one.T if is_transposed else one) for one in each]
         return cls(matrices, dense.shape, dense.dtype, is_transposed)
 
     @property

@@ -26,9 +26,9 @@ from axsparse.samo.host.loop_parts import (
     INT16,
     INT32,
     INT64,
-    alike,
     alloca_once,
     compiled,
+    fetch,
     for_range,
     intrinsic,
     lane_sum,
@@ -41,10 +41,15 @@ WORD = 64
 """Columns of a word of a mask."""
 CHAINS = 2
 """Sums of a token that are made side by side, so that instructions wait less for each other."""
+ROWS = 2
+"""Rows that are multiplied together with a mask, so that numbers of a token are read once for both;
+their words and values take turns, since two places of reading confuse the processor's prefetch."""
+AHEAD = 512
+"""Values from what is multiplied to what is fetched into the cache meanwhile."""
 GROUP = 4
 """Entries of a list that are multiplied in one round, each added to another sum."""
-LANES = 8
-"""Tokens that are multiplied at once with a list."""
+SUMS = 16
+"""Numbers of the scratch memory that are sums."""
 _codegen: Any = codegen  # neither is typed
 _config: Any = config
 
@@ -63,17 +68,6 @@ def _shuffles() -> Array:
 SHUFFLES = _shuffles()
 CONTROL_BITS = 5
 """A control has 1 << 5 bytes."""
-
-
-@intrinsic
-def int32_at(_: Any, address: Any, entry: Any) -> Any:
-    """An entry of an array of int32."""
-
-    def call(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-        number = builder.load(_address_of(builder, arguments[0], arguments[1], 4, INT32), align=4)
-        return builder.sext(number, INT64)
-
-    return types.int64(address, entry), call
 
 
 def _address_of(builder: Any, address: Any, entry: Any, nbytes: int, kind: Any) -> Any:
@@ -98,32 +92,117 @@ def _multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
     return outside(builder, name, total.type, [one, other, total])
 
 
+def _reader(kind: Any, nbytes: int, result: Any, convert: Callable[[Any, Any], Any]) -> Any:
+    """A function for loops that reads an entry of an array at an address."""
+
+    def read(_: Any, address: Any, entry: Any) -> Any:
+        def call(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+            where = _address_of(builder, arguments[0], arguments[1], nbytes, kind)
+            return convert(builder, builder.load(where, align=nbytes))
+
+        return result(address, entry), call
+
+    return intrinsic(read)
+
+
+int32_at = _reader(INT32, 4, types.int64, lambda builder, number: builder.sext(number, INT64))
+int64_at = _reader(INT64, 8, types.int64, lambda _, number: number)
+fp32_at = _reader(FLOAT, 4, types.float32, lambda _, number: number)
+bf16_at = _reader(INT16, 2, types.float32, _fp32)
+
+
+@intrinsic
+def put_fp32(_: Any, address: Any, entry: Any, number: Any) -> Any:
+    """Write a number to an array of fp32."""
+
+    def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        address, entry, number = arguments
+        builder.store(number, _address_of(builder, address, entry, 4, FLOAT), align=4)
+        return context.get_dummy_value()
+
+    return types.void(address, entry, number), call
+
+
+@intrinsic
+def put_bf16(_: Any, address: Any, entry: Any, number: Any) -> Any:
+    """Write a number to an array of bf16, rounded to the nearest, to the even one of two."""
+
+    def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+        address, entry, number = arguments
+        bits = builder.bitcast(number, INT32)
+        upper = builder.lshr(bits, INT32(16))
+        half = builder.add(builder.and_(upper, INT32(1)), INT32(0x7FFF))
+        rounded = builder.lshr(builder.add(bits, half), INT32(16))
+        is_nan = builder.fcmp_unordered("uno", number, number)
+        bits = builder.select(is_nan, builder.or_(upper, INT32(0x40)), rounded)
+        where = _address_of(builder, address, entry, 2, INT16)
+        builder.store(builder.trunc(bits, INT16), where, align=2)
+        return context.get_dummy_value()
+
+    return types.void(address, entry, number), call
+
+
+# Reason: two arrays by their addresses, and the layout of the second.
+@compiled
+def lay_out(
+    x: int, is_bf16: int, tokens: int, columns: int, wide: int, apart: int, next_column: int
+) -> None:
+    """Write tokens, `(tokens, columns)` in bf16 or fp32, to an array of fp32: tokens are `apart`
+    entries from each other, and columns `next_column`."""
+    for token in range(tokens):
+        for column in range(columns):
+            entry = token * columns + column
+            number = bf16_at(x, entry) if is_bf16 else fp32_at(x, entry)
+            put_fp32(wide, token * apart + column * next_column, number)
+
+
+# Reason: sums, and where they go.
+@compiled
+def put_sums(
+    sums: int, tokens: int, bias: int, out: int, is_bf16: int, entry: int, apart: int
+) -> None:
+    """Write the sums of a row and some tokens to the outputs, which are `apart` entries from each
+    other, after adding the row's bias; `bias` is 0 or its address."""
+    for token in range(tokens):
+        total = fp32_at(sums, token)
+        if is_bf16:
+            if bias:
+                total += bf16_at(bias, 0)
+            put_bf16(out, entry + token * apart, total)
+        else:
+            if bias:
+                total += fp32_at(bias, 0)
+            put_fp32(out, entry + token * apart, total)
+
+
 # -- kept entries by a mask -----------------------------------------------------------------------
 
 Read = Callable[[Any, Any], Any]
-"""`read(number, kind)` loads the values that follow a number of the word's kept entries."""
+"""`read(number, kind)` loads the values from a number on."""
 
 
-def _by_avx512(builder: Any, word: Any, read: Read, _: Any) -> tuple[list[Any], Any]:
-    """The fp32 weights of a word's columns, 16 at a time, and the number of kept entries."""
-    weights, number = [], INT64(0)
+def _by_avx512(builder: Any, word: Any, number: Any, read: Read, _: Any) -> list[Any]:
+    """The fp32 weights of a word's columns, 16 at a time."""
+    weights = []
     vector = ir.VectorType(INT16, 32)
     for group in range(2):
         bits = builder.trunc(builder.lshr(word, INT64(32 * group)), INT32)
         kept = builder.bitcast(bits, ir.VectorType(BIT, 32))
         nothing = ir.Constant(vector, [0] * 32)
         name = "llvm.x86.avx512.mask.expand.v32i16"
-        spread = outside(builder, name, vector, [read(number, vector), nothing, kept])
+        expanded = outside(builder, name, vector, [read(number, vector), nothing, kept])
         for half in range(2):
-            part = builder.shuffle_vector(spread, spread, picks(range(16 * half, 16 * half + 16)))
+            part = builder.shuffle_vector(
+                expanded, expanded, picks(range(16 * half, 16 * half + 16))
+            )
             weights.append(_fp32(builder, part))
         number = builder.add(number, builder.zext(builder.ctpop(bits), INT64))
-    return weights, number
+    return weights
 
 
-def _by_avx2(builder: Any, word: Any, read: Read, table: Any) -> tuple[list[Any], Any]:
-    """The fp32 weights of a word's columns, 8 at a time, and the number of kept entries."""
-    weights, number = [], INT64(0)
+def _by_avx2(builder: Any, word: Any, number: Any, read: Read, table: Any) -> list[Any]:
+    """The fp32 weights of a word's columns, 8 at a time."""
+    weights = []
     half, control = ir.VectorType(INT8, 16), ir.VectorType(INT8, 32)
     for group in range(8):
         shift = 8 * group - CONTROL_BITS
@@ -133,22 +212,22 @@ def _by_avx2(builder: Any, word: Any, read: Read, table: Any) -> tuple[list[Any]
         twice = builder.shuffle_vector(values, values, picks([*range(16)] * 2))
         where = builder.bitcast(builder.gep(table, [begin]), control.as_pointer())
         arguments = [twice, builder.load(where, align=1)]
-        spread = outside(builder, "llvm.x86.avx2.pshuf.b", control, arguments)
-        weights.append(builder.bitcast(spread, ir.VectorType(FLOAT, 8)))
+        expanded = outside(builder, "llvm.x86.avx2.pshuf.b", control, arguments)
+        weights.append(builder.bitcast(expanded, ir.VectorType(FLOAT, 8)))
         number = builder.add(number, builder.ctpop(begin))
-    return weights, number
+    return weights
 
 
-def _by_entry(builder: Any, word: Any, read: Read, _: Any) -> tuple[list[Any], Any]:
-    """The fp32 weights of a word's columns, one at a time, and the number of kept entries."""
-    weights, number = [], INT64(0)
+def _by_entry(builder: Any, word: Any, number: Any, read: Read, _: Any) -> list[Any]:
+    """The fp32 weights of a word's columns, one at a time."""
+    weights = []
     for column in range(WORD):
         bit = builder.and_(builder.lshr(word, INT64(column)), INT64(1))
         weight = _fp32(builder, read(number, INT16))
         is_kept = builder.trunc(bit, BIT)
         weights.append(builder.select(is_kept, weight, ir.Constant(FLOAT, 0.0)))
         number = builder.add(number, bit)
-    return weights, number
+    return weights
 
 
 def _has(*needed: str) -> bool:
@@ -157,116 +236,140 @@ def _has(*needed: str) -> bool:
     return {f"+{each}" for each in needed} <= set(listed.split(","))
 
 
-# Reason: one loop in instructions, which are emitted in their order.
-def _masked_row(tokens: int) -> Any:
-    """A function for the products of one row with `tokens` tokens."""
-    spread: Callable[..., Any]
-    spread, lanes = _by_entry, 1
+def _expansion() -> tuple[Callable[..., Any], int]:
+    """The way to expand a word here, and the columns of a vector."""
     if _has("avx512vbmi2", "avx512bw"):
-        spread, lanes = _by_avx512, 16
-    elif _has("avx2", "fma"):
-        spread, lanes = _by_avx2, 8
+        return _by_avx512, 16
+    return (_by_avx2, 8) if _has("avx2", "fma") else (_by_entry, 1)
+
+
+# Reason: one loop in instructions, which are emitted in their order.
+def _masked_rows(tokens: int) -> Any:
+    """A function for the products of `ROWS` rows with `tokens` tokens."""
+    expand, lanes = _expansion()
     vector = ir.VectorType(FLOAT, lanes) if lanes > 1 else FLOAT
     zero = ir.Constant(vector, [0.0] * lanes if lanes > 1 else 0.0)
+    chains = CHAINS if tokens == 1 else 1
 
-    # Reason: addresses of the tokens, of the row's words, of all values, of the row's results, and
-    # how far tokens and results are apart; numba demands that each is an argument.
-    def multiply(
-        _: Any,
-        x: Any,
-        bits: Any,
-        words: Any,
-        values: Any,
-        at: Any,
-        out: Any,
-        apart: Any,
-        tab: Any,
-    ) -> Any:
+    # Reason: addresses of the tokens, of the rows' words and first value, and of the sums.
+    def multiply(_: Any, x: Any, bits: Any, words: Any, values: Any, out: Any, tab: Any) -> Any:
         def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x, bits, words, values, at, out, apart, table = arguments
-            controls = vector_pointer(context, builder, signature.args[7], table, INT64(0), INT8)
-            sums = [[alloca_once(builder, vector) for _ in range(CHAINS)] for _ in range(tokens)]
-            for each in (each for chains in sums for each in chains):
+            x, bits, words, values, out, table = arguments
+            controls = vector_pointer(context, builder, signature.args[5], table, INT64(0), INT8)
+            sums = [
+                [[alloca_once(builder, vector) for _ in range(chains)] for _ in range(tokens)]
+                for _ in range(ROWS)
+            ]
+            for each in (each for row in sums for token in row for each in token):
                 builder.store(zero, each)
             number = alloca_once(builder, INT64)
-            builder.store(at, number)
+            builder.store(INT64(0), number)
             width = builder.mul(words, INT64(WORD))
+
+            def read(entry: Any, kind: Any) -> Any:
+                return builder.load(_address_of(builder, values, entry, 2, kind), align=2)
+
             with for_range(builder, words) as loop:
-                word = builder.load(_address_of(builder, bits, loop.index, 8, INT64))
-                before = builder.load(number)
-
-                def read(further: Any, kind: Any) -> Any:
-                    entry = builder.add(before, further)
-                    return builder.load(_address_of(builder, values, entry, 2, kind), align=2)
-
-                weights, kept = spread(builder, word, read, controls)
-                builder.store(builder.add(before, kept), number)
+                before, expanded = builder.load(number), []
+                ahead = builder.add(before, INT64(AHEAD))
+                fetch(builder, _address_of(builder, values, ahead, 2, INT8))
+                for row in range(ROWS):
+                    entry = builder.add(builder.mul(loop.index, INT64(ROWS)), INT64(row))
+                    word = builder.load(_address_of(builder, bits, entry, 8, INT64), align=8)
+                    expanded.append(expand(builder, word, before, read, controls))
+                    before = builder.add(before, builder.ctpop(word))
+                builder.store(before, number)
                 begin = builder.mul(loop.index, INT64(WORD))
-                for group, weight in enumerate(weights):
+                for group in range(WORD // lanes):
                     column = builder.add(begin, INT64(lanes * group))
-                    for token, chains in enumerate(sums):
+                    for token in range(tokens):
                         entry = builder.add(column, builder.mul(width, INT64(token)))
                         factor = builder.load(_address_of(builder, x, entry, 4, vector), align=4)
-                        total = chains[group % CHAINS]
-                        added = _multiply_add(builder, weight, factor, builder.load(total))
-                        builder.store(added, total)
-            for token, chains in enumerate(sums):
-                result = builder.fadd(*map(builder.load, chains))
-                if lanes > 1:
-                    result = lane_sum(builder, result)
-                entry = builder.mul(apart, INT64(token))
-                builder.store(result, _address_of(builder, out, entry, 4, FLOAT))
+                        for row, weights in enumerate(expanded):
+                            total = sums[row][token][group % chains]
+                            now = builder.load(total)
+                            added = _multiply_add(builder, weights[group], factor, now)
+                            builder.store(added, total)
+            for row in range(ROWS):
+                for token in range(tokens):
+                    result, *others = map(builder.load, sums[row][token])
+                    for other in others:
+                        result = builder.fadd(result, other)
+                    if lanes > 1:
+                        result = lane_sum(builder, result)
+                    entry = INT64(row * tokens + token)
+                    builder.store(result, _address_of(builder, out, entry, 4, FLOAT))
             return context.get_dummy_value()
 
-        return types.void(x, bits, words, values, at, out, apart, tab), call
+        return types.void(x, bits, words, values, out, tab), call
 
     return intrinsic(multiply)
 
 
-_masked_row_of_1, _masked_row_of_4 = _masked_row(1), _masked_row(4)
+_masked_1, _masked_4 = _masked_rows(1), _masked_rows(4)
 
 
-# Reason: five arrays by their addresses, three sizes, and the rows of a thread.
+# Reason: arrays by their addresses, their sizes, and the rows of a thread.
 @compiled
 def multiply_masked(
     x: int,
-    values: int,
-    mask: int,
-    first: int,
+    bias: int,
     out: int,
+    is_bf16: int,
     tokens: int,
-    words: int,
-    rows: int,
+    matrix: int,
+    scratch: int,
     begin: int,
     end: int,
 ) -> None:
-    """Write `x Wᵀ` for rows [begin, end) of a matrix to `out`, `(tokens, rows)`, in fp32.
+    """Write `x Wᵀ + bias` for rows [begin, end) of a matrix to `out`, `(tokens, rows)`.
 
-    `values` has the bf16 values of kept entries, row by row, `mask`, `(rows, words)`, their places
-    and `first`, `(rows + 1,)` of int32, the number of each row's first value. `x`, `(tokens, 64 ·
-    words)`, is fp32, with zeros beyond the columns. Behind the values, 32 more are read.
+    `x`, `(tokens, columns)`, `bias`, `(rows,)` or 0, and `out` are bf16 or fp32. `matrix` has five
+    int64: addresses of the bf16 values of kept entries, of their places and of the number of the
+    first value of each two rows, int32; then rows and columns. Places are words of 64 columns:
+    one word of each of two rows, then the next ones; values are in the same order. `begin` is
+    even. Before and behind the values, 32 more may be read. `scratch` is for `SUMS` fp32 numbers
+    and the tokens in whole words.
     """
-    apart = 4 * WORD * words
-    for row in range(begin, end):
-        at, bits = int32_at(first, row), mask + 8 * words * row
+    values, mask, first = int64_at(matrix, 0), int64_at(matrix, 1), int64_at(matrix, 2)
+    rows, columns = int64_at(matrix, 3), int64_at(matrix, 4)
+    words = (columns + WORD - 1) // WORD
+    wide, width, size = scratch + 4 * SUMS, WORD * words, 2 if is_bf16 else 4
+    lay_out(x, is_bf16, tokens, columns, wide, width, 1)
+    for token in range(tokens):
+        for column in range(columns, width):
+            put_fp32(wide, token * width + column, np.float32(0))
+    for row in range(begin, end, ROWS):
+        at, bits = values + 2 * int32_at(first, row // ROWS), mask + 8 * words * row
         token = 0
-        while token + 4 <= tokens:
-            to = out + 4 * (token * rows + row)
-            _masked_row_of_4(x + token * apart, bits, words, values, at, to, rows, SHUFFLES)
-            token += 4
         while token < tokens:
-            to = out + 4 * (token * rows + row)
-            _masked_row_of_1(x + token * apart, bits, words, values, at, to, rows, SHUFFLES)
-            token += 1
+            here = wide + 4 * width * token
+            count = 4 if token + 4 <= tokens else 1
+            if count == 4:
+                _masked_4(here, bits, words, at, scratch, SHUFFLES)
+            else:
+                _masked_1(here, bits, words, at, scratch, SHUFFLES)
+            for each in range(row, min(row + ROWS, end)):
+                there = bias + size * each if bias else 0
+                sums = scratch + 4 * count * (each - row)
+                put_sums(sums, count, there, out, is_bf16, token * rows + each, rows)
+            token += count
 
 
 # -- kept entries by a list of columns ------------------------------------------------------------
 
 
 def _listed_row(lanes: int) -> Any:
-    """A function for the products of one row with `lanes` tokens."""
-    vector = ir.VectorType(FLOAT, lanes) if lanes > 1 else FLOAT
-    zero = ir.Constant(vector, [0.0] * lanes if lanes > 1 else 0.0)
+    """A function for the products of one row with `lanes` tokens.
+
+    With one token each vector has the products of one entry in its first lane. To read four values
+    and clear all but the upper half of each is one instruction, since they are read from two
+    bytes before the entry; what the other lanes have is of no meaning.
+    """
+    vector = ir.VectorType(FLOAT, max(lanes, 4))
+    zero = ir.Constant(vector, [0.0] * vector.count)
+    words = ir.VectorType(INT32, 4)
+    upper = ir.Constant(words, [0xFFFF0000] * 4)
 
     # Reason: addresses of the tokens, of all values and steps, the bounds of the row's, and the
     # address of its results.
@@ -286,12 +389,13 @@ def _listed_row(lanes: int) -> Any:
                     entry = builder.add(begin, INT64(number))
                     step = builder.load(_address_of(builder, steps, entry, 1, INT8))
                     column = builder.add(column, builder.zext(step, INT64))
-                    bits = builder.load(_address_of(builder, values, entry, 2, INT16), align=2)
-                    weight = _fp32(builder, bits)
+                    before = builder.sub(entry, INT64(1))
+                    bits = builder.load(_address_of(builder, values, before, 2, words), align=2)
+                    weight = builder.bitcast(builder.and_(bits, upper), ir.VectorType(FLOAT, 4))
                     where = _address_of(builder, x, column, 4 * lanes, vector)
                     factor = builder.load(where, align=4)
                     if lanes > 1:
-                        weight = alike(builder, weight, lanes)
+                        weight = builder.shuffle_vector(weight, weight, picks([0] * lanes))
                     added = _multiply_add(builder, weight, factor, builder.load(total))
                     builder.store(added, total)
                 builder.store(column, last)
@@ -306,23 +410,44 @@ def _listed_row(lanes: int) -> Any:
     return intrinsic(multiply)
 
 
-_listed_row_of_1, _listed_row_of_8 = _listed_row(1), _listed_row(LANES)
+_listed_1, _listed_4, _listed_8 = _listed_row(1), _listed_row(4), _listed_row(8)
 
 
-# Reason: five arrays by their addresses, the tokens, and the rows of a thread.
+# Reason: arrays by their addresses, their sizes, and the rows of a thread.
 @compiled
 def multiply_listed(
-    x: int, values: int, steps: int, first: int, out: int, lanes: int, begin: int, end: int
+    x: int,
+    bias: int,
+    out: int,
+    is_bf16: int,
+    tokens: int,
+    matrix: int,
+    scratch: int,
+    begin: int,
+    end: int,
 ) -> None:
-    """Write `x Wᵀ` for rows [begin, end) of a matrix to `out`, `(rows, lanes)`, in fp32.
-
-    `values` has the bf16 values of kept entries, row by row, `steps` the distance of each one's
-    column from the last one's, and `first`, `(rows + 1,)` of int32, the number of each row's first
-    value; each row has a multiple of four. `x`, `(columns, lanes)`, is fp32, and lanes are 1 or 8.
-    """
-    for row in range(begin, end):
-        at, past = int32_at(first, row), int32_at(first, row + 1)
-        if lanes == 1:
-            _listed_row_of_1(x, values, steps, at, past, out + 4 * row)
-        else:
-            _listed_row_of_8(x, values, steps, at, past, out + 4 * LANES * row)
+    """Do what `multiply_masked` does, where places are the distances of each entry's column from
+    the last one's, one byte each; each row has a multiple of four entries."""
+    values, steps, first = int64_at(matrix, 0), int64_at(matrix, 1), int64_at(matrix, 2)
+    rows, columns = int64_at(matrix, 3), int64_at(matrix, 4)
+    wide, sums, size = scratch + 4 * SUMS, scratch, 2 if is_bf16 else 4
+    done = 0
+    while done < tokens:
+        left = tokens - done
+        lanes = 1 if left == 1 else 4 if left <= 4 else 8
+        count = min(left, lanes)
+        lay_out(x + size * columns * done, is_bf16, count, columns, wide, 1, lanes)
+        for token in range(count, lanes):
+            for column in range(columns):
+                put_fp32(wide, lanes * column + token, np.float32(0))
+        for row in range(begin, end):
+            at, past = int32_at(first, row), int32_at(first, row + 1)
+            if lanes == 1:
+                _listed_1(wide, values, steps, at, past, sums)
+            elif lanes == 4:
+                _listed_4(wide, values, steps, at, past, sums)
+            else:
+                _listed_8(wide, values, steps, at, past, sums)
+            there = bias + size * row if bias else 0
+            put_sums(sums, count, there, out, is_bf16, done * rows + row, rows)
+        done += count

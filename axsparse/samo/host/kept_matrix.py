@@ -4,7 +4,7 @@ While a language model decodes, each weight is read once for every token, so tha
 long as its bytes take to read. Of a matrix with n entries, k of them kept, two encodings are known,
 and the one of fewer bytes is taken:
 
-    mask   2·k + n/8 + 4·(rows + 1)    bf16 values, one bit an entry, the first value of each row
+    mask   2·k + n/8 + 2·(rows + 2)    bf16 values, one bit an entry, two rows in turn by 64 columns
     list   3·k + 4·(rows + 1)          bf16 values, the distance to the last kept column (1 byte)
 
 that is for each entry, f = k/n: 2·f + 1/8 or 3·f bytes beside the 2 of dense bf16. The list is
@@ -16,6 +16,7 @@ once; for more, such as a prompt, the matrix is expanded and multiplied dense.
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -36,14 +37,14 @@ MOST_TOKENS = 16
 """Tokens that are multiplied from the kept entries; a dense product is as quick for more."""
 WORD = 64
 """Columns of a word of the mask."""
-LANES = 8
-"""Tokens that the loop over lists multiplies at once."""
+ROWS = 2
+"""Rows whose words and values take turns."""
 GROUP = 4
 """Entries of a list that are multiplied in one round; rows are filled up with zeros."""
 LONGEST_STEP = 255
 """The largest distance from one entry of a list to the next."""
 SPARE = 32
-"""Values that the loops over masks may read behind the last one."""
+"""Values that loops may read before the first one and behind the last one."""
 SHARED_ENTRIES = 1 << 20
 """Entries of a matrix from which on several threads share its rows."""
 
@@ -51,37 +52,28 @@ SHARED_ENTRIES = 1 << 20
 class KeptMatrix:
     """The kept entries of a matrix `(rows, columns)`, in bf16; the others are zero."""
 
-    def __init__(self, shape: tuple[int, int], mask_D: Tensor, values_K: Tensor) -> None:
-        """`mask_D`, `(rows, columns)` of bool, says which entries are kept, and `values_K`,
-        `(kept,)`, has their values, row by row."""
-        self.shape = shape
-        rows, columns = shape
-        kept = mask_D.sum(dim=1).numpy()
-        listed = 3 * int(kept.sum()) < 2 * int(kept.sum()) + mask_D.numel() // 8
-        self.encoding: Encoding = "list" if listed else "mask"
-        bits_K = values_K.to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
-        if listed:
-            self._values, self._where, lengths = _list_of(mask_D.numpy(), bits_K)
-            self._words = self._padding = 0
+    def __init__(self, dense: Tensor) -> None:
+        """The entries of a matrix on the CPU that are not zero once they are bf16."""
+        self.shape = rows, columns = dense.shape
+        bits_D = dense.detach().to(torch.bfloat16).view(torch.int16).numpy().view(np.uint16)
+        mask_D = bits_D << 1 != 0
+        kept = int(mask_D.sum())
+        self.encoding: Encoding = "list" if 3 * kept < 2 * kept + mask_D.size // 8 else "mask"
+        if self.encoding == "list":
+            values, self._where, lengths = _list_of(mask_D, bits_D[mask_D])
         else:
-            self._words = words = -(-columns // WORD)
-            self._padding = words * WORD - columns
-            padded = np.zeros((rows, words * WORD), bool)
-            padded[:, :columns] = mask_D.numpy()
-            self._where = np.packbits(padded, axis=1, bitorder="little").view(np.uint64)
-            self._values = np.concatenate([bits_K, np.zeros(SPARE, np.uint16)])
-            lengths = kept
-        self._first = np.zeros(rows + 1, np.int32)
+            bits, mask = (_in_pairs(array) for array in (bits_D, mask_D))
+            values = bits[mask]
+            self._where = np.packbits(mask, axis=-1, bitorder="little").view(np.uint64)
+            lengths = mask.sum(axis=(1, 2, 3))
+        self._values = np.pad(values, SPARE)
+        self._first = np.zeros(len(lengths) + 1, np.int32)
         np.cumsum(lengths, out=self._first[1:])
-        held = self._values, self._where, self._first
-        self._addresses = tuple(array.ctypes.data for array in held)
-
-    @classmethod
-    def of(cls, dense: Tensor) -> KeptMatrix:
-        """The entries of a matrix on the CPU that are not zero."""
-        rows, columns = dense.shape
-        mask_D = dense.detach() != 0
-        return cls((rows, columns), mask_D, dense.detach()[mask_D])
+        held = self._values[SPARE:], self._where, self._first
+        addresses = [array.ctypes.data for array in held]
+        self._about = np.array([*addresses, rows, columns], np.int64)
+        self._address = self._about.ctypes.data
+        self._scratch = MOST_TOKENS * (1 + columns + WORD)
 
     @property
     def nbytes(self) -> int:
@@ -91,71 +83,82 @@ class KeptMatrix:
     def dense(self) -> Tensor:
         """The matrix in bf16, with its zeros."""
         rows, columns = self.shape
-        dense = np.zeros((rows, columns), np.uint16)
         if self.encoding == "mask":
-            bits = np.unpackbits(self._where.view(np.uint8), axis=1, bitorder="little")
-            dense[bits[:, :columns].view(bool)] = self._values[: self._first[-1]]
+            mask = np.unpackbits(self._where.view(np.uint8), axis=-1, bitorder="little")
+            pairs = np.zeros(mask.shape, np.uint16)
+            pairs[mask.view(bool)] = self._values[SPARE:-SPARE]
+            lines = pairs.transpose(0, 2, 1, 3).reshape(len(pairs) * ROWS, -1)
+            dense = np.ascontiguousarray(lines[:rows, :columns])
         else:
+            dense = np.zeros((rows, columns), np.uint16)
             lengths = np.diff(self._first)
             ends = np.cumsum(self._where, dtype=np.int64)
             before = np.concatenate([[0], ends])[self._first[:-1]]
             column = ends - np.repeat(before, lengths) - 1
             row = np.repeat(np.arange(rows), lengths)
             # What fills a list up is zero and may stand where an entry is: the entry goes last.
-            given = self._values != 0
-            dense[row[given], column[given]] = self._values[given]
+            values = self._values[SPARE:-SPARE]
+            given = values != 0
+            dense[row[given], column[given]] = values[given]
         return torch.from_numpy(dense.view(np.int16)).view(torch.bfloat16)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x Wᵀ + bias`, `(…, rows)` in the type of `x`, of `x`, `(…, columns)`.
 
-        Products are added in fp32 and rounded once. Nothing is recorded for a backward.
+        Products are added in fp32 and rounded once. Nothing is recorded for a backward, but for
+        the bias.
         """
         rows, columns = self.shape
         tokens = x.numel() // columns if columns else 0
+        kind = x.dtype
         if not 0 < tokens <= MOST_TOKENS or not has_loops():
-            return functional.linear(x, self.dense().to(x.dtype), bias)
-        out = torch.empty(*x.shape[:-1], rows)
-        if self.encoding == "list" and tokens > 1:
-            self._multiply_lanes(x.reshape(tokens, columns), out.view(tokens, rows))
-        else:
-            wide = x.float().contiguous()
-            if self._padding:
-                wide = functional.pad(wide, (0, self._padding))
-            sizes = (tokens, self._words, rows) if self.encoding == "mask" else (1,)
-            self._share(wide, out, sizes)
+            return functional.linear(x, self.dense().to(kind), bias)
         if bias is not None:
-            out += bias
-        return out.to(x.dtype)
-
-    def _multiply_lanes(self, x: Tensor, out: Tensor) -> None:
-        """The product of several tokens with a list: eight numbers of each column side by side."""
-        for begin in range(0, len(x), LANES):
-            part = x[begin : begin + LANES]
-            turned = torch.zeros(self.shape[1], LANES)
-            turned[:, : len(part)] = part.T
-            sums = torch.empty(self.shape[0], LANES)
-            self._share(turned, sums, (LANES,))
-            out[begin : begin + LANES] = sums[:, : len(part)].T
-
-    def _share(self, x: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
-        """Have threads compute rows, each its part."""
-        rows, columns = self.shape
-        loop = MULTIPLY_MASKED if self.encoding == "mask" else MULTIPLY_LISTED
-        multiply = loop.of_numbers(len(self._addresses) + len(sizes) + 4)
-        numbers = (x.data_ptr(), *self._addresses, out.data_ptr(), *sizes)
+            is_recorded = bias.requires_grad and torch.is_grad_enabled()
+            if bias.dtype is not kind or is_recorded or not bias.is_contiguous():
+                return (self.multiply(x.float()) + bias).to(kind)
+        is_bf16 = kind is torch.bfloat16
+        if not is_bf16 and kind is not torch.float32:
+            return self.multiply(x.float(), None if bias is None else bias.float()).to(kind)
+        x = x.contiguous()
+        out = x.new_empty((*x.shape[:-1], rows))
+        at = 0 if bias is None else bias.data_ptr()
+        numbers = x.data_ptr(), at, out.data_ptr(), is_bf16, tokens, self._address
         threads = torch.get_num_threads() if rows * columns >= SHARED_ENTRIES else 1
         if threads == 1:
-            multiply(*numbers, 0, rows)
-            return
-        bounds = [rows * number // threads for number in range(threads + 1)]
+            self._multiply_rows(numbers, 0, rows)
+            return out
+        bounds = [rows * number // threads // ROWS * ROWS for number in range(threads)] + [rows]
         others = [
-            _workers(threads - 1).submit(multiply, *numbers, *part)
+            _workers(threads - 1).submit(self._multiply_rows, numbers, *part)
             for part in list(pairwise(bounds))[1:]
         ]
-        multiply(*numbers, *bounds[:2])
+        self._multiply_rows(numbers, *bounds[:2])
         for other in others:
             other.result()
+        return out
+
+    def _multiply_rows(self, numbers: tuple[int, ...], begin: int, end: int) -> None:
+        """Compute rows, by the loop for this encoding."""
+        scratch = _SCRATCH.of(self._scratch)
+        loop = MULTIPLY_MASKED if self.encoding == "mask" else MULTIPLY_LISTED
+        loop.of_numbers(9)(*numbers, scratch, begin, end)
+
+
+class _Scratch(threading.local):
+    """Memory for the tokens in fp32, which all products of one thread use."""
+
+    held, address = np.empty(0, np.float32), 0
+
+    def of(self, size: int) -> int:
+        """The address of memory for so many numbers."""
+        if size > self.held.size:
+            self.held = np.empty(size, np.float32)
+            self.address = self.held.ctypes.data
+        return self.address
+
+
+_SCRATCH = _Scratch()
 
 
 @cache
@@ -174,6 +177,15 @@ def has_vectors() -> bool:
     """Whether the processor has the instructions that make these loops quick."""
     features = cpu_features()
     return {"avx2", "fma"} <= features or {"avx512vbmi2", "avx512bw"} <= features
+
+
+def _in_pairs(array_D: Array) -> Array:
+    """The entries of a matrix in the order of its words: `(pairs of rows, words, 2, 64)`."""
+    rows, columns = array_D.shape
+    padded: Array = np.pad(array_D, ((0, -rows % ROWS), (0, -columns % WORD)))
+    shape = -(-rows // ROWS), ROWS, -(-columns // WORD), WORD
+    in_pairs: Array = padded.reshape(shape).swapaxes(1, 2)
+    return in_pairs
 
 
 def _list_of(mask_D: Array, bits_K: Array) -> tuple[Array, Array, Array]:

@@ -29,7 +29,7 @@ def pruned(rows: int, columns: int, sparsity: float) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_as_near_to_fp64_as_torchs(shape: tuple[int, int], sparsity: float) -> None:
     dense = pruned(*shape, sparsity)
-    matrix = KeptMatrix.of(dense)
+    matrix = KeptMatrix(dense)
     assert torch.equal(matrix.dense(), dense)
     for tokens in (1, 2, 4, 7, MOST_TOKENS, MOST_TOKENS + 1):
         x, bias = torch.randn(tokens, shape[1]).bfloat16(), torch.randn(shape[0]).bfloat16()
@@ -43,10 +43,18 @@ def test_products_are_as_near_to_fp64_as_torchs(shape: tuple[int, int], sparsity
 
 def test_any_shape_and_type_of_inputs() -> None:
     dense = pruned(48, 96, 0.6)
-    matrix = KeptMatrix.of(dense)
+    matrix = KeptMatrix(dense)
     for shape in [(96,), (1, 1, 96), (2, 3, 96), (0, 96)]:
         x = torch.randn(shape)
         torch.testing.assert_close(matrix.multiply(x), F.linear(x, dense.float()))
+    bias = torch.randn(48, requires_grad=True)
+    half = torch.randn(2, 96).bfloat16()
+    wanted = F.linear(half.float(), dense.float(), bias).bfloat16()
+    torch.testing.assert_close(matrix.multiply(half, bias), wanted)
+    matrix.multiply(half.float(), bias).sum().backward()
+    assert torch.equal(bias.grad if bias.grad is not None else half, torch.full((48,), 2.0))
+    nan = matrix.multiply(torch.full((1, 96), torch.nan).bfloat16())
+    assert bool(nan.isnan().all())
     apart = torch.randn(96, 2).T
     torch.testing.assert_close(matrix.multiply(apart), F.linear(apart, dense.float()))
 
@@ -56,7 +64,7 @@ def test_any_shape_and_type_of_inputs() -> None:
     [(0.5, "mask", 0.57), (0.7, "mask", 0.37), (0.9, "list", 0.17), (0.98, "list", 0.05)],
 )
 def test_bytes(sparsity: float, encoding: str, share: float) -> None:
-    matrix = KeptMatrix.of(pruned(512, 1024, sparsity))
+    matrix = KeptMatrix(pruned(512, 1024, sparsity))
     assert matrix.encoding == encoding
     assert matrix.nbytes <= share * 2 * 512 * 1024
 
@@ -69,9 +77,9 @@ def test_threads_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             dense = pruned(101, 130, sparsity)
             x = torch.randn(3, 130)
             torch.set_num_threads(1)
-            alone = KeptMatrix.of(dense).multiply(x)
+            alone = KeptMatrix(dense).multiply(x)
             torch.set_num_threads(3)
-            assert torch.equal(KeptMatrix.of(dense).multiply(x), alone)
+            assert torch.equal(KeptMatrix(dense).multiply(x), alone)
     finally:
         torch.set_num_threads(before)
 
@@ -81,7 +89,7 @@ import torch
 from axsparse.samo.host.kept_matrix import KeptMatrix, has_vectors
 dense = torch.randn(70, 130).bfloat16().masked_fill_(torch.rand(70, 130) < 0.5, 0)
 x = torch.randn(5, 130)
-difference = KeptMatrix.of(dense).multiply(x) - x @ dense.float().T
+difference = KeptMatrix(dense).multiply(x) - x @ dense.float().T
 print(has_vectors(), float(difference.abs().max()) < 1e-4)
 """
 
@@ -108,4 +116,4 @@ def test_without_loops_the_matrix_is_expanded(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kept_matrix, "has_loops", lambda: False)
     dense = pruned(20, 30, 0.5)
     x = torch.randn(1, 30).bfloat16()
-    assert torch.equal(KeptMatrix.of(dense).multiply(x), F.linear(x, dense))
+    assert torch.equal(KeptMatrix(dense).multiply(x), F.linear(x, dense))
