@@ -20,7 +20,7 @@ settings.load_profile("axsparse")
 
 LONGEST = (
     *("test_page_blocks.py", "test_held_memory.py", "test_state_equivalence.py"),
-    *("test_mpirun.py", "test_afternoon.py", "test_equivalence.py", "test_on_device.py"),
+    *("test_mpirun.py", "test_programs.py", "test_equivalence.py", "test_on_device.py"),
     *("test_train.py", "test_resume.py", "test_hf_models.py", "test_run_faults.py"),
     *("test_generated_models.py", "test_wheel.py"),
 )

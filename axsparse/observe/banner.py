@@ -34,12 +34,7 @@ class ModelLayout:
 
 
 def banner(
-    config: Config,
-    model: ModelLayout,
-    *,
-    data: str,
-    metrics: Path,
-    planned: str = "",
+    config: Config, model: ModelLayout, *, data: str, metrics: Path, planned: str = ""
 ) -> Iterator[str]:
     """The lines in order.
 
@@ -96,21 +91,15 @@ def _state(config: Config, model: ModelLayout) -> str:
         return dense + f" until {when}, then SAMO" * later
     sparse = ", weights sparse at rest" * (config.samo.weights == "sparse")
     if model.dense_layers:
-        sparse += f" (dense in {_few_names(model)})"
+        dense_ones = [each for each in model.profile.layers if each.name in model.dense_layers]
+        sparse += f" (dense in {_names(dense_ones)})"
     return f"{dense} → SAMO {format_bytes(model.live_bytes)}{sparse}"
-
-
-def _few_names(model: ModelLayout) -> str:
-    """The layers whose weights are dense at rest, in the model's order."""
-    return _names([layer for layer in model.profile.layers if layer.name in model.dense_layers])
 
 
 def _layers(layers: Sequence[LayerInfo], work: float) -> str:
     """The layers of a stage, as in "embed, block0–2 (2.4M, 48 % of the work)"."""
-    parameters = format_count(sum(layer.numel for layer in layers))
-    share = (
-        f", {100 * sum(layer.work for layer in layers) / work:.0f} % of the work" if work else ""
-    )
+    parameters, own = format_count(sum(each.numel for each in layers)), sum(e.work for e in layers)
+    share = f", {100 * own / work:.0f} % of the work" if work else ""
     return f"{_names(layers)} ({parameters}{share})"
 
 

@@ -477,19 +477,13 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[
     yield f'<div class="wide{" many" if sum(widths) > PHONE else ""}" tabindex="0"><table><tr>'
     yield "".join(f"<th>{escape(head)}</th>" for head in heads) + "</tr>"
     for row in rows:
-        yield "<tr>" + "".join(map(_cell, row)) + "</tr>"
+        classes = (' class="long"' if len(text) >= LONG else "" for text in row)
+        cells = (f"<td{of}>{escape(text)}</td>" for of, text in zip(classes, row, strict=True))
+        yield f"<tr>{''.join(cells)}</tr>"
     yield "</table></div>"
-
-
-def _cell(text: str) -> str:
-    long = ' class="long"' if len(text) >= LONG else ""
-    return f"<td{long}>{escape(text)}</td>"
 
 
 def legend(colours: Mapping[str, str]) -> str:
     """The names of series next to their colours, in the order of the mapping."""
-    keys = (
-        f'<span class="key"><i style="background:{colour}"></i>{escape(name)}</span>'
-        for name, colour in colours.items()
-    )
-    return f"<div>{''.join(keys)}</div>"
+    key = '<span class="key"><i style="background:{}"></i>{}</span>'
+    return f"<div>{''.join(key.format(c, escape(name)) for name, c in colours.items())}</div>"

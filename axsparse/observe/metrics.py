@@ -232,7 +232,10 @@ class MetricsFile:
 
         Raises OutputError if that fails.
         """
-        finite = {name: _finite(value) for name, value in values(record).items()}
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values(record).items()
+        }
         line = json.dumps(finite, allow_nan=False)
         with self._writing():
             self._file.write(line + "\n")
@@ -249,13 +252,6 @@ class MetricsFile:
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(f"{self._path}:", "free space there or choose another run_dir")
-
-
-def _finite(value: float | bool | str | None) -> float | bool | str | None:
-    """The value, or None for NaN and infinities, which strict JSON cannot express."""
-    if value is None or isinstance(value, str) or math.isfinite(value):
-        return value
-    return None
 
 
 @contextmanager

@@ -82,20 +82,6 @@ def step_line(record: StepRecord, steps: int, eta: float | None, unit: Unit) -> 
     return f"{line}  skipped {record.skipped_steps}" if record.skipped_steps else line
 
 
-def eval_line(
-    step: int, steps: int, loss: float, metrics: Mapping[str, float], part: str = ""
-) -> str:
-    """One evaluation on one line; every metric but perplexity is a fraction of the targets.
-
-    `part` says how much of the validation data it was made on, if that was not all.
-    """
-    shown = "".join(
-        f"  {name} {value:.3f}" if name == "perplexity" else f"  {name} {100 * value:.2f} %"
-        for name, value in metrics.items()
-    )
-    return f"step {step}/{steps}  validation loss {loss:.4f}{shown}{part and f'  ({part})'}"
-
-
 class Recorder:
     """Takes the figures of all ranks; rank 0 writes and shows them one step later.
 
@@ -158,13 +144,19 @@ class Recorder:
         self, step: int, loss: float, metrics: Mapping[str, float], part: str = ""
     ) -> None:
         """Record an evaluation after `step` steps: its loss, for tokens the perplexity, and the
-        fractions of targets that the model's metrics count. `part` is passed to `eval_line`."""
+        fractions of targets that the model's metrics count.
+
+        `part` says how much of the validation data it was made on, if that was not all.
+        """
         self.flush()
+        shown = "".join(f"  {name} {100 * value:.2f} %" for name, value in metrics.items())
         if self._run.unit == "tokens":
             metrics = {"perplexity": perplexity(loss), **metrics}
+            shown = f"  perplexity {metrics['perplexity']:.3f}{shown}"
         if self._file is not None:
             self._file.write(EvalRecord(step, loss, metrics))
-        self.say(eval_line(step, self._run.steps, loss, metrics, part))
+        shown += f"  ({part})" if part else ""
+        self.say(f"step {step}/{self._run.steps}  validation loss {loss:.4f}{shown}")
 
     def masks(self, record: MaskRecord) -> None:
         """Record a change of the masks, or a look at them; `record` is the same on all ranks."""

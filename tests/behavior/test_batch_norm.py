@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from support.images import (
     small_wide_resnet,
 )
 from support.oracle import Trace
-from support.runs import kept, summed_loss, train_in_process, vector_data
+from support.runs import Doing, kept, random_init, summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
@@ -45,13 +46,9 @@ def norm_layer() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
 
 
-def init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    return torch.empty(shape).uniform_(-0.5, 0.5, generator=generator)
-
-
 def norm_model() -> Model:
-    layers = [Layer(f"norm{number}", norm_layer, init=init) for number in range(3)]
-    out = Layer("out", lambda: nn.Linear(WIDTH, 5), kind="head", init=init)
+    layers = [Layer(f"norm{number}", norm_layer, init=random_init) for number in range(3)]
+    out = Layer("out", lambda: nn.Linear(WIDTH, 5), kind="head", init=random_init)
     return Model([*layers, out], summed_loss)
 
 
@@ -92,7 +89,7 @@ HALF: list[Settings] = [
                 for layout in ((1, 1), (2, 1), (1, 2), (2, 2))
             ),
         ],
-        every=2,
+        every=3,
     ),
 )
 def test_statistics_and_losses_are_the_judges(row: Row) -> None:
@@ -182,61 +179,31 @@ def test_statistics_count_as_state_in_live_bytes_and_formula() -> None:
     )
 
 
-class Counter(nn.Module):
+def reassigning(m: Any, x: Tensor) -> Any:
     """Counts its calls in a buffer, which the output depends on; as moving averages may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("calls", torch.zeros(1))
-        self.calls: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls += 1
-        out: Tensor = self.linear(x) * (1 + self.calls)
-        return out
+    if m.training:
+        m.calls = m.calls + 1
+    return m.linear(x) * (1 + m.calls)
 
 
-class Reassigning(Counter):
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls = self.calls + 1
-        out: Tensor = self.linear(x) * (1 + self.calls)
-        return out
-
-
-class ByTheBack(Counter):
+def by_the_back(m: Any, x: Tensor) -> Any:
     """Changes its buffer where autograd does not look."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.calls.data.add_(1)
-        out: Tensor = self.linear(x) * (1 + self.calls.clone())
-        return out
+    if m.training:
+        m.calls.data.add_(1)
+    return m.linear(x) * (1 + m.calls.clone())
 
 
-@pytest.mark.parametrize("module", by_default([ByTheBack], [Reassigning, ByTheBack]))
+@pytest.mark.parametrize("forward", by_default([by_the_back], [reassigning, by_the_back]))
 def test_other_buffers_that_a_forward_changes_are_recomputed_as_they_were(
-    module: type[nn.Module],
+    forward: Callable[..., Any],
 ) -> None:
-    layers = [Layer(f"count{number}", module) for number in range(3)]
+    def count() -> nn.Module:
+        return Doing(forward, calls=torch.zeros(1))
+
+    layers = [Layer(f"count{number}", count) for number in range(3)]
     model = Model([*layers, Layer("out", lambda: nn.Linear(WIDTH, 5))], summed_loss)
     settings = {"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 3}}
     traces = judge_everywhere(model, vector_data(), settings)
 
     [calls] = [trace.buffers["count1.calls"] for trace in traces if "count1.calls" in trace.buffers]
     assert calls.item() == 12
-
-
-# -- buffers that replicas change in their own way: said once, since a checkpoint has the first's
-
-
-def train(build: Callable[[], nn.Module], g_inter: int, g_data: int) -> None:
-    layers = [
-        Layer("in", lambda: nn.Linear(WIDTH, WIDTH)),
-        Layer("own", build),
-        Layer("out", lambda: nn.Linear(WIDTH, 5)),
-    ]
-    settings = config(train={"steps": 2})
-    train_in_process(g_inter, g_data, Model(layers, summed_loss), settings, vector_data())

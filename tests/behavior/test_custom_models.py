@@ -1,4 +1,4 @@
-"""Custom models: tuples, integers, tensors without gradient, odd stages; as in 1×1."""
+"""Custom models: frozen and unused parameters, padded targets, odd losses, ranks that differ."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import threading
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.cases import judge_everywhere
-from support.exhaustive import by_default
-from support.mpirun import run_alone, run_mpirun
-from support.oracle import Trace
+from support.exhaustive import each_once
+from support.resuming import ran, same
 from support.runs import (
+    Doing,
+    assert_bitwise,
     random_init,
     summed_loss,
     tiny_config,
@@ -28,7 +29,8 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Layer, LossFunction, Model
-from axsparse.runtime.errors import ConfigError, TrainingError
+from axsparse.models.sequential import from_sequential
+from axsparse.runtime.errors import ConfigError, DataError, TrainingError
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -37,85 +39,26 @@ from axsparse.training.trainer import build
 WIDTH = 16
 
 
-class Begin(nn.Module):
-    """Passes on activations, the samples' classes as integers and a mask without gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.linear(x), (x.detach() > 0).sum(dim=1), x.detach().abs()
-
-
-class Middle(nn.Module):
-    """Uses all three; the skipped activation crosses the stage."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.table = nn.Embedding(WIDTH + 1, WIDTH)
-
-    def forward(self, x: Tensor, count: Tensor, size: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return torch.tanh(self.linear(x)) * size + x + self.table(count), count, size
-
-
-class End(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor, count: Tensor, size: Tensor) -> Tensor:
-        out: Tensor = self.linear(x * size)
-        return out
-
-
 def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> Layer:
     return Layer(f"linear{inputs}x{outputs}", partial(nn.Linear, inputs, outputs))
 
 
 def small_config(**sections: object) -> Config:
-    defaults = {
-        "batch": {"global_batch_size": 12, "microbatch_size": 3},
-        "train": {"steps": 4},
-    }
+    defaults = {"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 4}}
     return tiny_config(**{**defaults, **sections})
 
 
-def assert_same_in_all_pipelines(model: Model) -> Trace:
-    """Returns the trace of the last stage."""
-    settings = {"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 4}}
-    return judge_everywhere(model, vector_data(), settings, recomputed=[0])[-1]
-
-
-def test_tuples_integers_and_tensors_without_gradient_cross_stages() -> None:
-    middles = [Layer(f"middle{i}", Middle, init=random_init) for i in range(2)]
-    ends = [Layer(name, build, init=random_init) for name, build in (("in", Begin), ("out", End))]
-
-    trace = assert_same_in_all_pipelines(Model([ends[0], *middles, ends[1]], summed_loss))
-
-    assert len(set(trace.losses)) == 4
-
-
-class PartlyFrozen(nn.Module):
-    """One frozen matrix, one that no forward uses, one that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(WIDTH, WIDTH)
-        self.frozen.requires_grad_(False)
-        self.unused = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(9))
-        self.used = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(torch.tanh(self.frozen(x)))
-        return out
+def partly_frozen() -> nn.Module:
+    """One frozen matrix, some that no forward uses, one that trains."""
+    frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+    unused = nn.ModuleList(nn.Linear(WIDTH, 5) for _ in range(9))
+    return Doing(lambda m, x: m.linear(torch.tanh(m.frozen(x))), 5, frozen=frozen, unused=unused)
 
 
 def test_frozen_parameters_stay_and_unused_ones_wait_for_nobody(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    model = Model([linear(), Layer("partly", PartlyFrozen)], summed_loss)
+    model = Model([linear(), Layer("partly", partly_frozen)], summed_loss)
     config = small_config(optimizer={"weight_decay": 0.0})
     ranks = train_in_process(2, 2, model, config, vector_data())
 
@@ -185,24 +128,9 @@ def _untrained_loss(model: Model, config: Config, inputs: Tensor, targets: Tenso
     return float(model.loss(x, targets).detach())
 
 
-class Both(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, 5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.linear(x), x
-
-
-class Flat(Both):
+def flat() -> nn.Module:
     """Tokens of all samples in one dimension, and a scalar."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 5)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.linear(x.view(-1, 4)), x.square().mean()
+    return Doing(lambda m, x: (m.linear(x.view(-1, 4)), x.square().mean()), 5, 4)
 
 
 def tokens_and_scalar(reduction: str) -> LossFunction:
@@ -215,20 +143,6 @@ def tokens_and_scalar(reduction: str) -> LossFunction:
 IS_MEAN = "loss: the same sample twice costs as much as once"
 
 
-@pytest.mark.parametrize("ranks", by_default([1], [1, 4]))
-def test_the_example_trains(ranks: int, tmp_path: Path) -> None:
-    """One rank needs no mpirun."""
-    example = Path(__file__).parents[2] / "examples" / "custom_model.py"
-
-    start = run_alone if ranks == 1 else partial(run_mpirun, ranks)
-    done = start([str(example)], cwd=tmp_path)
-
-    assert done.returncode == 0, done.stderr
-    assert ranks > 1 or "1 rank = 1 stage × 1 replica" in done.stdout
-    final = [line for line in done.stdout.splitlines() if "step 60/60  validation loss" in line]
-    assert float(final[0].split()[4]) < 1.3 < 1.386  # ln 4: guessing
-
-
 def for_three(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(12, 5), words.flatten(), reduction="sum") + scalar
 
@@ -236,7 +150,7 @@ def for_three(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
 def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
     (inputs,), classes = vector_data().read(np.arange(30))
     words = ArrayDataset(inputs, classes.unsqueeze(1).repeat(1, 4))
-    layers = [linear(), Layer("flat", Flat)]
+    layers = [linear(), Layer("flat", flat)]
 
     mean = Model(layers, tokens_and_scalar("mean"))
 
@@ -304,3 +218,102 @@ def test_a_run_has_gradients_though_they_were_switched_off(
 
     assert losses(is_off=True) == expected
     assert len(set(expected)) == 4 and torch.is_grad_enabled()
+
+
+# -- found by the generator of `tests/fuzz/` ---------------------------------------------------
+
+
+def test_an_embedding_whose_gradients_are_sparse_trains_as_one_with_dense_gradients() -> None:
+    config = tiny_config(
+        pruning={"sparsity": 0.5, "include": "all", "method": "random"},
+        batch={"global_batch_size": 8, "microbatch_size": 2},
+        train={"steps": 4},
+    )
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(9, (24, 4), generator=generator)
+    data = ArrayDataset(tokens, torch.randint(5, (24,), generator=generator))
+
+    def model(*, sparse: bool) -> Model:
+        table = partial(nn.EmbeddingBag, 9, WIDTH, mode="sum", sparse=sparse)
+        embedding = Layer("table", table, kind="embedding", init=random_init)
+        head = Layer("head", partial(nn.Linear, WIDTH, 5), kind="head", init=random_init)
+        return Model([embedding, head], summed_loss)
+
+    [(_, dense)] = train_in_process(1, 1, model(sparse=False), config, data)
+
+    for _, sparse in train_in_process(2, 1, model(sparse=True), config, data):
+        assert_bitwise(sparse, dense)
+
+
+def test_weights_to_rewind_to_are_saved_where_the_first_stage_trains_nothing(
+    tmp_path: Path,
+) -> None:
+    config = tiny_config(
+        pruning={"sparsity": 0.5, "include": "all", "at_step": 2, "rewind_step": 1},
+        batch={"global_batch_size": 6, "microbatch_size": 3},
+        train={"steps": 3},
+    )
+
+    def frozen() -> nn.Module:
+        return nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    model = Model([Layer("frozen", frozen), linear(WIDTH, 5)], summed_loss)
+    run = partial(ran, (2, 1), config, model=lambda _: model, data=vector_data())
+    whole = run(tmp_path / "whole")
+
+    run(tmp_path / "parts", stop_after=1)
+
+    same(run(tmp_path / "parts", resume="auto"), whole)
+
+
+# -- tokens beyond the vocabulary end a run in one line that names the sample --------------------
+
+MODEL = "arrays): sample 13, position 2: 70 is no word of a vocabulary of 10, 0 to 9"
+DATA = "arrays): sample 13, position 2: 8 is no word of a vocabulary of 6, 0 to 5"
+TARGET = "arrays): sample 13, position 0: -1 is no word of a vocabulary of 6, 0 to 5"
+MEND = "; mend the sample, or make the vocabulary of model and data larger"
+
+
+def word_model() -> Model:
+    after = [nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 6)]
+    return from_sequential([nn.Embedding(10, 8), *after], summed_loss)
+
+
+def samples(wrong: str) -> ArrayDataset:
+    inputs, targets = torch.arange(16 * 4).view(16, 4) % 6, torch.arange(16) % 3
+    targets[3] = -100
+    if wrong == TARGET:
+        targets[13] = -1
+    elif wrong:
+        inputs[13, 2] = 70 if wrong == MODEL else 8
+    data = ArrayDataset(inputs, targets)
+    if wrong != MODEL:
+        vars(data)["vocab_size"] = 6
+    return data
+
+
+@pytest.mark.parametrize(
+    ("wrong", "when", "layout"),
+    each_once(
+        [MODEL, DATA, TARGET],
+        ["training", "evaluation", "calibration"],
+        [(1, 1), (2, 1), (1, 2)],
+    ),
+)
+def test_the_sample_is_named(wrong: str, when: str, layout: tuple[int, int]) -> None:
+    sections: dict[str, Any] = {"pruning": {"sparsity": 0.5}}
+    if when == "calibration":
+        sections["pruning"] |= {"method": "wanda", "calibration_samples": 16}
+    size = 8 if when == "calibration" else 4
+    config = tiny_config(
+        batch={"global_batch_size": 16, "microbatch_size": size},
+        train={"steps": 1, "eval_every": 1 if when == "evaluation" else 0, "eval_steps": "all"},
+        **sections,
+    )
+    good, bad = samples(""), samples(wrong)
+    training, validation = (good, bad) if when == "evaluation" else (bad, good)
+
+    with pytest.raises(DataError) as rejected:
+        train_in_process(*layout, word_model(), config, training, validation=validation)
+
+    assert str(rejected.value) == f"data ({wrong}{MEND}"

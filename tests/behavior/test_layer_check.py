@@ -18,6 +18,7 @@ from support.allocated import peak_of_torch
 from support.exhaustive import each_once
 from support.resuming import ran
 from support.runs import (
+    Doing,
     assert_bitwise,
     mlp,
     random_init,
@@ -50,10 +51,7 @@ def linear(outputs: int = WIDTH) -> nn.Linear:
 
 
 def judged(
-    model: Model,
-    layout: tuple[int, int] = (1, 1),
-    data: Dataset | None = None,
-    **sections: Any,
+    model: Model, layout: tuple[int, int] = (1, 1), data: Dataset | None = None, **sections: Any
 ) -> None:
     data = vector_data() if data is None else data
     train_in_process(*layout, model, tiny_config(**{**BATCH, **sections}), data)
@@ -72,19 +70,9 @@ def given(make: Callable[[], nn.Module]) -> Model:
 # -- what ends a run ----------------------------------------------------------------------
 
 
-class Doing(nn.Module):
+def after(does: Callable[[Any, Tensor], Tensor], **parts: Any) -> nn.Module:
     """A linear layer, and something that is done to its output."""
-
-    def __init__(self, does: Callable[[Any, Tensor], Tensor], **attributes: object) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.does = does
-        for name, value in attributes.items():
-            setattr(self, name, value)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.does(self, torch.tanh(self.linear(x)))
-        return out
+    return Doing(lambda m, x: does(m, torch.tanh(m.linear(x))), **parts)
 
 
 class Noisy(torch.autograd.Function):
@@ -101,18 +89,18 @@ class Noisy(torch.autograd.Function):
 
 
 def noisy(noise: Callable[[], float]) -> nn.Module:
-    return Doing(lambda _, x: Noisy.apply(x, noise))  # type: ignore[no-untyped-call]
+    return after(lambda _, x: Noisy.apply(x, noise))  # type: ignore[no-untyped-call]
 
 
 def counting() -> nn.Module:
     """Counts its calls outside of buffers."""
 
-    def count(self: Any, x: Tensor) -> Tensor:
-        self.calls += 1
-        out: Tensor = x * self.calls
+    def count(m: Any, x: Tensor) -> Tensor:
+        m.calls += 1
+        out: Tensor = x * m.calls
         return out
 
-    return Doing(count, calls=0)
+    return after(count, calls=0)
 
 
 def hooked(*, after: bool = False) -> nn.Module:
@@ -139,10 +127,8 @@ def evaluating() -> nn.Module:
 
 
 def own_torch(seed: int = 3) -> nn.Module:
-    return Doing(
-        lambda self, x: x * torch.rand(WIDTH, generator=self.chance),
-        chance=torch.Generator().manual_seed(seed),
-    )
+    chance = torch.Generator().manual_seed(seed)
+    return after(lambda m, x: x * torch.rand(WIDTH, generator=m.chance), chance=chance)
 
 
 ROWS: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -235,24 +221,13 @@ def test_what_the_user_set_on_a_module_stays_set(
     assert not torch.equal(weight, before * (weight != 0))
 
 
-class Centred(nn.Module):
-    """Computes with its samples before it rounds them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear((x - 1000).to(self.linear.weight.dtype))
-        return out
-
-
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
 def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
     layout: tuple[int, int],
 ) -> None:
     torch.manual_seed(7)
-    model = from_sequential([Centred(), linear(CLASSES)], summed_loss)
+    centred = Doing(lambda m, x: m.linear((x - 1000).to(m.linear.weight.dtype)))
+    model = from_sequential([centred, linear(CLASSES)], summed_loss)
     near, far = vector_data(), vector_data()
     far._inputs[0] += 1000
 
@@ -323,85 +298,55 @@ def test_the_packages_own_decoder_is_checked_on_request_only() -> None:
 # -- what never does ----------------------------------------------------------------------
 
 
-class Passing(nn.Module):
-    """Two outputs, of which one consists of integers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.linear(x), (x > 0).sum(1), x
+def tuples() -> Model:
+    """Of several outputs, of which one consists of integers."""
+    passing = Doing(lambda m, x: (m.linear(x), (x > 0).sum(1), x))
+    table = nn.Embedding(WIDTH + 1, WIDTH)
+    taking = Doing(lambda m, x, count, y: m.linear(x) + m.table(count) + y, table=table)
+    return from_sequential([passing, taking, linear(CLASSES)], summed_loss)
 
 
-class Taking(Passing):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(WIDTH + 1, WIDTH)
-
-    def forward(self, x: Tensor, count: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = self.linear(x) + self.table(count) + y
-        return out
-
-
-class Experts(nn.Module):
+def experts() -> nn.Module:
     """Sends each sample to one of three matrices, and some of them may get none."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, 3)
-        self.experts = nn.ModuleList(linear() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        weights = m.linear(x).softmax(-1)
         chosen = weights.argmax(-1)
         out = torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
+        for number, expert in enumerate(m.experts):
             rows = (chosen == number).nonzero()[:, 0]
             out = out.index_add(0, rows, expert(x[rows]) * weights[rows, number, None])
         return x + out
 
+    return Doing(forward, 3, experts=nn.ModuleList(linear() for _ in range(3)))
 
-class Half(nn.Module):
+
+def half_frozen() -> nn.Module:
     """A frozen matrix, one that no forward uses, and one that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.unused, self.used = linear(), linear(), linear()
-        self.frozen.requires_grad_(requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.used(torch.tanh(self.frozen(x)))
-        return out
+    frozen = linear().requires_grad_(requires_grad=False)
+    return Doing(lambda m, x: m.linear(torch.tanh(m.frozen(x))), frozen=frozen, unused=linear())
 
 
-class Attending(nn.Module):
+def attention() -> nn.Module:
     """The gradient of the keys' bias is zero but for rounding."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Tensor:
         x = x.view(len(x), 4, 4)
-        q, k, v = self.query(x), self.key(x), self.value(x)
-        return F.scaled_dot_product_attention(q, k, v).flatten(1)
+        each = (part(x) for part in (m.linear, m.key, m.value))
+        return F.scaled_dot_product_attention(*each).flatten(1)
+
+    return Doing(forward, 4, 4, key=nn.Linear(4, 4), value=nn.Linear(4, 4))
 
 
-class Moving(nn.Module):
+def moving() -> nn.Module:
     """Its output follows from a buffer that it changes."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-        self.register_buffer("mean", torch.zeros(WIDTH))
-        self.mean: Tensor
+    def forward(m: Any, x: Tensor) -> Any:
+        if m.training:
+            m.mean = 0.9 * m.mean + 0.1 * x.detach().mean(0)
+        return m.linear(x - m.mean.to(x.dtype))
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
-        out: Tensor = self.linear(x - self.mean.to(x.dtype))
-        return out
+    return Doing(forward, mean=torch.zeros(WIDTH))
 
 
 def tied() -> Model:
@@ -430,21 +375,19 @@ FINE: dict[str, Callable[[], Model]] = {
     "dropout in a declared layer": lambda: declared(partial(nn.Dropout, 0.5)),
     "batch norm": lambda: given(lambda: nn.Sequential(linear(), nn.BatchNorm1d(WIDTH))),
     "tied weights": tied,
-    "a mixture of experts": lambda: given(Experts),
+    "a mixture of experts": lambda: given(experts),
     "no parameters": lambda: given(nn.Tanh),
     "in place": lambda: given(partial(nn.ReLU, inplace=True)),
-    "tuples": lambda: from_sequential([Passing(), Taking(), linear(CLASSES)], summed_loss),
+    "tuples": tuples,
     "integers": tokens,
-    "frozen": lambda: given(Half),
+    "frozen": lambda: given(half_frozen),
     "all frozen": lambda: given(lambda: linear().requires_grad_(requires_grad=False)),
-    "attention": lambda: given(Attending),
-    "a buffer that moves": lambda: given(Moving),
-    "spectral norm": lambda: given(
-        lambda: nn.utils.parametrizations.spectral_norm(linear()),
-    ),
+    "attention": lambda: given(attention),
+    "a buffer that moves": lambda: given(moving),
+    "spectral norm": lambda: given(lambda: nn.utils.parametrizations.spectral_norm(linear())),
     "a hook in the build": lambda: declared(hooked),
     "numbers of Python and numpy": lambda: given(
-        lambda: Doing(lambda _, x: x * random.random() + float(np.random.rand()))  # noqa: S311
+        lambda: after(lambda _, x: x * random.random() + float(np.random.rand()))  # noqa: S311
     ),
     "all in evaluation": lambda: from_sequential(
         nn.Sequential(linear(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), linear(CLASSES)).eval(),
@@ -452,7 +395,7 @@ FINE: dict[str, Callable[[], Model]] = {
     ),
     "compiled by the user": lambda: given(compiled),
     "recurrent": lambda: given(
-        lambda: Doing(lambda self, x: self.cell(x), cell=nn.GRUCell(WIDTH, WIDTH))
+        lambda: after(lambda m, x: m.cell(x), cell=nn.GRUCell(WIDTH, WIDTH))
     ),
 }
 WAYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
@@ -482,7 +425,7 @@ class Inner(nn.Module):
 
 
 def compiled_linear() -> Any:
-    return torch.compile(Doing(lambda _, x: x * 2), backend=counted)
+    return torch.compile(after(lambda _, x: x * 2), backend=counted)
 
 
 def counted(graph: Any, _: Any) -> Any:
@@ -553,9 +496,7 @@ def test_the_check_leaves_nothing_behind(way: str) -> None:
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     traces = []
     for checks in (True, False):
-        config = tiny_config(
-            **{**BATCH, **sections, "train": {"steps": 3, "check_layers": checks}},
-        )
+        config = tiny_config(**{**BATCH, **sections, "train": {"steps": 3, "check_layers": checks}})
         torch.manual_seed(1)
         random.seed(1)
         ranks = train_in_process(
@@ -586,7 +527,7 @@ def test_alike_layers_are_compared_once_a_stage(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(layer_check._Comparison, "reject_difference", note)
 
     def scaled(factor: float) -> nn.Module:
-        return Doing(lambda self, x: x * self.factor, factor=factor)
+        return after(lambda m, x: x * m.factor, factor=factor)
 
     modules = [scaled(1.0), scaled(1.0), scaled(2.0), linear(), linear(), linear(CLASSES)]
     judged(from_sequential(modules, summed_loss))
@@ -649,7 +590,7 @@ def test_a_check_of_more_than_a_second_says_how_long_it_took(
             clock.now += seconds
             return x
 
-        model = given(lambda: Doing(slow))
+        model = given(lambda: after(slow))
         config = tiny_config(**BATCH)
         ran((1, 1, 1), config, tmp_path / str(seconds), model=lambda _: model, data=vector_data())
         said = capsys.readouterr().out

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -25,17 +24,14 @@ BAR = "░"
 
 
 def watched(
-    terminal: Terminal,
-    run: Path,
-    becomes: tuple[int, int] = (60, 24),
-    program: Sequence[str] = ("-m", "axsparse.train", "--config", "small.yaml"),
+    terminal: Terminal, run: Path, becomes: tuple[int, int]
 ) -> tuple[list[list[str]], list[str], int]:
     """Train in the terminal, which has other columns and lines after ten steps and a bar.
 
     Returns what the screen showed again and again, what it shows in the end, and the exit code.
     """
     (run.parent / "small.yaml").write_text(SMALL)
-    command = [sys.executable, *program]
+    command = [sys.executable, "-m", "axsparse.train", "--config", "small.yaml"]
     command += ["--steps", str(STEPS), "--run-dir", str(run), "--set", "pruning.at_step=0"]
     # These would come before the size that the terminal has; processes of pytest-xdist have them.
     inherited = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "LINES")}
@@ -65,8 +61,7 @@ def watched(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("begins", "becomes", "folds_anew"),
-    [(100, (60, 24), False), (60, (100, 6), True)],
+    ("begins", "becomes", "folds_anew"), [(100, (60, 24), False), (60, (100, 6), True)]
 )
 def test_the_screen_stays_clean_while_the_terminal_changes(
     begins: int, becomes: tuple[int, int], folds_anew: bool, tmp_path: Path

@@ -10,13 +10,7 @@ import pytest
 import torch
 from support.oracle import Oracle, Trace, adamw, sgd
 from support.resuming import ran
-from support.runs import (
-    assert_bitwise,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-)
+from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
 
 import axsparse as ax
@@ -70,9 +64,7 @@ def groups_of_oracle(config: Config) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "shard", "rule"),
-    [((2, 1), False, "sgd"), ((2, 2), True, "adamw")],
-    ids=str,
+    ("layout", "shard", "rule"), [((2, 1), False, "sgd"), ((2, 2), True, "adamw")], ids=str
 )
 def test_parameters_with_settings_of_their_own_are_bitwise_torchs_in_every_layout(
     layout: tuple[int, int], shard: bool, rule: str

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support import own_models
-from support.exhaustive import by_default, each_once
+from support.exhaustive import by_default
 from support.mpirun import run_mpirun
 from support.own_models import class_loss, images, noisy_images, square_loss, word_loss, words
 from support.runs import assert_bitwise, tiny_config, train_in_process
@@ -38,6 +39,7 @@ MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
     "Denoiser": (own_models.Denoiser, noisy_images, square_loss),
     "Windows": (own_models.Windows, images, class_loss),
 }
+USUAL = [("Vit", (1, 1)), ("Dit", (2, 1)), ("ResNet", (1, 2)), ("Gpt", (2, 1))]
 
 
 def settings(**sections: Any) -> Config:
@@ -95,7 +97,7 @@ def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: each.detach() for name, each in module.named_parameters()}
 
 
-@pytest.mark.parametrize(("name", "layout"), each_once(list(MODULES), LAYOUTS))
+@pytest.mark.parametrize(("name", "layout"), by_default(USUAL, product(MODULES, LAYOUTS)))
 def test_a_module_trains_as_in_plain_torch(name: str, layout: tuple[int, int]) -> None:
     module = made(name)
     before = copy.deepcopy(module.state_dict())
@@ -159,6 +161,7 @@ if trainer.rank == 0:
 """
 
 
+@pytest.mark.exhaustive
 def test_a_program_trains_a_module_and_takes_it_back(tmp_path: Any) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
 

@@ -181,29 +181,6 @@ def test_pages_of_commands_fit_are_painted_and_readable(
     assert tab.ask("document.querySelectorAll('svg').length") >= least
 
 
-def test_what_is_wrong_with_a_page_is_seen(tab: Tab, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
-    page.write_text(
-        "<!DOCTYPE html><body style='background: #888'><div style='width: 500px'>x</div>"
-        "<svg width='300' height='50'><text y='20' font-size='6' fill='#999'>x</text></svg>"
-        "<svg width='300' height='50'></svg><svg width='0' height='0'></svg>"
-        "<svg viewBox='0 0 200 50'><text x='150' y='20'>words words</text></svg>"
-        "<span class='key'><i style='background: red'></i>words</span>"
-        "<img src='none.png'><script>console.warn('oh'); none()</script>"
-    )
-
-    found = "\n".join(faults(tab, page.as_uri(), "svg"))
-    for words in (
-        *("none.png failed: net::ERR_FILE_NOT_FOUND", "console.warning: oh", "none is not defined"),
-        *("light, 1200 px: the paper has", "dark, 1200 px: the paper has"),
-        *("letters: 6.0 of 'x'", "contrast: 1.2 of 'x'"),
-        *("100.0 % of the picture at", "a picture of 0 × 0 pixels"),
-        *("texts go beyond their pictures: ['words words']", "1 keys of legends have no colour"),
-    ):
-        assert words in found
-    assert "400 px: 108 pixels wider" in found and "1200 px: 108" not in found
-
-
 @dataclass(frozen=True)
 class Site:
     """The built site."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from support.cases import judge_everywhere
 from support.exhaustive import each_once
 from support.resuming import ran, same
-from support.runs import random_init, summed_loss, tiny_config, train_in_process, vector_data
+from support.runs import Doing, random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.data_parallel.step_consensus import StepResult
@@ -39,19 +40,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-class Noisy(nn.Module):
-    """Adds noise, in training as in evaluation, once it is switched on."""
+def noisy(draw: Draw, *, is_noisy: bool = True) -> Doing:
+    """A layer that adds noise, in training as in evaluation, once it is switched on."""
 
-    def __init__(self, draw: Draw, *, is_noisy: bool = True) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.dropout = nn.Dropout(0.0)
-        self.is_noisy = is_noisy
-        self._draw = draw
+    def forward(m: Any, x: Tensor) -> Any:
+        out = torch.tanh(m.dropout(m.linear(x)))
+        return out + draw(out) if m.is_noisy else out
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(self.dropout(self.linear(x)))
-        return out + self._draw(out) if self.is_noisy else out
+    return Doing(forward, dropout=nn.Dropout(0.0), is_noisy=is_noisy)
 
 
 def noisy_model(draw: Draw, *, is_noisy: bool = True, in_loss: bool = False) -> Model:
@@ -61,12 +57,10 @@ def noisy_model(draw: Draw, *, is_noisy: bool = True, in_loss: bool = False) -> 
     def metric(logits: Tensor, targets: Tensor) -> Tensor:
         return (draw(logits).mean(dim=-1) > 0.5).sum()
 
-    noisy = [
-        Layer(f"l{n}", lambda: Noisy(draw, is_noisy=is_noisy and not in_loss), init=random_init)
-        for n in range(2)
-    ]
+    build = partial(noisy, draw, is_noisy=is_noisy and not in_loss)
+    layers = [Layer(f"l{n}", build, init=random_init) for n in range(2)]
     out = Layer("out", lambda: nn.Linear(WIDTH, 5), kind="head", init=random_init)
-    return Model([*noisy, out], loss, metrics={"lucky": metric} if in_loss else {})
+    return Model([*layers, out], loss, metrics={"lucky": metric} if in_loss else {})
 
 
 @pytest.mark.parametrize(("in_loss", "source"), each_once([False, True], list(SOURCES)))
@@ -97,10 +91,11 @@ def test_draws_that_begin_later_are_seeded_as_well(
 
         def noisy_step() -> StepResult:
             if trainer.steps_done == 1:
-                for built in trainer.layers:
-                    if isinstance(built.module, Noisy):
-                        built.module.is_noisy = way == "first draw"
-                        built.module.dropout.p = 0.5 if way == "raised dropout" else 0.0
+                modules: list[Any] = [built.module for built in trainer.layers]
+                for module in modules:
+                    if hasattr(module, "is_noisy"):
+                        module.is_noisy = way == "first draw"
+                        module.dropout.p = 0.5 if way == "raised dropout" else 0.0
             return step()
 
         trainer.step = noisy_step  # type: ignore[method-assign]
@@ -139,7 +134,7 @@ def test_what_is_drawn_follows_from_seed_step_and_sample_and_leaves_the_users_nu
         return (x * draw(x)).sum()
 
     def drawn(seed: int, step: int, sample: int, *, is_training: bool = True) -> float:
-        layers = [LayerRunner("l", Noisy(draw), is_recomputed=False)]
+        layers = [LayerRunner("l", noisy(draw), is_recomputed=False)]
         stage = Stage(layers, loss=loss, metrics={}, input_dtype=None, seed=seed)
         inputs, key = (torch.ones(2, WIDTH),), Key(step, sample)
         torch.manual_seed(0)

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
-from support.runs import (
-    random_init,
-    summed_loss,
-    tiny_config,
-    train_in_process,
-    vector_data,
-)
+from support.runs import Doing, random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
@@ -22,28 +18,21 @@ from axsparse.runtime.errors import TrainingError
 WIDTH = 16
 
 
-class Linear(nn.Module):
-    def __init__(self, outputs: int = WIDTH) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, outputs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x)
-        return out
-
-
-class Hidden(Linear):
+def hidden(m: Any, x: Tensor) -> Any:
     """Writes what depends on the samples, past autograd and every version counter."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.linear.bias.data.add_(x.detach().sum() * 1e-3)
-        return super().forward(x)
+    if m.training:
+        m.linear.bias.data.add_(x.detach().sum() * 1e-3)
+    return m.linear(x)
 
 
-def model(middle: type[nn.Module]) -> Model:
-    builds = (("in", Linear), ("middle", middle), ("out", lambda: Linear(5)))
-    return Model([Layer(name, build, init=random_init) for name, build in builds], summed_loss)
+def model(middle: Callable[..., Any] = lambda m, x: m.linear(x)) -> Model:
+    linear = partial(nn.Linear, WIDTH)
+    layers = [
+        Layer("in", partial(linear, WIDTH), init=random_init),
+        Layer("middle", partial(Doing, middle), init=random_init),
+        Layer("out", partial(linear, 5), init=random_init),
+    ]
+    return Model(layers, summed_loss)
 
 
 def config(**train: Any) -> Config:
@@ -64,7 +53,7 @@ def test_replicas_that_drift_apart_are_found_out(
     )
     with pytest.raises(TrainingError, match=f"^{re.escape(told)}$") as caught:
         train_in_process(
-            g_inter, 2, model(Hidden), config(compare_replicas_every=every), vector_data()
+            g_inter, 2, model(hidden), config(compare_replicas_every=every), vector_data()
         )
     assert caught.value.on_all_ranks
 
@@ -72,7 +61,7 @@ def test_replicas_that_drift_apart_are_found_out(
 @pytest.mark.parametrize("every", [0, 5])
 def test_replicas_are_compared_when_it_is_asked_for(every: int) -> None:
     [*_, (_, trace)] = train_in_process(
-        1, 2, model(Hidden), config(compare_replicas_every=every), vector_data()
+        1, 2, model(hidden), config(compare_replicas_every=every), vector_data()
     )
 
     assert len(trace.losses) == 4
@@ -87,6 +76,6 @@ def test_replicas_that_stay_together_are_let_be(precision: str, sharded: bool) -
         precision=precision,
     )
 
-    ranks = train_in_process(2, 3, model(Linear), settings, vector_data())
+    ranks = train_in_process(2, 3, model(), settings, vector_data())
 
     assert all(len(trace.losses) == 4 for _, trace in ranks)

@@ -141,9 +141,7 @@ class Case:
 SHARD = {"samo": {"zero_stage": 1}}
 REPLICAS = (1, 2), (2, 2)
 STATES = {
-    "fp16": Case(
-        {"precision": "fp16", "loss_scale": {"initial": 1024.0, "growth_interval": 3}},
-    ),
+    "fp16": Case({"precision": "fp16", "loss_scale": {"initial": 1024.0, "growth_interval": 3}}),
     "bf16": Case({"precision": "bf16"}),
     "bf16, lamb": Case({"precision": "bf16", "optimizer": {"name": "lamb"}}),
     "dense, untied": Case({"samo": {"enabled": False}, "model": {"tie_embeddings": False}}),
@@ -202,34 +200,24 @@ def over_time(method: str, **sections: Any) -> Config:
     )
 
 
-def normalised(config: Config) -> Model:
-    """Layers with running statistics, a cache and a frozen layer."""
+def normalised(_: Config) -> Model:
+    """Layers with running statistics, and a frozen layer."""
 
-    class Normed(nn.Module):
-        def __init__(self, inputs: int, outputs: int) -> None:
-            super().__init__()
-            self.linear = nn.Linear(inputs, outputs)
-            self.norm = nn.BatchNorm1d(outputs)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            return torch.tanh(self.norm(self.linear(inputs)))
+    def normed(inputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(inputs, 12), nn.BatchNorm1d(12), nn.Tanh())
 
     def frozen() -> nn.Module:
         linear = nn.Linear(12, 12)
         linear.weight.requires_grad_(False)
         return linear
 
-    del config
-    return Model(
-        [
-            Layer("first", partial(Normed, 16, 12)),
-            Layer("frozen", frozen),
-            Layer("second", partial(Normed, 12, 12)),
-            Layer("out", lambda: nn.Linear(12, 5), kind="head", init=random_init),
-        ],
-        loss=summed_loss,
-        name="normed",
-    )
+    layers = [Layer("first", partial(normed, 16)), Layer("frozen", frozen)]
+    layers += [Layer("second", partial(normed, 12)), head(12)]
+    return Model(layers, loss=summed_loss, name="normed")
+
+
+def head(inputs: int) -> Layer:
+    return Layer("out", partial(nn.Linear, inputs, 5), kind="head", init=random_init)
 
 
 def test_running_statistics_and_frozen_weights_go_on(tmp_path: Path) -> None:
@@ -241,19 +229,9 @@ def test_running_statistics_and_frozen_weights_go_on(tmp_path: Path) -> None:
 
 
 BUFFER_TYPES = [
-    torch.complex32,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.float8_e4m3fnuz,
-    torch.float16,
-    torch.float64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.int8,
-    torch.bool,
+    *(torch.complex32, torch.complex64, torch.complex128, torch.float16, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.int8, torch.bool),
 ]
 
 
@@ -284,20 +262,11 @@ class Buffered(nn.Module):
         return outputs * turned.real.sum() * self.trained * self.frozen
 
 
-def buffered(config: Config) -> Model:
-    del config
-    return Model(
-        [
-            Layer("first", Buffered),
-            Layer("out", lambda: nn.Linear(16, 5), kind="head", init=random_init),
-        ],
-        loss=summed_loss,
-        name="buffered",
-    )
+def buffered(_: Config) -> Model:
+    return Model([Layer("first", Buffered), head(16)], loss=summed_loss, name="buffered")
 
 
-def buffered_modules(config: Config) -> Model:
-    del config
+def buffered_modules(_: Config) -> Model:
     torch.manual_seed(1)
     return from_sequential([Buffered(), nn.Linear(16, 5)], summed_loss)
 
@@ -421,15 +390,15 @@ def test_a_skipped_step_and_its_scale_are_not_forgotten(tmp_path: Path) -> None:
     )
 
     reference = resumes(
-        tmp_path, config, model=mlp_of, data=vector_data(infinite=3), before=(1, 1), after=(2, 1)
+        tmp_path,
+        config,
+        model=lambda _: mlp(),
+        data=vector_data(infinite=3),
+        before=(1, 1),
+        after=(2, 1),
     )
 
     assert len(set(reference.scales.values())) > 1
-
-
-def mlp_of(config: Config) -> Model:
-    del config
-    return mlp()
 
 
 def evaluations(run: Path) -> list[tuple[int, float]]:

@@ -27,14 +27,13 @@ from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
 from axsparse.samo import gradient_hooks
 from axsparse.samo.host.compiled_loops import has_bf16_loops
-from axsparse.samo.host.sparse_products import sampled_product
-from axsparse.samo.index.base import Index
 from axsparse.training.trainer import Trainer
 
 pytestmark = pytest.mark.skipif(not has_bf16_loops(), reason="numba or AVX-512 BF16 is missing")
 WIDTHS = (200, 232, 180, 208, 190)
 TOKENS, MICROBATCHES = 150, 4
 MATRICES = len(WIDTHS) - 1
+SAMPLED, OUTPUTS, INPUTS = "sampled_product", "sparse_linear", "sparse_input_gradient"
 
 
 def init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -71,35 +70,22 @@ def config(**sections: Any) -> Config:
 
 
 @pytest.fixture(autouse=True)
-def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many entries each sampled product had."""
-    found: list[int] = []
-    inner = sampled_product
-
-    def counted(outer: Tensor, rows: Tensor, index: Index) -> Tensor:
-        found.append(index.kept)
-        return inner(outer, rows, index)
-
-    monkeypatch.setattr(gradient_hooks, "sampled_product", counted)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def others(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many outputs and gradients of inputs were computed from kept entries."""
+def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many sampled products, outputs and gradients of inputs were computed from kept
+    entries."""
     found = Counter[str]()
 
     def count(name: str) -> None:
         inner = getattr(gradient_hooks, name)
 
-        def counted(*given: Tensor | None) -> Tensor:
+        def counted(*given: Any) -> Tensor:
             found[name] += 1
             return torch.as_tensor(inner(*given))
 
         monkeypatch.setattr(gradient_hooks, name, counted)
 
-    count("sparse_linear")
-    count("sparse_input_gradient")
+    for name in (SAMPLED, OUTPUTS, INPUTS):
+        count(name)
     return found
 
 
@@ -122,15 +108,17 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_every_layout_has_the_same_bits(
-    name: str, reference: Ran, tmp_path: Path, products: list[int], others: Counter[str]
+    name: str, reference: Ran, tmp_path: Path, calls: Counter[str]
 ) -> None:
     layout, sections = OTHERS[name]
     found = ran(layout, config(**sections), tmp_path / "other", model=model, data=data())
 
-    assert len(products) == 4 * MICROBATCHES * MATRICES
     again = 4 * MICROBATCHES * 2 if name == "recomputed" else 0
-    assert others["sparse_linear"] == len(products) + again
-    assert others["sparse_input_gradient"] == 4 * MICROBATCHES * (MATRICES - 1)
+    assert calls == {
+        SAMPLED: 4 * MICROBATCHES * MATRICES,
+        OUTPUTS: 4 * MICROBATCHES * MATRICES + again,
+        INPUTS: 4 * MICROBATCHES * (MATRICES - 1),
+    }
     assert found.stopped is None
     assert found.losses == reference.losses
     assert found.norms == reference.norms
@@ -138,12 +126,11 @@ def test_every_layout_has_the_same_bits(
         assert torch.equal(found.state[key], value), key
 
 
-def test_two_replicas_have_the_sums_of_their_own(products: list[int]) -> None:
+def test_two_replicas_have_the_sums_of_their_own(calls: Counter[str]) -> None:
     [(_, alone)] = train_in_process(1, 1, model(), config(), data())
     ranks = train_in_process(1, 2, model(), config(), data())
 
-    calls = products
-    assert len(calls) == 2 * 4 * MICROBATCHES * MATRICES
+    assert calls[SAMPLED] == 2 * 4 * MICROBATCHES * MATRICES
     assert ranks[0][1].losses == ranks[1][1].losses
     assert ranks[0][1].losses == pytest.approx(alone.losses, rel=2e-3)
 
@@ -164,16 +151,15 @@ def test_a_run_that_stops_and_goes_on_elsewhere_ends_in_the_same_bits(
 
 
 @pytest.mark.parametrize("gradient", ["half", "fp32"])
-def test_sparse_products_train_as_dense_ones(gradient: str, products: list[int]) -> None:
+def test_sparse_products_train_as_dense_ones(gradient: str, calls: Counter[str]) -> None:
     samo = {"gradient": gradient}
     whole = config(samo={**samo, "sparse_products": False})
     [(_, expected)] = train_in_process(1, 1, model(), whole, data())
-    calls = products
-    assert calls == []
+    assert not calls
 
     [(_, trace)] = train_in_process(1, 1, model(), config(samo=samo), data())
 
-    assert len(calls) == 4 * MICROBATCHES * MATRICES
+    assert calls[SAMPLED] == 4 * MICROBATCHES * MATRICES
     # Both round a sum to 8 bits, seldom to different neighbours; AdamW then moves a weight whose
     # gradient is near zero the other way.
     assert trace.losses == pytest.approx(expected.losses, rel=1e-3)
@@ -193,9 +179,7 @@ def test_sparse_products_train_as_dense_ones(gradient: str, products: list[int])
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_products_are_dense(
-    sections: dict[str, Any], why: str, products: list[int], others: Counter[str]
-) -> None:
+def test_other_products_are_dense(sections: dict[str, Any], why: str, calls: Counter[str]) -> None:
     settings = config(**sections)
     samo = {**sections.get("samo", {}), "sparse_products": False}
     plain = config(**{**sections, "samo": samo})
@@ -203,9 +187,7 @@ def test_other_products_are_dense(
     [(_, trace)] = train_in_process(1, 1, model(), settings, data())
     [(_, expected)] = train_in_process(1, 1, model(), plain, data())
 
-    calls = products
-    assert calls == [], why
-    assert not others
+    assert not calls, why
     assert trace.losses == expected.losses
     for name, master in expected.masters.items():
         assert torch.equal(trace.masters[name], master), name
@@ -213,20 +195,19 @@ def test_other_products_are_dense(
 
 @pytest.mark.parametrize("pipeline", [{}, {"split_backward": True}, {"checkpoint_activations": 1}])
 def test_gradients_are_whole_where_only_other_products_are_sparse(
-    pipeline: dict[str, Any], products: list[int], others: Counter[str]
+    pipeline: dict[str, Any], calls: Counter[str]
 ) -> None:
     """A quarter is kept: too much to compute every entry of the gradient by itself."""
     settings = config(pruning={"sparsity": 0.75})
     [(_, one)] = train_in_process(1, 1, model(), settings, data())
-    counts = others.copy()
-    assert counts["sparse_linear"] == 4 * MICROBATCHES * MATRICES
-    assert counts["sparse_input_gradient"] == 4 * MICROBATCHES * (MATRICES - 1)
+    assert calls[OUTPUTS] == 4 * MICROBATCHES * MATRICES
+    assert calls[INPUTS] == 4 * MICROBATCHES * (MATRICES - 1)
     settings = config(pruning={"sparsity": 0.75}, pipeline=pipeline)
 
     found = train_in_process(2, 1, model(), settings, data())
 
-    assert products == []
-    assert others["sparse_input_gradient"] == 2 * counts["sparse_input_gradient"]
+    assert not calls[SAMPLED]
+    assert calls[INPUTS] == 2 * 4 * MICROBATCHES * (MATRICES - 1)
     for _, trace in found:
         assert trace.losses == one.losses
         for key, weight in trace.weights.items():
@@ -234,7 +215,7 @@ def test_gradients_are_whole_where_only_other_products_are_sparse(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, products: list[int]) -> None:
+def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, calls: Counter[str]) -> None:
     """With embeddings and head pruned, by whose weight the loss multiplies."""
     settings = tiny_config(
         precision="bf16",
@@ -250,7 +231,7 @@ def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, products: list[int]
     )
     tokens = token_data(samples=12, length=64)
     [(_, one)] = train_in_process(1, 1, tiny_gpt(settings), settings, tokens)
-    assert products
+    assert calls[SAMPLED]
 
     for pipeline in ({"checkpoint_activations": 1}, {"split_backward": True, "extra_in_flight": 1}):
         other = settings.model_copy(
@@ -262,26 +243,21 @@ def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, products: list[int]
                 assert name not in one.weights or torch.equal(weight, one.weights[name]), name
 
 
-def test_products_are_sparse_from_the_step_on_that_has_pruned_enough(
-    products: list[int], others: Counter[str]
-) -> None:
+def test_products_are_sparse_from_the_step_on_that_has_pruned_enough(calls: Counter[str]) -> None:
     gradual = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 4}
     settings = config(pruning=gradual, train={"steps": 6})
-    calls = products
     kept: list[float] = []
-    before = 0
 
     def watched(trainer: Trainer) -> None:
         step = trainer.step
 
         def counted() -> Any:
-            nonlocal before
             tensor = trainer.layers[0].state.tensors[0]
             kept.append(tensor.kept / tensor.parameter.numel())
-            before, many = len(calls), others.total()
+            calls.clear()
             verdict = step()
-            assert (len(calls) > before) == (kept[-1] <= 0.2)
-            assert (others.total() > many) == (kept[-1] <= 0.3)
+            assert (calls[SAMPLED] > 0) == (kept[-1] <= 0.2)
+            assert (calls[OUTPUTS] > 0) == (kept[-1] <= 0.3)
             return verdict
 
         vars(trainer)["step"] = counted
@@ -291,4 +267,3 @@ def test_products_are_sparse_from_the_step_on_that_has_pruned_enough(
     assert kept[0] == 1
     assert sorted(kept, reverse=True) == kept
     assert kept[-1] == pytest.approx(0.1, abs=0.01)
-    assert min(calls) > 0

@@ -4,7 +4,10 @@ which form of storage `auto` takes."""
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import get_args
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from support.cases import (
     PRUNING,
     SAME_LAYOUT,
     WIDE,
+    PlannedModel,
     Row,
     Settings,
     axis,
@@ -24,9 +28,22 @@ from support.cases import (
     steps,
     trained,
 )
-from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+from support.exhaustive import each_once
+from support.runs import (
+    random_init,
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
+from torch import Tensor, nn
 
+from axsparse.config.schema import Config
+from axsparse.models.layer import Layer, Model
 from axsparse.samo.expansion import Expansion
+from axsparse.samo.state_bytes import IndexKind
 from axsparse.training import plan
 
 FEW = [(1, 1), (2, 1), (2, 2)]
@@ -156,9 +173,7 @@ STORAGE = [
     ),
     *stored(
         crossed(
-            [(1, 2), (1, 3), (1, 4), (2, 2), (3, 2)],
-            axis("pruning", "at_step", 0, 2),
-            subject=WIDE,
+            [(1, 2), (1, 3), (1, 4), (2, 2), (3, 2)], axis("pruning", "at_step", 0, 2), subject=WIDE
         ),
         SHARDED,
     ),
@@ -254,7 +269,7 @@ def _spoilt_once_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Expansion, "release", spoil)
 
 
-@pytest.mark.parametrize("row", parameters(ROWS, every=4))
+@pytest.mark.parametrize("row", parameters(ROWS, every=6))
 def test_a_run_is_what_its_judge_says(row: Row) -> None:
     ranks = judge(row)
 
@@ -307,3 +322,76 @@ def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) 
         type(tensor.index).__name__ for layer in trainer.layers for tensor in layer.state.owned
     }
     assert kinds == {"FullIndex", encoding}
+
+
+# -- odd tensors, in every encoding ---------------------------------------------------------------
+
+KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
+
+
+class Shaped(nn.Module):
+    """A convolution of points that are seen as a grid; (B, n) to (B, m)."""
+
+    def __init__(self, convolution: type[nn.Module], shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.convolution = convolution(shape[0], 3, 2, padding=1)
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.convolution(x.view(-1, *self.shape))
+        return torch.tanh(out).flatten(1)
+
+
+class Transposed(nn.Linear):
+    """A linear map whose weight lies in memory column by column."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
+        self.weight = nn.Parameter(torch.empty(outputs, inputs).t())
+        assert not self.weight.is_contiguous()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight.contiguous())
+
+
+def odd_model(_: Config) -> Model:
+    """Weights of five, four, three and two dimensions, and of memory in another order."""
+    builds: dict[str, Callable[[], nn.Module]] = {
+        "space": partial(Shaped, nn.Conv3d, (1, 2, 2, 4)),  # 3 × 3 × 3 × 5
+        "plane": partial(Shaped, nn.Conv2d, (5, 3, 9)),  # 3 × 4 × 10
+        "line": partial(Shaped, nn.Conv1d, (4, 30)),  # 3 × 31
+        "columns": partial(Transposed, 93, 7),
+    }
+    layers = [Layer(name, build, init=random_init) for name, build in builds.items()]
+    head = Layer("head", partial(nn.Linear, 7, 5), kind="head", init=random_init)
+    return Model([*layers, head], loss=summed_loss, name="odd")
+
+
+ODD = PlannedModel("odd", odd_model, vector_data)
+PRUNINGS = {
+    "some kept": {"sparsity": 0.7},
+    "none kept": {"sparsity": 0.9999},
+    "all kept": {"sparsity": 0.0001},
+    "pruned in training": {"sparsity": 0.7, "at_step": 2},
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), each_once(list(PRUNINGS), KINDS))
+def test_tensors_of_any_shape_and_density_train_bitwise_as_the_oracle(name: str, kind: str) -> None:
+    pruning = PRUNINGS[name]
+
+    ranks = judge(Row((2, 2), steps(4, samo={"index": kind}, pruning=pruning), subject=ODD))
+
+    tensors = [
+        tensor
+        for trainer, _ in ranks[:2]
+        for layer in trainer.layers
+        if layer.spec.kind == "block"
+        for tensor in layer.state.owned
+        if tensor.parameter.dim() >= 2
+    ]
+    assert sorted(tensor.parameter.dim() for tensor in tensors) == [2, 3, 4, 5]
+    for tensor in tensors:
+        numel = tensor.parameter.numel()
+        assert tensor.kept == numel - round(pruning["sparsity"] * numel)
+        assert tensor.kept in (0, numel) or pruning["sparsity"] == 0.7

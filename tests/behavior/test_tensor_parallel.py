@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.cases import (
     GPT,
     ONE_RANK,
@@ -29,85 +28,27 @@ from support.hf import SMALL_LLAMA, small_llama
 from support.planner_cases import planned_bytes
 from support.resuming import Ran, ran
 from support.runs import (
-    random_init,
-    summed_loss,
+    loaded,
     tiny_config,
     tiny_gpt,
     token_data,
     train_in_process,
     vector_data,
 )
+from support.sharded_model import PLAN, own_model
 from support.sums import sample_all
-from torch import Tensor, nn
+from torch import nn
 
-from axsparse.models.layer import Layer, Model, TpStyle
+from axsparse.models.layer import TpStyle
 from axsparse.models.model_profile import profile
 from axsparse.pipeline.weight_gradients import DeferredGradients
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.seeds import keyed_generator
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.trainer import Trainer
 
-
-class Attention(nn.Module):
-    """Heads by three separate matrices, which takes the number of heads from the tensor."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.size = size
-        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
-        self.out = nn.Linear(width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, s, _ = x.shape
-        each = [
-            m(x).view(b, s, -1, self.size).transpose(1, 2)
-            for m in (self.query, self.key, self.value)
-        ]
-        mixed = F.scaled_dot_product_attention(*each)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(b, s, -1))
-        return out
-
-
-class Own(nn.Module):
-    def __init__(
-        self,
-        width: int = 32,
-        size: int = 8,
-        dropout: float = 0.0,
-        *,
-        inner: Callable[[], nn.Module] = nn.Identity,
-        change: Callable[[Any], object] = lambda own: None,
-    ) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = Attention(width, size)
-        self.up, self.gate, self.down = (
-            nn.Linear(width, 48),
-            nn.Linear(width, 48),
-            nn.Linear(48, width),
-        )
-        self.dropout = nn.Dropout(dropout)
-        self.inner = inner()
-        change(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.norm(x))
-        hidden = self.inner(self.dropout(F.silu(self.gate(x)) * self.up(x)))
-        out: Tensor = x + self.down(hidden)
-        return out
-
-
-HEAD = TpStyle("colwise", unit=8)
-PLAN: dict[str, TpStyle | str] = {
-    **{f"attention.{name}": HEAD for name in ("query", "key", "value")},
-    "attention.out": TpStyle("rowwise", unit=8),
-    **{"up": "colwise", "gate": "colwise", "down": "rowwise"},
-}
 REPLICATED = {"inner": nn.PReLU, "plan": {**PLAN, "inner": "replicated"}}
 """A parameter that all ranks use for their own features."""
 GATHERED = {
@@ -123,47 +64,19 @@ GATHERED = {
 BY_THREES = {"plan": {"up": "colwise", "gate": "colwise", "down": "rowwise"}}
 
 
-def own_model(**settings: Any) -> Model:
-    """Blocks whose modules are sharded by `Layer.tp_plan`, between layers that are not."""
-    plan, init = settings.pop("plan", PLAN), settings.pop("init", random_init)
-    build = partial(Own, **settings)
-    return Model(
-        [
-            Layer("first", partial(nn.Linear, 16, 64), init=random_init),
-            Layer("fold", partial(nn.Unflatten, 1, (2, 32))),
-            Layer("block0", build, init=init, tp_plan=plan),
-            Layer("block1", build, init=init, tp_plan=plan),
-            Layer("flat", nn.Flatten),
-            Layer("out", partial(nn.Linear, 64, 5), kind="head", init=random_init),
-        ],
-        loss=summed_loss,
-    )
-
-
 FOUR_HEADS = replace(
     GPT,
     name="gpt of four heads",
     settings={"batch": {"microbatch_size": 4}, "model": {"num_heads": 4}},
 )
 OWN = PlannedModel("own", lambda config: own_model(), vector_data, settings=FOUR_HEADS.settings)
-SHAPES = {
-    f"{layer.name}.{name}": tuple(parameter.shape)
-    for layer in own_model().layers
-    for name, parameter in layer.build().named_parameters()
-}
+LOADED = replace(OWN, name="loaded", model=lambda config: loaded(own_model()))
 
 
-class Loaded:
-    """Start values for every parameter, as if from a file."""
-
-    fingerprint = "loaded"
-
-    def read(self, name: str) -> Tensor | None:
-        shape = SHAPES.get(name)
-        return None if shape is None else random_init(name, shape, keyed_generator(1, name))
+def own_row(name: str, settings: dict[str, Any]) -> PlannedModel:
+    return replace(OWN, name=name, model=lambda config: own_model(**settings))
 
 
-LOADED = replace(OWN, name="loaded", model=lambda config: replace(own_model(), start=Loaded()))
 HF: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": None}
 MIXED = {"head_dim": 8, "sliding_window": 5}
 EXPERTS = {
@@ -296,12 +209,9 @@ SAME_BITS = [
         )
     ),
     *(
-        alike((2, 1), number, {}, subject=replace(OWN, name=name, model=model))
+        alike((2, 1), number, {}, subject=own_row(name, settings))
         for number in (2, 4)
-        for name, model in (
-            ("replicated", lambda config: own_model(**REPLICATED)),
-            ("gathered", lambda config: own_model(**GATHERED)),
-        )
+        for name, settings in (("replicated", REPLICATED), ("gathered", GATHERED))
     ),
     *(alike((2, 1), 2, {}, subject=family(name), order=2) for name in FAMILIES),
     *(
@@ -384,123 +294,6 @@ def test_masks_do_not_depend_on_the_degree(number: int) -> None:
         assert all(torch.equal(kept, one.kept[name]) for name, kept in trace.kept.items())
 
 
-class Between(nn.Module):
-    """A function of the features between the sharded modules."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-class Remembers(nn.PReLU):
-    """Keeps what it has seen."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight.requires_grad_(False)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.seen + x.detach().mean()
-        return super().forward(x)
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"ranks": 4}, "^layout.g_tensor .*: 4 does not divide the 32 outputs or inputs of "),
-    ({"ranks": 3}, "^layout.g_tensor .*: 3 does not divide the 32 outputs or inputs of "),
-    (
-        {"pipeline": {"compile": True}},
-        "pipeline.compile fuses layers, which are not sharded then; choose another value there, or",
-    ),
-    (
-        {"own": {"plan": {"attention": "experts", "attention.query.weight": "colwise"}}},
-        "^layer block0: attention is summed over ranks, so that attention.query.weight has to be",
-    ),
-    ({"hf": {"model_type": "stablelm"}}, "model stablelm names no modules to shard"),
-    (
-        {"hf": {**FAMILIES["deepseek_v3"], "model_type": "deepseek_v2", "topk_method": "greedy"}},
-        "^layer model.layers.0: tp_plan has 'mla_kv_a_proj' for 'self_attn.kv_a_proj_with_mqa', ",
-    ),
-    (
-        {"hf": {"num_key_value_heads": 1}},
-        "2 does not divide the 8 outputs or inputs of model.layers.0.self_attn.k_proj.weight, of ",
-    ),
-    ({"own": {"plan": {}}}, "model custom names no modules to shard"),
-    (
-        {"own": {"plan": {"nowhere": "rowwise"}}},
-        "^layer block0: tp_plan names 'nowhere', which has",
-    ),
-    (
-        {"own": {"plan": {"up": "diagonal"}}},
-        "^layer block0: tp_plan has 'diagonal' for 'up', which is not known; give one of colwise",
-    ),
-    (
-        {
-            "ranks": 4,
-            "own": {
-                "change": lambda m: setattr(m, "table", nn.Embedding(3, 48)),
-                "plan": {"table": "vocabulary"},
-            },
-        },
-        "^layout.g_tensor .*: 4 ranks are more than the 3 words of block0.table.weight; choose ",
-    ),
-    ({"own": {"plan": {"norm": "colwise"}}}, "^layer block0: norm is LayerNorm, which"),
-    (
-        {"own": {"plan": {"up": "vocabulary"}}},
-        "^layer block0: up is Linear, which is not sharded by 'vocabulary'",
-    ),
-    (
-        {"own": {"inner": nn.PReLU}},
-        "^layer block0: the gradient of parameter inner.weight differs from plain torch by .*"
-        'make its module "replicated"',
-    ),
-    (
-        {
-            "own": {"inner": nn.PReLU},
-            "train": {"check_layers": False, "compare_replicas_every": 1},
-        },
-        "^block.*.inner.weight: its gradient differs between the ranks of stage 0",
-    ),
-    (
-        {"own": {"change": lambda m: m.up.register_forward_hook(lambda module, given, got: got)}},
-        "^layer block0: up.weight is of a module with hooks, and is not sharded; leave it out",
-    ),
-    (
-        {"own": {"change": lambda m: m.up.bias.requires_grad_(False)}},
-        "^layer block0: up.bias is frozen, and is not sharded; leave it out of tp_plan",
-    ),
-    (
-        {"own": {"change": lambda m: m.up.bias.register_hook(lambda gradient: gradient)}},
-        "^layer block0: up.bias has hooks, and is not sharded; leave it out of tp_plan",
-    ),
-    (
-        {"own": {"inner": lambda: Between(lambda x: F.pad(x, (0, 1))[..., :48])}},
-        r"^layout.g_tensor: a row-parallel module of 48 features on 2 ranks gets \(.*, 25\); ",
-    ),
-    (
-        {"own": {"plan": {"up": "colwise"}}},
-        "^layer block0: tp_plan has colwise modules and no rowwise one; ",
-    ),
-    (
-        {"own": {"inner": partial(nn.LayerNorm, 48)}},
-        "^layer block0: sharded .*, it fails with RuntimeError: Given normalized_shape",
-    ),
-    (
-        {"own": {"inner": lambda: Between(lambda x: x.unflatten(-1, (6, 8)).flatten(-2))}},
-        "^layer block0: sharded .*; take the number of heads or features from the tensor",
-    ),
-    (
-        {"own": {"inner": Remembers, "init": None}},
-        "^layer block0: buffer inner.seen after the forward differs from plain torch by ",
-    ),
-]
-
-
 @pytest.mark.parametrize(
     "row", parameters([replace(row, is_usual=row in USUAL) for row in SAME_BITS])
 )
@@ -510,67 +303,23 @@ def test_a_degree_has_the_same_bits_in_every_layout(row: Row) -> None:
     assert len(set(ranks[0][1].losses)) > 1, "it learned something"
 
 
-@pytest.mark.parametrize(
-    "row",
-    parameters(
-        Row(
-            (stages, 1),
-            steps(3),
-            tp_group(number),
-            TORCH,
-            FOUR_HEADS,
-            tolerance=TOLERANCE,
-            is_usual=(stages, number) == (1, 2),
-        )
-        for stages, number in [(1, 2), (2, 2), (1, 4)]
-    )
-    + parameters(
-        [
-            Row(
-                (1, 1),
-                steps(3, optimizer=LAMB),
-                tp_group(4),
-                TORCH,
-                FOUR_HEADS,
-                tolerance=TOLERANCE,
-                is_usual=False,
-            )
-        ]
-    )
-    + parameters(
-        Row(
-            (1, 1),
-            steps(2),
-            tp_group(2),
-            ONE_RANK,
-            family(name),
-            tolerance=TOLERANCE,
-            is_usual=name == "qwen3",
-        )
-        for name in FAMILIES
-    )
-    + parameters(
-        [
-            Row(
-                (1, 1),
-                steps(2),
-                tp_group(2),
-                ONE_RANK,
-                replace(OWN, name="gathered", model=lambda config: own_model(**GATHERED)),
-                tolerance=TOLERANCE,
-                is_usual=False,
-            ),
-            Row(
-                (1, 1),
-                steps(2),
-                tp_group(3),
-                ONE_RANK,
-                replace(OWN, name="by threes", model=lambda config: own_model(**BY_THREES)),
-                tolerance=TOLERANCE,
-            ),
-        ]
+ROUNDED = partial(Row, tolerance=TOLERANCE)
+TO_ROUNDING = [
+    *(
+        ROUNDED((g, 1), steps(3), tp_group(n), TORCH, FOUR_HEADS, is_usual=(g, n) == (1, 2))
+        for g, n in [(1, 2), (2, 2), (1, 4)]
     ),
-)
+    ROUNDED((1, 1), steps(3, optimizer=LAMB), tp_group(4), TORCH, FOUR_HEADS, is_usual=False),
+    *(
+        ROUNDED((1, 1), steps(2), tp_group(2), ONE_RANK, family(name), is_usual=name == "qwen3")
+        for name in FAMILIES
+    ),
+    ROUNDED((1, 1), steps(2), tp_group(2), ONE_RANK, own_row("gathered", GATHERED), is_usual=False),
+    ROUNDED((1, 1), steps(2), tp_group(3), ONE_RANK, own_row("by threes", BY_THREES)),
+]
+
+
+@pytest.mark.parametrize("row", parameters(TO_ROUNDING))
 def test_a_run_is_that_of_one_rank_to_rounding(row: Row) -> None:
     judge(row)
 
@@ -652,16 +401,3 @@ def test_state_and_messages_of_every_member_are_what_plans_count(
         assert trainer.state_bytes().total == state > 0
         assert parts is not None and earlier is not None
         assert parts.bytes_sent - earlier.bytes_sent == sent > 0
-
-
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_what_is_not_sharded_is_refused_in_a_line(settings: dict[str, Any], message: str) -> None:
-    given = dict(settings)
-    own, hf, ranks = given.pop("own", None), given.pop("hf", None), given.pop("ranks", 2)
-    config = tiny_config(**merged({"layout": {"g_tensor": ranks}}, given))
-    model = tiny_gpt(config) if own is None else own_model(**own)
-    model = model if hf is None else small_llama(**hf)
-    data = token_data() if own is None else vector_data()
-
-    with pytest.raises(ConfigError, match=message):
-        train_in_process(1, 1, model, config, data, g_tensor=ranks)

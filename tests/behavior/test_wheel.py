@@ -39,9 +39,9 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def axsparse(installed: Path, cwd: Path, *words: str) -> str:
+def python(installed: Path, cwd: Path, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "axsparse", *words],
+        [sys.executable, *words],
         cwd=cwd,
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(installed)},
         capture_output=True,
@@ -51,6 +51,10 @@ def axsparse(installed: Path, cwd: Path, *words: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def axsparse(installed: Path, cwd: Path, *words: str) -> str:
+    return python(installed, cwd, "-m", "axsparse", *words)
 
 
 def test_no_file_of_the_package_is_left_out(wheel: Path) -> None:
@@ -108,26 +112,13 @@ def test_a_bundle_installs_without_a_network_and_trains_on_two_ranks(
     assert "step 2/2" in done.stdout
 
 
-def test_it_is_the_wheel_that_runs(installed: Path, tmp_path: Path) -> None:
-    code = "import axsparse; print(axsparse.__file__)"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        check=True,
-    )
-
-    assert done.stdout.strip() == str(installed / "axsparse" / "__init__.py")
-
-
 def test_it_trains_resumes_and_reports_far_from_the_checkout(
     installed: Path, tmp_path: Path
 ) -> None:
     train = ("train", "--config", "quickstart.yaml", *SMALL, "--set", "layout.g_inter=1")
 
+    where = python(installed, tmp_path, "-c", "import axsparse; print(axsparse.__file__)")
+    assert where.strip() == str(installed / "axsparse" / "__init__.py")
     assert "step 2/2" in axsparse(installed, tmp_path, *train)
     more = axsparse(installed, tmp_path, *train, "--set", "train.steps=3", "--resume", "auto")
     assert "step 3/3" in more

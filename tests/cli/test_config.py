@@ -30,9 +30,7 @@ def test_every_setting_says_where_it_comes_from(axsparse: Axsparse) -> None:
     assert said["g_inter: 2"] == "quickstart.yaml:7"
 
 
-def test_for_a_number_of_ranks_auto_is_decided_as_training_would(
-    axsparse: Axsparse,
-) -> None:
+def test_for_a_number_of_ranks_auto_is_decided_as_training_would(axsparse: Axsparse) -> None:
     code, screen, _ = axsparse("config", "show", "--config", "quickstart.yaml", "--ranks", "6")
 
     said = origins(screen)

@@ -21,18 +21,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("arguments", "step"),
-    [
-        (["RUN"], 4),
-        (["RUN", "--step", "2"], 2),
-        (["RUN/checkpoints/step-2"], 2),
-    ],
+    [(["RUN"], 4), (["RUN", "--step", "2"], 2), (["RUN/checkpoints/step-2"], 2)],
 )
 def test_the_newest_checkpoint_is_meant_or_the_one_that_is_named(
-    arguments: list[str],
-    step: int,
-    run: Path,
-    tmp_path: Path,
-    axsparse: Axsparse,
+    arguments: list[str], step: int, run: Path, tmp_path: Path, axsparse: Axsparse
 ) -> None:
     out = tmp_path / "out.safetensors"
     named = [text.replace("RUN", str(run)) for text in arguments]

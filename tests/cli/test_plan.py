@@ -85,7 +85,7 @@ def test_the_first_line_is_the_answer_and_a_table_follows(plan: Axsparse) -> Non
     assert heads.split("  ")[-1] == "bytes of state a parameter"
     assert own.startswith("samo, 1 stage × 4 replicas ") and own.endswith("yes  by plan")
     assert [row.split("  ")[0] for row in others[:3]] == [
-        *("dense, DDP", "dense, ZeRO-1", "dense, ZeRO-3 or FSDP"),
+        *("dense, DDP", "dense, ZeRO-1", "dense, ZeRO-3 or FSDP")
     ]
 
 
@@ -203,5 +203,5 @@ def test_in_a_study_what_does_not_fit_is_said_above_what_does(plan: Axsparse) ->
     assert head == "quickstart in fp32 on laptop"
     assert [row.split()[1] for row in rows[:2]] == ["devices", "4"]
     assert [line.split(":")[0] for line in rejected.splitlines()[:2]] == [
-        *("1 device, samo", "2 devices, samo"),
+        *("1 device, samo", "2 devices, samo")
     ]

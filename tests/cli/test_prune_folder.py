@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.commands import axsparse as axsparse
+from support.exhaustive import by_default
 from support.hf import saved_model, write_folder
 from support.mpirun import run_alone, run_mpirun
 from support.runs import VOCABULARY, job_alone
@@ -63,24 +64,16 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     assert f"--out: {out} is there already; remove it" in again.stderr
 
 
-@pytest.mark.parametrize("heal", ["none", "train"])
+@pytest.mark.parametrize("heal", by_default(["none"], ["none", "train"]))
 def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path: Path) -> None:
     """In bf16, with a matrix for each expert."""
     write_folder(tmp_path / "texts_only")
     settings = transformers.AutoConfig.for_model(
         "qwen3_moe",
-        hidden_size=32,
-        moe_intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=12,
-        bos_token_id=1,
-        eos_token_id=0,
+        **{"hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 12},
+        **{"bos_token_id": 1, "eos_token_id": 0},
     )
     saved_model(transformers, settings, tmp_path / "model", torch.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -102,6 +95,7 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
     assert torch.equal(stack, found["model.layers.1.mlp.experts.3.down_proj.weight"])
 
 
+@pytest.mark.exhaustive
 def test_the_page_has_the_zeros_that_are_there_and_its_command_trains_them(
     transformers: Any, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from matplotlib.image import imread
 from support.commands import Axsparse, assert_one_line
+from support.exhaustive import by_default
 from support.pages import figure_of, rows_of, step_line, words_of
 
 from axsparse.observe import charts
@@ -91,10 +92,7 @@ def test_what_cannot_be_read_becomes_a_note(axsparse: Axsparse, tmp_path: Path) 
 
 @pytest.mark.parametrize("more", [[], ["--png", "run.png"]])
 def test_charts_need_matplotlib(
-    more: list[str],
-    axsparse: Axsparse,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    more: list[str], axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(charts, "find_spec", lambda name: None)
 
@@ -104,7 +102,7 @@ def test_charts_need_matplotlib(
     assert_one_line(said, EXIT_CONFIG, lacking)
 
 
-@pytest.mark.parametrize("number_of_runs", [1, 2])
+@pytest.mark.parametrize("number_of_runs", by_default([2], [1, 2]))
 def test_a_picture_shows_what_was_recorded(
     number_of_runs: int, axsparse: Axsparse, tmp_path: Path
 ) -> None:

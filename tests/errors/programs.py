@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support import mask_files, planner_cases, preparing, runs
+from support import hf, mask_files, planner_cases, preparing, runs, sharded_model
 from support.hf import beside, gpt2_folder, ours_from, small_gpt
 from support.resuming import ran
 from support.runs import (
@@ -59,7 +59,7 @@ from axsparse.training.plan import RunPlan, plan_run
 from axsparse.training.trainer import build
 
 MODULES = (
-    *(planner_cases, preparing, runs, mask_files, load, validate),
+    *(planner_cases, preparing, runs, sharded_model, hf, mask_files, load, validate),
     *(batches, documents, preparation, stdlib, token_file, layer_cost, model_profile),
     *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_folder),
     *(index_base, plan, run_sources),
@@ -176,6 +176,38 @@ def train(
         validation=validation,
         **(own or {}),
     )
+
+
+def sharded(model: Model | None = None, ranks: int = 2, **sections: Any) -> None:
+    """A training on tensor-parallel ranks."""
+    data = token_data() if model is not None and model.name != "custom" else None
+    train(model, data, own={"g_tensor": ranks}, layout={"g_tensor": ranks}, **sections)
+
+
+class Between(nn.Module):
+    """A function of the features between the sharded modules."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+class Remembers(nn.PReLU):
+    """Keeps what it has seen."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + x.detach().mean()
+        return super().forward(x)
 
 
 def train_layers(

@@ -10,16 +10,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from axsparse.observe.charts import (
-    Areas,
-    Bars,
-    Curve,
-    Lines,
-    Point,
-    Timeline,
-    svg,
-    thinned,
-)
+from axsparse.observe.charts import Areas, Bars, Curve, Lines, Point, Timeline, svg, thinned
 from axsparse.observe.phases import PHASES
 from axsparse.observe.trace_file import Span
 

@@ -7,12 +7,12 @@ import math
 import re
 import sys
 import threading
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 from support.pages import STEP_RECORD
@@ -123,61 +123,14 @@ def test_the_page_names_every_field_of_every_record() -> None:
         assert {field.name for field in fields(record)} - {"metrics"} <= named, record
 
 
-CALLS: list[tuple[Any, ...]] = []
-
-
-class Writer:
-    """A stand-in for torch.utils.tensorboard's writer that notes its calls."""
-
-    def __init__(self, folder: str, purge_step: int) -> None:
-        CALLS.append(("open", Path(folder).name, purge_step))
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        CALLS.append((name, value, step))
-
-    def close(self) -> None:
-        CALLS.append(("close",))
-
-
-class FailingWriter(Writer):
-    """Fails at the third number."""
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        super().add_scalar(name, value, step)
-        if len(CALLS) == 4:
-            raise OSError("no space\nleft on device")
-
-
-class WandbRun:
-    """A stand-in for the run of wandb.init that notes its calls."""
-
-    def define_metric(self, name: str, step_metric: str | None = None) -> None:
-        CALLS.append(("define", name, step_metric))
-
-    def log(self, curves: Mapping[str, float]) -> None:
-        CALLS.append(("log", dict(curves)))
-
-    def finish(self) -> None:
-        CALLS.append(("finish",))
-
-
-def wandb_init(**settings: Any) -> WandbRun:
-    CALLS.append(("init", settings))
-    return WandbRun()
-
-
 @pytest.fixture(autouse=True)
-def _packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both packages, as far as they are used; none of them needs to be installed."""
-    CALLS.clear()
-    board = types.ModuleType("torch.utils.tensorboard")
-    vars(board)["SummaryWriter"] = Writer
-    wandb = types.ModuleType("wandb")
-    vars(wandb)["init"] = wandb_init
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
+def packages(monkeypatch: pytest.MonkeyPatch) -> Iterator[Mock]:
+    """Stand-ins for both packages; none of them needs to be installed."""
+    both = Mock()
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", both.board)
+    monkeypatch.setitem(sys.modules, "wandb", both.wandb)
     monkeypatch.setattr(metrics, "find_spec", lambda name: name)
-    yield
+    yield both
     left = [thread for thread in threading.enumerate() if "logging." in thread.name]
     assert not left, "a sink's thread has outlived its run"
 
@@ -197,37 +150,43 @@ def recorded(run: Path, steps: range = range(1, 5), **observe: Any) -> list[Reco
     return records
 
 
-def test_tensorboard_gets_every_number_of_every_record(tmp_path: Path) -> None:
+def test_tensorboard_gets_every_number_of_every_record(tmp_path: Path, packages: Mock) -> None:
     records = recorded(tmp_path / "run", tensorboard=True)
 
-    assert CALLS[0] == ("open", "tensorboard", 1)
-    assert CALLS[-1] == ("close",)
+    opened = packages.board.SummaryWriter
+    opened.assert_called_once_with(str(tmp_path / "run" / "tensorboard"), purge_step=1)
+    *calls, last = opened.return_value.mock_calls
+    assert last == call.close()
     for record in records:
         kind = "validation" if isinstance(record, EvalRecord) else "train"
         for name, value in values(record).items():
             if isinstance(value, (int, float)) and name != "step":
-                assert (f"{kind}/{name}", value, record.step) in CALLS, name
-    assert sum(call[0] == "train/loss" for call in CALLS) == 4
+                assert call.add_scalar(f"{kind}/{name}", value, record.step) in calls, name
+    assert sum(each.args[0] == "train/loss" for each in calls) == 4
 
 
-def test_a_run_that_resumes_replaces_later_curves_and_stays_one_run(tmp_path: Path) -> None:
+def test_a_run_that_resumes_replaces_later_curves_and_stays_one_run(
+    tmp_path: Path, packages: Mock
+) -> None:
     for steps in (range(1, 4), range(3, 5)):
         recorded(tmp_path / "run", steps, tensorboard=True, wandb="digits")
 
-    assert [call[2] for call in CALLS if call[0] == "open"] == [1, 3]
-    first, second = (call[1] for call in CALLS if call[0] == "init")
+    opened, init = packages.board.SummaryWriter.call_args_list, packages.wandb.init
+    assert [each.kwargs["purge_step"] for each in opened] == [1, 3]
+    first, second = (each.kwargs for each in init.call_args_list)
     assert first["id"] == second["id"]
     assert (first["project"], first["name"], first["resume"]) == ("digits", "run", "allow")
     assert first["config"]["optimizer"]["learning_rate"] == 0.01
-    logged = [call[1] for call in CALLS if call[0] == "log"]
+    logged = [each.args[0] for each in init.return_value.log.call_args_list]
     assert [one["step"] for one in logged if "train/loss" in one] == [1, 2, 3, 3, 4]
-    assert CALLS[-1] in (("finish",), ("close",))
+    assert init.return_value.mock_calls[-1] == call.finish()
 
 
 def test_a_sink_that_fails_is_one_warning_and_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, packages: Mock, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.modules["torch.utils.tensorboard"], "SummaryWriter", FailingWriter)
+    full = OSError("no space\nleft on device")
+    packages.board.SummaryWriter.return_value.add_scalar.side_effect = [None, None, full]
 
     recorded(tmp_path / "run", tensorboard=True)
 

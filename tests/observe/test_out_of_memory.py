@@ -36,11 +36,7 @@ def _a_gpu_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def said(
-    folder: Path | None,
-    *,
-    text: str = TORCH,
-    where: str = "B3",
-    predicted: float | None = 62e9,
+    folder: Path | None, *, text: str = TORCH, where: str = "B3", predicted: float | None = 62e9
 ) -> str:
     with (
         pytest.raises(TrainingError) as caught,

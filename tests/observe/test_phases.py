@@ -270,7 +270,7 @@ def test_a_step_that_was_not_ended_is_forgotten_and_its_marks_are_not() -> None:
             st.sampled_from((0.0, 0.5, 30.0, 2e3)),
         ),
         max_size=40,
-    ),
+    )
 )
 def test_phases_add_up_and_waits_are_the_idle_gpu_however_blocks_nest(
     moves: list[tuple[str, float, float]],

@@ -10,14 +10,7 @@ import pytest
 from support.busy_gpu import Clock
 
 from axsparse.observe.phases import Phases
-from axsparse.observe.trace_file import (
-    Span,
-    TraceRecorder,
-    join,
-    part,
-    read,
-    write,
-)
+from axsparse.observe.trace_file import Span, TraceRecorder, join, part, read, write
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport

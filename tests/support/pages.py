@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
@@ -76,28 +77,6 @@ def rows_of(page: str, head: str) -> list[list[str]]:
     return [[cell.text or "" for cell in row.iter("td")] for row in found.iter("tr")][1:]
 
 
-def step_line(step: int, **changed: Any) -> str:
-    """A line of metrics.jsonl about a step."""
-    record: dict[str, Any] = {
-        "step": step,
-        "time": 1.7e9 + step,
-        "loss": 5.0 / step,
-        "learning_rate": 1e-3,
-        "grad_norm": 2.0 + step % 3,
-        "loss_scale": 1.0,
-        "skipped": False,
-        "skip_reason": None,
-        "skipped_steps": 0,
-        "tokens": 100,
-        "step_seconds": 0.8,
-        **{f"{phase}_seconds": 0.1 for phase in PHASES},
-        "tokens_per_second": 125.0,
-        "model_state_bytes": 4_000_000,
-        "peak_memory_bytes": 300_000_000,
-    }
-    return json.dumps(record | changed) + "\n"
-
-
 STEP_RECORD = StepRecord(
     time=1.7e9,
     step=3,
@@ -127,3 +106,15 @@ STEP_RECORD = StepRecord(
     p2p_bytes_sent=2000,
     peak_memory_bytes=3_000_000,
 )
+
+
+def step_line(step: int, **changed: Any) -> str:
+    """A line of metrics.jsonl about a step."""
+    record = {
+        **asdict(STEP_RECORD),
+        **{"step": step, "time": 1.7e9 + step, "loss": 5.0 / step, "grad_norm": 2.0 + step % 3},
+        **{"step_seconds": 0.8, **{f"{phase}_seconds": 0.1 for phase in PHASES}},
+        **{"model_state_bytes": 4_000_000, "peak_memory_bytes": 300_000_000},
+        **{"tokens": 100, "tokens_per_second": 125.0},
+    }
+    return json.dumps(record | changed) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
@@ -107,8 +108,52 @@ def mlp(layers: int = 4, width: int = 16, classes: int = 5) -> Model:
     return Model([*hidden, out], loss=summed_loss, name="mlp")
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """Start values for every parameter, as if from a file."""
+
+    shapes: dict[str, tuple[int, ...]]
+    fingerprint: str = "loaded"
+
+    def read(self, name: str) -> Tensor | None:
+        shape = self.shapes.get(name)
+        return None if shape is None else random_init(name, shape, keyed_generator(1, name))
+
+
+def loaded(model: Model) -> Model:
+    """The model with start values as if from a file."""
+    shapes = {
+        f"{layer.name}.{name}": tuple(parameter.shape)
+        for layer in model.layers
+        for name, parameter in layer.build().named_parameters()
+    }
+    return replace(model, start=_Loaded(shapes))
+
+
 def _hidden(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh())
+
+
+class Doing(nn.Module):
+    """A linear layer with a custom forward: `forward(module, *inputs)`."""
+
+    linear: nn.Linear
+
+    def __init__(
+        self, forward: Callable[..., Any], outputs: int = 16, inputs: int = 16, **parts: Any
+    ) -> None:
+        """`parts` are further modules, buffers and values, by their names."""
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self._forward = forward
+        for name, part in parts.items():
+            if isinstance(part, Tensor):
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self._forward(self, *inputs)
 
 
 def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:

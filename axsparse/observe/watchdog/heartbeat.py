@@ -65,11 +65,10 @@ class HeartbeatFolder:
         """
         self._own.write_bytes(b" " * RECORD_BYTES)
 
-    @staticmethod
-    def clear(folder: Path) -> None:
+    def clear(self) -> None:
         """Make the folder, or empty it; one rank calls this before a run. Raises OSError."""
-        folder.mkdir(exist_ok=True)
-        for path in folder.iterdir():
+        self.folder.mkdir(exist_ok=True)
+        for path in self.folder.iterdir():
             path.unlink()
 
     def write(self, heartbeat: Heartbeat, stacks: str = "") -> None:
@@ -175,7 +174,13 @@ def error_line(ranks: Sequence[RankView], report: Path | None) -> str:
             what = f"hangs, last seen in {heartbeat}: {last.system or SILENT}"
         elif heartbeat.waits:
             what += ", and so do all others, waiting for each other"
-    what += "".join(f"; {text}" for text in _awaiting(ranks, last)[:1])
+    ending = f" from rank {last.coords.rank}"
+    for view in ranks:
+        texts = () if view.heartbeat is None else view.heartbeat.awaited
+        if view.heartbeat and (text := next((t for t in texts if t.endswith(ending)), "")):
+            awaited = text.removesuffix(ending)
+            what += f"; rank {view.coords.rank} awaits its {awaited} in step {view.heartbeat.step}"
+            break
     if report is None:
         where = "above; a"
     else:
@@ -193,7 +198,8 @@ def report(ranks: Sequence[RankView], line: str) -> str:
     others = [view for view in ranks if view is not first]
     lines = [line, "", *map(state_line, ranks)]
     for view in (first, *others):
-        lines += ["", f"{view.coords}:", view.stacks or _no_stacks(view)]
+        missing = "it did not answer" if view.heartbeat else "it is not there"
+        lines += ["", f"{view.coords}:", view.stacks or f"no stacks: {missing}"]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -224,19 +230,3 @@ def process_state(process: int) -> str:
         "D": "its process waits for a disk or a device",
         "Z": "its process has ended",
     }.get(state, "")
-
-
-def _awaiting(ranks: Sequence[RankView], found: RankView) -> list[str]:
-    """One text for every rank that waits for a message from this one."""
-    ending = f" from rank {found.coords.rank}"
-    return [
-        f"rank {view.coords.rank} awaits its {text.removesuffix(ending)} in step {beat.step}"
-        for view in ranks
-        if (beat := view.heartbeat) is not None
-        for text in beat.awaited
-        if text.endswith(ending)
-    ]
-
-
-def _no_stacks(view: RankView) -> str:
-    return "no stacks: it did not answer" if view.heartbeat else "no stacks: it is not there"

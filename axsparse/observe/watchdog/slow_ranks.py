@@ -20,13 +20,7 @@ class SlowRanks:
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        work: Sequence[float],
-        hosts: Sequence[str],
-        *,
-        ratio: float,
-        steps: int,
+        self, grid: Grid, work: Sequence[float], hosts: Sequence[str], *, ratio: float, steps: int
     ) -> None:
         """`work` has the work of each stage in any unit, `hosts` the hosts of all ranks.
 

@@ -310,19 +310,13 @@ def open_watchdog(
     if run_dir is None:
         watchdog.report = None
         return watchdog
-    suggestion = "choose another --run-dir, or set watchdog.timeout to 0"
 
-    def clear() -> None:
-        if transport.rank == 0:
-            with writing(f"{folder}:", suggestion):
-                HeartbeatFolder.clear(folder)
+    def prepare(work: Callable[[], None]) -> None:
+        with writing(f"{folder}:", "choose another --run-dir, or set watchdog.timeout to 0"):
+            work()
 
-    def reserve() -> None:
-        with writing(f"{folder}:", suggestion):
-            heartbeats.reserve()
-
-    together(transport, clear)
-    together(transport, reserve)
+    together(transport, lambda: prepare(heartbeats.clear) if transport.rank == 0 else None)
+    together(transport, lambda: prepare(heartbeats.reserve))
     return watchdog
 
 

@@ -82,7 +82,7 @@ class Job:
         self.grid = Grid(g_inter, g_data)
         self.clock = Clock()
         self.left: list[tuple[int, int]] = []
-        HeartbeatFolder.clear(folder / HEARTBEATS)
+        HeartbeatFolder(folder / HEARTBEATS, 0).clear()
         self.ranks = [Rank(self, number) for number in range(self.grid.size)]
 
     def do(self, *what: str) -> None:
