@@ -6,10 +6,7 @@ import argparse
 import atexit
 import gc
 import json
-import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -30,7 +27,7 @@ from axsparse.config.section import counted
 from axsparse.config.validate import check_config
 from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError, writing
-from axsparse.runtime.process import exit_process, speaks, write_line
+from axsparse.runtime.process import exit_process, speaks
 
 if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
@@ -65,8 +62,6 @@ GPU_CLUSTER = "a100-pod"
 LONGEST = 4096
 """Tokens of a sample of a model from a folder at most, unless they are given: as in
 llama3_8b.yaml."""
-PATIENCE = 2.0
-"""Seconds after which a waiting user gets a message."""
 
 
 def parser() -> CommandParser:
@@ -130,24 +125,23 @@ def _plan(arguments: argparse.Namespace) -> None:
     usual = DEFAULT_CLUSTER if arguments.memory is None else GPU_CLUSTER
     cluster = load_cluster(arguments.cluster or usual)
     _spare_collections()
-    with _said_after(PATIENCE, "reading the model and trying layouts …"):
-        config, notes = _read(arguments)
-        check_config(config)
-        # Imported late, so that --help and mistakes of the user do not load torch.
-        from axsparse.observe.charts import check_installed
-        from axsparse.planner.plan_model import planned_model
-        from axsparse.planner.what_fits import DoesNotFitError
+    config, notes = _read(arguments)
+    check_config(config)
+    # Imported late, so that --help and mistakes of the user do not load torch.
+    from axsparse.observe.charts import check_installed
+    from axsparse.planner.plan_model import planned_model
+    from axsparse.planner.what_fits import DoesNotFitError
 
-        if arguments.html is not None:
-            check_installed("--html")
-        asked = planned_model(config, cluster)
-        tried = {"microbatch_sizes": arguments.microbatch_size, "g_tensor": arguments.g_tensor}
-        answers, refusals = [], []
-        for gpus, method in product(arguments.gpus, arguments.compare or ["start"]):
-            try:
-                answers.append(asked.plan(method, cluster, gpus, **tried))
-            except DoesNotFitError as error:  # noqa: PERF203 - a plan takes seconds
-                refusals.append(error.refusal)
+    if arguments.html is not None:
+        check_installed("--html")
+    asked = planned_model(config, cluster)
+    tried = {"microbatch_sizes": arguments.microbatch_size, "g_tensor": arguments.g_tensor}
+    answers, refusals = [], []
+    for gpus, method in product(arguments.gpus, arguments.compare or ["start"]):
+        try:
+            answers.append(asked.plan(method, cluster, gpus, **tried))
+        except DoesNotFitError as error:  # noqa: PERF203 - a plan takes seconds
+            refusals.append(error.refusal)
     notes = [*asked.notes, *notes, *_notes(arguments, asked, cluster, answers)]
     _print(answers, refusals, notes, arguments)
     if not answers:
@@ -255,19 +249,6 @@ def _spare_collections() -> None:
     the time and find nothing; at the exit a second."""
     gc.set_threshold(100_000)
     atexit.register(gc.freeze)
-
-
-@contextmanager
-def _said_after(seconds: float, line: str) -> Iterator[None]:
-    """Write a line on a terminal's stderr if the block within takes longer."""
-    timer = threading.Timer(seconds, write_line, [line])
-    timer.daemon = True
-    if sys.stderr.isatty():
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _print(

@@ -58,41 +58,39 @@ UNTRAINED = (
 """Settings of a model that is evaluated or saved, and makes no step: state without moments."""
 
 
-@dataclass
-class Timings:
-    """Seconds of each part of the work, in order."""
+Seconds = dict[str, float]
+"""The seconds of each part of the work, in order."""
 
-    seconds: dict[str, float] = field(default_factory=dict)
 
-    @contextlib.contextmanager
-    def of(self, part: str) -> Iterator[None]:
-        """Time a part."""
-        began = time.monotonic()
-        yield
-        self.seconds[part] = time.monotonic() - began
+@contextlib.contextmanager
+def timed(seconds: Seconds, part: str) -> Iterator[None]:
+    """Time a part of the work."""
+    began = time.monotonic()
+    yield
+    seconds[part] = time.monotonic() - began
 
 
 def prune_folder(job: Job, order: PruneOrder) -> None:
     """Do all that `axsparse prune` without `--dry-run` promises; all ranks call this together."""
-    transport, timings = job.transport, Timings()
+    transport, seconds = job.transport, Seconds()
     is_first = transport.rank == 0
     lock = together(transport, lambda: order.take() if is_first else None)
-    with timings.of("tokens"):
+    with timed(seconds, "tokens"):
         together(transport, lambda: _prepare(order) if is_first else None)
     asked = together(transport, order.configured)
     order = replace(order, settings=(*order.implied(asked), *order.settings))
     asked = together(transport, order.configured)
     together(transport, lambda: order.adopt(asked) if is_first else None)
     if order.heal == "train" or not goes_by_layers(asked):
-        facts = _prune_at_once(job, order, timings)
+        facts = _prune_at_once(job, order, seconds)
     else:
-        facts = _prune_by_layers(job, order, timings)
+        facts = _prune_by_layers(job, order, seconds)
     peaks = gather_texts(transport.world, transport.backoff, str(peak_memory_bytes()))
 
     def write() -> None:
         if not is_first:
             return
-        text = page(order, asked, replace(facts, peak_bytes=max(map(int, peaks))), timings.seconds)
+        text = page(order, asked, replace(facts, peak_bytes=max(map(int, peaks))), seconds)
         write_page(order.out, text)
         say(text)
         say(f"axsparse: wrote {order.out}")
@@ -105,13 +103,13 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
 # -- layer by layer -----------------------------------------------------------------------
 
 
-def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
+def _prune_by_layers(job: Job, order: PruneOrder, seconds: Seconds) -> Facts:
     """Prune and heal one layer at a time, perhaps train adapters, and write the folder."""
     transport = job.transport
     is_first = transport.rank == 0
     config = together(transport, partial(order.configured, *UNTRAINED))
     together(transport, partial(check_config, config))
-    with timings.of("pruning and healing"):
+    with timed(seconds, "pruning and healing"):
         model = together(transport, lambda: named_model(config))
         opened = partial(open_datasets, config)
         done = prune_layers(job, model, opened, config, order.work / "layers")
@@ -139,11 +137,11 @@ def _prune_by_layers(job: Job, order: PruneOrder, timings: Timings) -> Facts:
         dtype = (lambda _: torch.float32) if adapts else _dtype_of(start)
         return export_folder(done.plan.config, done.plan.profile, read, folder, dtype)
 
-    with timings.of("export"):
+    with timed(seconds, "export"):
         nbytes = together(transport, write)
     after = done.after
     if adapts:
-        after, nbytes = _adapt(job, order, done, timings, counted)
+        after, nbytes = _adapt(job, order, done, seconds, counted)
     kept = json.loads(text_of_first(transport, json.dumps(kept)))
     blocks = {
         layer.name: errors
@@ -184,7 +182,7 @@ def _adapt(
     job: Job,
     order: PruneOrder,
     done: PrunedLayers,
-    timings: Timings,
+    seconds: Seconds,
     counted: Callable[[str, Tensor | None], Tensor | None],
 ) -> tuple[float, int]:
     """Train adapters of the pruned folder and write the merged one; returns the loss after, and the
@@ -196,10 +194,10 @@ def _adapt(
     together(transport, partial(check_config, config))
     assert done.plan.targets is not None, "something is pruned"
     adapted = partial(with_adapters, matrices=done.plan.targets.shapes, rank=order.rank)
-    with timings.of("training"):
+    with timed(seconds, "training"):
         trainer = _built(job, config, adapted, resume="auto")
         trainer.train()
-    with timings.of("evaluation"):
+    with timed(seconds, "evaluation"):
         after = _evaluated(trainer).loss
     trainer.close()
 
@@ -216,7 +214,7 @@ def _adapt(
         folder = named_model(done.plan.config).start
         return export_folder(config, done.plan.profile, read, order.out, _dtype_of(folder))
 
-    with timings.of("merging"):
+    with timed(seconds, "merging"):
         nbytes = together(transport, write)
     return after, nbytes
 
@@ -234,7 +232,7 @@ def _merged_value(weights: Weights, start: StartValues, name: str) -> Tensor | N
 # -- the full model ----------------------------------------------------------------------
 
 
-def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
+def _prune_at_once(job: Job, order: PruneOrder, seconds: Seconds) -> Facts:
     """Evaluate the dense model, build the pruned one, perhaps train it, and export it."""
     transport = job.transport
     is_first = transport.rank == 0
@@ -243,20 +241,20 @@ def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
     pruned = together(transport, partial(order.configured, *still))
     for config in (dense, pruned):
         together(transport, partial(check_config, config))
-    with timings.of("dense evaluation"):
+    with timed(seconds, "dense evaluation"):
         trainer = _built(job, dense, quiet=True)
         before = _evaluated(trainer).loss
         trainer.close()
-    with timings.of("pruning and healing"):
+    with timed(seconds, "pruning and healing"):
         trainer = _built(job, pruned, resume="auto")
         if trainer.steps_done == 0:
             trainer.save()
         if is_first:
             shutil.rmtree(order.work / "run" / HEALED, ignore_errors=True)
     if order.heal == "train":
-        with timings.of("training"):
+        with timed(seconds, "training"):
             trainer.train()
-    with timings.of("evaluation"):
+    with timed(seconds, "evaluation"):
         evaluation = _evaluated(trainer)
     targets, state = trainer.plan.targets, trainer.state_bytes().total
     assert targets is not None, "something is pruned"
@@ -271,7 +269,7 @@ def _prune_at_once(job: Job, order: PruneOrder, timings: Timings) -> Facts:
         kept = sum(int(weights.dense(name).count_nonzero()) for name in targets.shapes)
         return done.nbytes, kept
 
-    with timings.of("export"):
+    with timed(seconds, "export"):
         nbytes, kept = together(transport, write)
     entries = sum(map(math.prod, targets.shapes.values()))
     return Facts(before, evaluation.loss, entries, kept, nbytes, state, held_out=evaluation.samples)
@@ -346,7 +344,7 @@ class Facts:
     one the loss of a target."""
 
 
-def page(order: PruneOrder, config: Config, facts: Facts, seconds: dict[str, float]) -> str:
+def page(order: PruneOrder, config: Config, facts: Facts, seconds: Seconds) -> str:
     """The page about a pruned model, in Markdown."""
     pruning = config.pruning
     removed = 1 - facts.kept / facts.entries

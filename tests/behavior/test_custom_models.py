@@ -78,56 +78,6 @@ def test_frozen_parameters_stay_and_unused_ones_wait_for_nobody(
                 assert not frozen.requires_grad
 
 
-class PaddedDataset(ArrayDataset):
-    """Labels below zero do not count, so that samples have none or one target."""
-
-    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
-        super().__init__(inputs, targets)
-        self.targets_per_sample = None
-
-    def count_targets(self, targets: Tensor) -> int:
-        return int((targets >= 0).sum())
-
-
-def test_padded_labels_are_averaged_over_the_targets_of_the_whole_step() -> None:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(24, WIDTH, generator=generator)
-    targets = torch.randint(-3, 5, (24,), generator=generator).clamp(min=-1)
-
-    def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum")
-
-    model = Model([linear(), linear(WIDTH, 5)], loss)
-    config = small_config(batch={"global_batch_size": 24, "microbatch_size": 2})
-    data = PaddedDataset(inputs, targets)
-    [(_, one)] = train_in_process(1, 1, model, config, data)
-
-    ranks = train_in_process(2, 3, model, config, data)
-
-    for _, trace in ranks:
-        assert trace.losses == pytest.approx(one.losses, rel=2e-5)
-    counted = int((targets >= 0).sum())
-    assert 0 < counted < 24
-    assert one.losses[0] == pytest.approx(
-        _untrained_loss(model, config, inputs, targets) / counted, rel=1e-5
-    )
-
-
-def _untrained_loss(model: Model, config: Config, inputs: Tensor, targets: Tensor) -> float:
-    """Summed loss of the initial pruned weights, computed layer by layer outside the engine."""
-    still = config.model_copy(
-        update={
-            "optimizer": config.optimizer.model_copy(update={"learning_rate": 1e-30}),
-            "train": config.train.model_copy(update={"steps": 1}),
-        }
-    )
-    [(trainer, _)] = train_in_process(1, 1, model, still, ArrayDataset(inputs, targets))
-    x = inputs
-    for layer in trainer.layers:
-        x = layer.module(x)
-    return float(model.loss(x, targets).detach())
-
-
 def flat() -> nn.Module:
     """Tokens of all samples in one dimension, and a scalar."""
     return Doing(lambda m, x: (m.linear(x.view(-1, 4)), x.square().mean()), 5, 4)

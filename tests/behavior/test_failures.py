@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.exhaustive import each_once
 from support.mpirun import TESTS, Finished, run_mpirun
 from support.warm_python import warm_python
 
@@ -184,8 +185,7 @@ threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize("where", ["quiet", "run"])
-@pytest.mark.parametrize("call", ["evaluate", "step"])
+@pytest.mark.parametrize(("where", "call"), each_once(["quiet", "run"], ["evaluate", "step"]))
 def test_a_call_that_one_rank_makes_alone_ends_the_job(
     where: str, call: str, tmp_path: Path
 ) -> None:

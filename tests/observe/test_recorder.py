@@ -62,25 +62,11 @@ def seconds(step: float = 2.0) -> dict[str, float]:
 class Screen:
     """A recorder of one rank, its screen and its file."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        bar: bool = False,
-        run: RunFigures = RUN,
-        slow: SlowRanks | None = None,
-    ) -> None:
-        transport = LocalTransport(LocalWorld(1), 0)
-        self.stream = io.StringIO()
+    def __init__(self, folder: Path, *, run: RunFigures = RUN) -> None:
+        transport, self.stream = LocalTransport(LocalWorld(1), 0), io.StringIO()
         self.path = folder / "metrics.jsonl"
-        self.recorder = Recorder(
-            transport.world,
-            transport.backoff,
-            run,
-            MetricsFile(self.path),
-            Console(self.stream, bar=bar),
-            slow,
-        )
+        file, console = MetricsFile(self.path), Console(self.stream, bar=False)
+        self.recorder = Recorder(transport.world, transport.backoff, run, file, console)
 
     def end(self) -> None:
         self.recorder.flush()
@@ -95,18 +81,12 @@ class Screen:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
 
 
-def compared(folder: Path, step_seconds: float | None) -> Screen:
-    """Six steps of 9, 2, 2, 2, 3 and 2 seconds."""
-    run = replace(RUN, predicted_memory_bytes=40.0, predicted_step_seconds=step_seconds)
-    screen = Screen(folder, run=run)
+def test_after_five_steps_the_plan_is_held_against_what_was_measured(tmp_path: Path) -> None:
+    run = replace(RUN, predicted_memory_bytes=40.0, predicted_step_seconds=1.8)
+    screen = Screen(tmp_path, run=run)
     for step, length in enumerate([9.0, 2.0, 2.0, 2.0, 3.0, 2.0], 1):
         screen.recorder.step(figures(step), seconds(length), MOST)
     screen.end()
-    return screen
-
-
-def test_after_five_steps_the_plan_is_held_against_what_was_measured(tmp_path: Path) -> None:
-    screen = compared(tmp_path, 1.8)
 
     [record] = [each for each in screen.records if "predicted_step_seconds" in each]
     assert record == {
