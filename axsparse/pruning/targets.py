@@ -14,12 +14,7 @@ from torch import Tensor
 from axsparse.config.schema import Config, PruningConfig, prunes
 from axsparse.models.model_profile import ModelProfile, ParameterInfo, match, named_value
 from axsparse.models.start_weights import some_of
-from axsparse.pruning.distribution import (
-    check_pattern,
-    crowded_groups,
-    kept_counts,
-    parse_pattern,
-)
+from axsparse.pruning.distribution import check_pattern, crowded_groups, kept_counts, parse_pattern
 from axsparse.pruning.mask_file import MaskFile, open_masks
 from axsparse.runtime.errors import ConfigError, everywhere
 from axsparse.samo.masks import Shape, Weight

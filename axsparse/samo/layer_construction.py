@@ -95,10 +95,7 @@ def build_layers(
 
 
 def _construct_layer(
-    layer: Layer,
-    ties: Mapping[str, str],
-    tensors: dict[str, TensorState],
-    options: StateOptions,
+    layer: Layer, ties: Mapping[str, str], tensors: dict[str, TensorState], options: StateOptions
 ) -> BuiltLayer:
     """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
     module, values = _skeleton(layer, ties, options)

@@ -104,11 +104,3 @@ def test_of_a_pruned_tensor_only_kept_entries_stay_and_the_best_of_them(
     mask = Criterion(score).mask("w", (100,), lambda: weights, 7, within)
 
     assert set(mask.nonzero().view(-1).tolist()) == set(within[best].tolist())
-
-
-def test_magnitude_keeps_large_weights_of_either_sign_whatever_the_name_and_seed() -> None:
-    weights = torch.tensor([0.1, -3.0, 0.2, 2.0, -0.3])
-
-    for name, seed in (("a", 1), ("b", 2)):
-        mask = Criterion("magnitude", seed=seed).mask(name, (5,), lambda: weights, 2)
-        assert mask.tolist() == [False, True, False, True, False]

@@ -14,12 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from axsparse.pruning import distribution as module
-from axsparse.pruning.distribution import (
-    erdos_renyi_kernel,
-    kept_counts,
-    n_of_m,
-    parse_pattern,
-)
+from axsparse.pruning.distribution import erdos_renyi_kernel, kept_counts, n_of_m
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -194,11 +189,6 @@ def test_experts_count_as_matrices_by_themselves() -> None:
     expected = ((32 + 33) / (32 * 33)) / ((64 + 32) / (64 * 32))
     assert densities["e"] / densities["a"] == pytest.approx(expected, rel=0.01)
     assert sum(kept.values()) == round(0.1 * (64 * 32 + 5 * 32 * 33))
-
-
-def test_a_pattern_is_two_numbers() -> None:
-    assert parse_pattern("2:4") == (2, 4)
-    assert parse_pattern("1:16") == (1, 16)
 
 
 def test_equal_remainders_are_settled_by_name_and_not_by_order() -> None:

@@ -12,13 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.mask_files import PRUNED, small_mask_file, some_masks, write_tensors
-from support.runs import (
-    assert_bitwise,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-)
+from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.config.schema import Config

@@ -31,10 +31,7 @@ def kept_by(layout: tuple[int, int], config: Config, **own: Any) -> dict[str, Te
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in [(1, 1), (2, 1)]),
-        (2, 2),
-    ],
+    [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in [(1, 1), (2, 1)]), (2, 2)],
 )
 def test_sensitivity_from_outside_draws_the_masks_of_snip(layout: tuple[int, int]) -> None:
     snip = kept_by(layout, config_of(method="snip", at_step=2))

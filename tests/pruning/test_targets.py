@@ -53,10 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        *(pytest.param(one, marks=pytest.mark.exhaustive) for one in [(1, 1), (3, 1)]),
-        (2, 2),
-    ],
+    [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in [(1, 1), (3, 1)]), (2, 2)],
 )
 def test_entries_that_are_zero_stay_zero_and_all_others_are_trained(
     folder: Path, layout: tuple[int, int]

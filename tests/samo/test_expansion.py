@@ -17,12 +17,7 @@ from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
-from axsparse.samo.state_bytes import (
-    ALIGNED,
-    StateFormat,
-    TensorSize,
-    expanded_bytes,
-)
+from axsparse.samo.state_bytes import ALIGNED, StateFormat, TensorSize, expanded_bytes
 from axsparse.samo.tensor_state import TensorState
 
 SHAPES = {"a": [(40, 30), (30,)], "b": [(400, 400), (7, 9), (9,)]}
@@ -205,9 +200,7 @@ def test_a_fault_leaves_nothing_expanded() -> None:
 
 
 @pytest.mark.parametrize("expansion", [None, Expansion(torch.float32, HOST)])
-def test_the_state_of_a_layer_is_freed_with_its_last_reference(
-    expansion: Expansion | None,
-) -> None:
+def test_the_state_of_a_layer_is_freed_with_its_last_reference(expansion: Expansion | None) -> None:
     """No reference leads back to it, which only the garbage collector would find."""
     [layer, _] = stage(torch.float32, expansion)
     gone = weakref.ref(layer)
@@ -215,10 +208,3 @@ def test_the_state_of_a_layer_is_freed_with_its_last_reference(
     del layer
 
     assert gone() is None
-
-
-def test_a_sparse_weight_is_not_read_as_if_it_were_dense() -> None:
-    [first, _] = stage(torch.float32, Expansion(torch.float32, HOST))
-
-    with pytest.raises(AssertionError, match="is sparse at rest"):
-        _ = first.tensors[0].weight_D

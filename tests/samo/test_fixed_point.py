@@ -15,15 +15,7 @@ from support.kernel_machine import layer_of
 from torch import Tensor
 
 from axsparse.samo import fixed_point
-from axsparse.samo.fixed_point import (
-    CHUNK,
-    FIRST_LARGEST,
-    LEAST_BITS,
-    MARGIN,
-    Units,
-    add,
-    in_fp32,
-)
+from axsparse.samo.fixed_point import CHUNK, FIRST_LARGEST, LEAST_BITS, MARGIN, Units, add, in_fp32
 from axsparse.samo.host.compiled_loops import FEW, can_compile
 
 UNIT = 2.0**-40

@@ -5,19 +5,20 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from support.cuda_on_cpu import HELPERS, EmulatedLauncher, compiler
-from support.runs import (
-    matrices,
-    random_init,
-)
+from support.runs import matrices, random_init
+from support.sums import by_gather, sample_all
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer
+from axsparse.samo import gradient_hooks
 from axsparse.samo.backend import HOST, Backend
-from axsparse.samo.gradient_hooks import GradientCollector
+from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
+from axsparse.samo.host.sparse_products import FEWEST_TOKENS
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.tensor_state import TensorState
@@ -32,6 +33,7 @@ def linear(inputs: int = WIDTH) -> nn.Module:
 def layers(
     *builds: Callable[[], nn.Module],
     sparsity: float = 0.5,
+    dtype: torch.dtype = torch.float32,
     gradient_dtype: torch.dtype = torch.float32,
     backend: Backend = HOST,
 ) -> list[BuiltLayer]:
@@ -39,10 +41,7 @@ def layers(
         Layer(f"layer{number}", build, init=random_init) for number, build in enumerate(builds)
     ]
     options = StateOptions(
-        StateTypes(torch.float32, gradient_dtype, ("exp_avg", "exp_avg_sq")),
-        seed=1,
-        masks=matrices(specs, sparsity),
-        backend=backend,
+        StateTypes(dtype, gradient_dtype), seed=1, masks=matrices(specs, sparsity), backend=backend
     )
     return build_layers(specs, {}, options)
 
@@ -341,3 +340,142 @@ def test_vectors_that_wait_for_each_other_are_in_the_sums_before_a_layer_is_repo
     assert torch.equal(sums["layer.b"], of_b)
     if any(has_both):
         assert torch.equal(sums["layer.a"], of_a)
+
+
+# -- kept entries that are computed alone -----------------------------------------------------
+
+
+@pytest.fixture
+def any_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors are sampled, by any processor."""
+    sample_all(monkeypatch)
+    monkeypatch.setattr(gradient_hooks, "FEWEST_TOKENS", FEWEST_TOKENS)
+
+
+class Sampled:
+    """Two layers in bf16, of which the first has a bias, and the collector of their gradients."""
+
+    def __init__(self, gradient_dtype: torch.dtype = torch.float32, sparsity: float = 0.9) -> None:
+        plain = partial(nn.Linear, WIDTH, WIDTH, bias=False)
+        types = {"dtype": torch.bfloat16, "gradient_dtype": gradient_dtype}
+        built = layers(linear, plain, sparsity=sparsity, **types)
+        self.layers = [layer.state for layer in built]
+        self.ready: list[str] = []
+        self.collector = collector(built, lambda layer: self.ready.append(layer.name))
+
+    def weight(self, number: int) -> SparseWeight:
+        self.collector.allow_sparse_products(["layer0.weight", "layer1.weight"])
+        found = self.collector.sparse_products(self.layers[number].tensors[0].parameter)
+        assert found is not None
+        return found
+
+
+def factors(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randn(2, 200, WIDTH, generator=generator).to(torch.bfloat16)
+    return drawn[0], drawn[1]
+
+
+@pytest.mark.usefixtures("any_processor")
+def test_the_parts_of_a_microbatch_s_gradient_are_added_first_and_the_first_one_replaces() -> None:
+    """Parts are rounded as in a dense gradient."""
+    case = Sampled()
+    weight = case.weight(0)
+    parameter = weight.tensor.parameter
+    case.collector.begin()
+    assert weight.accumulate(*factors(7))
+    case.collector.complete(parameter)
+
+    case.collector.begin()
+    for microbatch in range(2):
+        assert weight.accumulate(*factors(microbatch))
+        case.collector.add(parameter, torch.ones_like(parameter))
+        assert weight.accumulate(*factors(microbatch + 2))
+        case.collector.complete(parameter)
+
+    def part(seed: int) -> Tensor:
+        rows, outer = factors(seed)
+        return by_gather(outer, rows, weight.tensor.index)
+
+    total = ((part(0) + 1) + part(2)).float() + ((part(1) + 1) + part(3)).float()
+    assert torch.equal(case.layers[0].gradient_of(weight.tensor), total)
+    assert case.collector.finish() == ["layer0.bias", "layer1.weight"]
+
+
+@pytest.mark.usefixtures("any_processor")
+def test_a_layer_is_ready_once_with_the_last_of_its_gradients() -> None:
+    case = Sampled()
+    first, second = case.weight(0), case.weight(1)
+    case.collector.begin()
+    for is_last in (False, True):
+        case.collector.microbatch(is_last=is_last)
+        assert second.accumulate(*factors(1))
+        assert case.ready == [], "there may be another gradient"
+        case.collector.complete(second.tensor.parameter)
+        assert case.ready == ["layer1"] * is_last
+        case.collector.complete(first.tensor.parameter)
+        assert case.ready == ["layer1"] * is_last, "the bias is missing"
+    case.layers[0].tensor("layer0.bias").parameter.float().sum().backward()
+
+    assert case.ready == ["layer1", "layer0"]
+    assert case.collector.finish() == ["layer0.weight"]
+    assert case.ready == ["layer1", "layer0"]
+
+
+@pytest.mark.usefixtures("any_processor")
+def test_what_is_deferred_is_left_alone() -> None:
+    case = Sampled(torch.bfloat16, sparsity=0)
+    tensor = case.layers[0].tensors[0]
+    answers = [True, False, False]
+    case.collector.defer([tensor.parameter], lambda _: answers.pop(0))
+    case.collector.begin()
+    case.collector.microbatch(is_last=False)
+    tensor.parameter.sum().backward()
+    deferred = tensor.parameter.grad
+    assert deferred is not None
+    assert tensor.name in case.collector.finish()
+
+    case.collector.begin()
+    tensor.parameter.sum().backward()
+    assert tensor.parameter.grad is None, "autograd would add before what is deferred is added"
+
+
+@pytest.mark.usefixtures("any_processor")
+def test_a_sum_of_a_step_before_does_not_replace_what_is_sampled() -> None:
+    """A tensor of which all was kept, and that a step's last microbatch did not use, is pruned: the
+    next step samples its first microbatch and has a full gradient of its second."""
+    case = Sampled(torch.bfloat16, sparsity=0)
+    tensor = case.layers[0].tensors[0]
+    case.collector.begin()
+    case.collector.microbatch(is_last=False)
+    tensor.parameter.sum().backward()
+    assert tensor.parameter.grad is not None
+    case.collector.microbatch(is_last=True)
+    case.collector.finish()
+    mask = torch.arange(WIDTH * WIDTH) % 10 == 0
+    case.layers[0].remask("layer0.weight", mask)
+
+    case.collector.begin()
+    rows, outer = factors(1)
+    assert case.weight(0).accumulate(rows, outer)
+    case.collector.complete(tensor.parameter)
+    tensor.parameter.sum().backward()
+
+    total = by_gather(outer, rows, tensor.index) + 1
+    assert torch.equal(case.layers[0].gradient_of(tensor), total)
+
+
+@pytest.mark.usefixtures("any_processor")
+def test_products_are_of_named_weights_of_their_type_and_of_many_tokens() -> None:
+    case = Sampled()
+    case.collector.allow_sparse_products(["layer1.weight"])
+    allowed = [case.collector.sparse_products(each.tensors[0].parameter) for each in case.layers]
+    assert [weight is not None for weight in allowed] == [False, True]
+    weight = case.weight(0)
+    rows, bias = torch.zeros(FEWEST_TOKENS, WIDTH, dtype=torch.bfloat16), torch.zeros(WIDTH)
+
+    assert weight.takes(rows, None)
+    assert weight.takes(rows, bias.to(torch.bfloat16))
+    assert not weight.takes(rows[1:], None)
+    assert not weight.takes(rows.float(), None)
+    assert not weight.takes(rows, bias)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from support.runs import matrices, random_init, tiny_config, tiny_gpt
+from support.runs import matrices, random_init
 from torch import Tensor, nn
 
-from axsparse.models.layer import InitFunction, Layer, Model
+from axsparse.models.layer import InitFunction, Layer
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
@@ -37,10 +36,6 @@ def build_layers(
     """With three quarters of every matrix pruned; `whole` is the full model if `layers` is a
     stage."""
     return build_layers_with(layers, ties, replace(options, masks=matrices(whole or layers, 0.75)))
-
-
-def gpt_model() -> Model:
-    return tiny_gpt(tiny_config())
 
 
 def parameters(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
@@ -67,27 +62,6 @@ def test_values_are_those_of_init_pruned_and_rounded(half: bool) -> None:
     assert torch.equal(tensor.weight_D, (start.view(-1) * mask).to(tensor.parameter.dtype))
     assert tensor.decays and not built.state.tensor("a.bias").decays
     assert not any(values.any() for values in built.state.optimizer_state.moments_K.values())
-
-
-@pytest.mark.parametrize("cuts", [(0, 2, 4), (0, 1, 2, 3, 4)])
-def test_values_depend_on_seed_and_global_name_whatever_the_split(cuts: tuple[int, ...]) -> None:
-    model = gpt_model()
-    ties = {tie.second: tie.first for tie in model.ties}
-    torch.manual_seed(99)
-    whole = parameters(build_layers(model.layers, ties, options()))
-    torch.manual_seed(3)
-
-    split = {
-        name: value
-        for start, stop in itertools.pairwise(cuts)
-        for name, value in parameters(
-            build_layers(model.layers[start:stop], ties, options(), model.layers)
-        ).items()
-    }
-
-    assert split.keys() == whole.keys()
-    for name, value in split.items():
-        assert torch.equal(value, whole[name]), name
 
 
 # -- layers that initialise themselves ------------------------------------------------------

@@ -22,12 +22,7 @@ from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK, Replicas
-from axsparse.samo.state_bytes import (
-    StateBytes,
-    StateFormat,
-    TensorSize,
-    tensor_bytes,
-)
+from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, tensor_bytes
 from axsparse.samo.tensor_state import TensorState
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -159,27 +154,6 @@ def test_remasking_carries_kept_entries_over_exactly(
     for name, gradient in gradients.items():
         assert torch.equal(layer.dense_gradient(name).view(-1), gradient), name
     assert layer.live_bytes() == formula(layer, dtype=dtype)
-
-
-@examples
-@given(st.integers(0, 1000), st.sampled_from(DTYPES))
-def test_pruned_positions_are_zero_before_and_after_every_update(
-    seed: int, dtype: torch.dtype
-) -> None:
-    masks = {"first": random_mask(seed, 15, 0.5), "second": random_mask(seed + 1, 28, 0.2)}
-    layer = filled_layer(masks, dtype=dtype)
-    for step in range(2, 5):
-        for name, mask in masks.items():
-            assert not layer.tensor(name).weight_D[~mask].any()
-        for tensor in layer.tensors:
-            tensor.accumulated = False
-            layer.accumulate(tensor, random(seed + step, *tensor.parameter.shape))
-        update([layer], ADAMW, Hyper(step, 0.1, (0.9, 0.95), 1e-8, 0.1), 1.0)
-        if step == 3:
-            masks["second"] = masks["second"] & random_mask(seed + 7, 28, 0.4)
-            layer.remask("second", masks["second"])
-    for name, mask in masks.items():
-        assert not layer.tensor(name).weight_D[~mask].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -73,11 +73,3 @@ def test_the_types_that_a_cpu_multiplies(
 
     assert (cpu_multiplies(torch.bfloat16), cpu_multiplies(torch.float16)) == expected
     assert cpu_multiplies(torch.float32)
-
-
-def test_a_tie_goes_away_from_zero() -> None:
-    one_and_half_a_unit = floats([0x3F808000])
-
-    assert round_to(one_and_half_a_unit, torch.bfloat16).item() == 1.0078125
-    assert round_to(-one_and_half_a_unit, torch.bfloat16).item() == -1.0078125
-    assert one_and_half_a_unit.to(torch.bfloat16).item() == 1.0

@@ -30,7 +30,6 @@ from axsparse.samo.state_bytes import (
     StateFormat,
     TensorSize,
     WeightKind,
-    fits_int32,
     stage_bytes,
     tensor_bytes,
 )
@@ -261,8 +260,3 @@ def test_sparse_weights_cost_the_kept_entries_that_the_device_does_not_have_othe
     # Of other replicas' shares there are no masters here.
     for others in ({"replicas": 2}, {"offload": True}):
         assert cost(**half, **others).weight == 2 * 26_214
-
-
-def test_int32_holds_numbers_up_to_its_limit() -> None:
-    assert fits_int32(int(torch.iinfo(torch.int32).max))
-    assert not fits_int32(int(torch.iinfo(torch.int32).max) + 1)

@@ -13,11 +13,7 @@ from axsparse.pruning.methods.pruner import Pruner
 
 
 def choose_pruner(
-    config: Config,
-    criterion: Criterion,
-    live: LiveMasks | None,
-    *,
-    starts_pruned: bool,
+    config: Config, criterion: Criterion, live: LiveMasks | None, *, starts_pruned: bool
 ) -> Pruner | None:
     """The pruning method of a run; None if nothing is pruned, or if the first masks stay.
 

@@ -27,11 +27,7 @@ from axsparse.samo.state_bytes import (
 
 DeviceKind: TypeAlias = Literal["full", "int32", "mask"]
 """How kept positions are stored; "full" stores nothing, since every entry is kept."""
-INDICES: dict[DeviceKind, str] = {
-    "full": "FullIndex",
-    "int32": "Int32Index",
-    "mask": "MaskIndex",
-}
+INDICES: dict[DeviceKind, str] = {"full": "FullIndex", "int32": "Int32Index", "mask": "MaskIndex"}
 """The names of the encodings in the source."""
 BITS = {2: "unsigned short", 4: "unsigned"}
 """The C++ type by which values of 2 or 4 bytes are moved."""

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import (
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-)
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.runtime.errors import AxsparseError, TrainingError
@@ -27,10 +22,7 @@ def refusal(g_inter: int = 1, **sections: Any) -> AxsparseError:
 def test_a_search_that_settles_on_nothing_ends_the_run_and_says_how_far_it_was() -> None:
     error = refusal(
         2,
-        pruning={
-            **{"method": "early-bird", "interval": 1, "until_step": 7},
-            **{"threshold": 1e-6},
-        },
+        pruning={**{"method": "early-bird", "interval": 1, "until_step": 7}, **{"threshold": 1e-6}},
     )
 
     assert isinstance(error, TrainingError) and error.on_all_ranks

@@ -123,9 +123,7 @@ def test_what_is_not_finite_is_so_in_the_same_places(
 
 
 @pytest.mark.parametrize("state", [STATES[0], STATES[1], STATES[3]])
-def test_a_share_is_updated_and_the_other_replicas_entries_keep_their_weights(
-    state: Types,
-) -> None:
+def test_a_share_is_updated_and_the_other_replicas_entries_keep_their_weights(state: Types) -> None:
     """Also a share that begins within a tensor, next to tensors that do not decay."""
     ours, theirs = (two_tensor_share(state) for _ in range(2))
     before = [tensor.weight_D.clone() for tensor in ours.tensors]

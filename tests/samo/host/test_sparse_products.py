@@ -33,14 +33,7 @@ needs_instructions = pytest.mark.skipif(
     not has_bf16_loops(), reason="numba or AVX-512 BF16 is missing"
 )
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
-SHAPES = [
-    (1, 1),
-    (40, 56),
-    (37, DEPTH + 1),
-    (LINES + 3, 70),
-    (2 * LINES, 2 * DEPTH + 16),
-    (300, 7),
-]
+SHAPES = [(1, 1), (40, 56), (37, DEPTH + 1), (LINES + 3, 70), (2 * LINES, 2 * DEPTH + 16), (300, 7)]
 """Outputs and inputs: multiples of a block that is transposed, and not; more than one stretch."""
 
 

@@ -17,13 +17,7 @@ from axsparse.samo import state_bytes as memory
 from axsparse.samo.backend import HOST
 from axsparse.samo.host.compiled_loops import FEW, can_compile
 from axsparse.samo.index import base
-from axsparse.samo.index.base import (
-    FullIndex,
-    Index,
-    Int32Index,
-    MaskIndex,
-    make_index,
-)
+from axsparse.samo.index.base import FullIndex, Index, Int32Index, MaskIndex, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.precision import round_to
 from axsparse.samo.state_bytes import IndexKind, index_bytes
@@ -33,7 +27,6 @@ PIECE = 65_536
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
 examples = settings(max_examples=60, deadline=None, derandomize=True)
 masks = st.lists(st.booleans(), max_size=80).map(lambda bits: torch.tensor(bits, dtype=torch.bool))
-shapes = st.lists(st.integers(1, 4), min_size=1, max_size=5).map(tuple)
 kinds = st.sampled_from(KINDS)
 
 
@@ -109,10 +102,7 @@ def assert_same(index: Index, reference: Int32Index, numel: int, start: int, sto
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
-    st.integers(1, 3 * PIECE),
-    st.sampled_from([0.002, 0.1, 0.7]),
-    st.floats(0, 1),
-    st.floats(0, 1),
+    st.integers(1, 3 * PIECE), st.sampled_from([0.002, 0.1, 0.7]), st.floats(0, 1), st.floats(0, 1)
 )
 def test_any_stretch_of_any_tensor_of_several_blocks(
     reader: None, numel: int, density: float, one: float, other: float
@@ -232,26 +222,6 @@ def test_a_loop_takes_no_memory_however_large_the_tensor() -> None:
     tracemalloc.stop()
 
     assert peak < PIECE
-
-
-@examples
-@given(shapes, st.integers(0, 2**32 - 1), st.booleans(), kinds)
-def test_tensors_of_any_dimensions_go_through_a_layer_and_back(
-    shape: tuple[int, ...], seed: int, half: bool, kind: IndexKind
-) -> None:
-    mask = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.5
-    dtype = torch.bfloat16 if half else torch.float32
-    index = make_index(mask.view(-1), kind)
-    tensor = TensorState("w", nn.Parameter(torch.zeros(shape, dtype=dtype)), index, decays=True)
-    layer = LayerState("layer", [tensor], StateTypes(dtype, torch.float32, ("m",)))
-    values = numbers(math.prod(shape)).view(shape)
-
-    layer.optimizer_state.write_master(tensor, 0, values[mask])
-    layer.accumulate(tensor, values.to(dtype))
-
-    assert torch.equal(tensor.parameter, (values * mask).to(dtype))
-    assert torch.equal(layer.gradient_of(tensor), values[mask].to(dtype).float())
-    assert torch.equal(layer.master("w"), values[mask])
 
 
 @pytest.mark.parametrize("kind", KINDS)
