@@ -69,9 +69,9 @@ class GradientCollector:
         """The views of this step's gradients to which autograd itself adds, by name of tensor."""
         self._sparse: dict[nn.Parameter, SparseWeight] = {}
         self._sampled: dict[str, Tensor] = {}
-        """The kept entries of a microbatch's gradient that has not all of its parts yet, by name of
-        tensor: parts are added to each other first, as autograd adds them."""
-        self._small: dict[str, frozenset[str]] = {}
+        """By name of tensor, the kept entries of a microbatch's gradient that lacks some parts:
+        these are added to each other first, as autograd adds them."""
+        self._small: dict[str, set[str]] = {}
         """By layer, the names of the tensors whose gradients are added together (`_is_small`)."""
         self._waiting: dict[str, dict[str, tuple[TensorState, Tensor]]] = {}
         """By layer and tensor, the gradients that wait for the other tensors of their layer."""
@@ -93,8 +93,8 @@ class GradientCollector:
         self._sampled.clear()
         for layer in self._layers:
             self._missing[layer.name] = {tensor.name for tensor in layer.tensors}
-            small = (tensor.name for tensor in layer.tensors if _is_small(layer, tensor))
-            self._small[layer.name] = frozenset(small)
+            small = {tensor.name for tensor in layer.tensors if _is_small(layer, tensor)}
+            self._small[layer.name] = small
             layer.begin_step()
             for tensor in layer.tensors:
                 tensor.parameter.grad = None
@@ -164,7 +164,7 @@ class GradientCollector:
         return compress
 
     def _accumulate(self, layer: LayerState, tensor: TensorState, gradient: Tensor) -> None:
-        small = self._small.get(layer.name, frozenset())
+        small = self._small[layer.name]
         if tensor.name in small and gradient.layout == torch.strided:
             waiting = self._waiting.setdefault(layer.name, {})
             if tensor.name in waiting:

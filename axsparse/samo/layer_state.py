@@ -13,8 +13,8 @@ masters are an fp32 buffer of held entries, from which weights are rounded. Mome
 of held entries. Masters and moments may be offloaded to the host and
 staged on the GPU for an update (`samo/offload.py`).
 
-Each layer has separate buffers, so that it can be pruned, sharded or freed by itself: a view keeps
-its entire storage alive, so no layer's memory could leave a buffer of the stage.
+Each layer has separate buffers, so that it can be pruned or freed by itself: a view keeps its
+entire storage alive.
 """
 
 from __future__ import annotations
@@ -86,10 +86,8 @@ class OptimizerState:
         self._names = types.moments
         self._moments_K: dict[str, Tensor] = {}
         self._staged: StateBuffers | None = None
-        self.finish_copies: Callable[[], None] = _nothing
+        self.finish_copies: Callable[[], None] = lambda: None
         """Waits until the buffers on the host have the values of the last update."""
-
-    # -- buffers ----------------------------------------------------------------------
 
     @property
     def moments_K(self) -> dict[str, Tensor]:
@@ -123,8 +121,6 @@ class OptimizerState:
             yield
         finally:
             self._staged = None
-
-    # -- masters ----------------------------------------------------------------------
 
     def read_master(self, tensor: TensorState, start: int, stop: int) -> Tensor:
         """The fp32 master weights of kept entries [start, stop), all held; may be a view."""
@@ -172,8 +168,6 @@ class OptimizerState:
         read = partial(self.read_master, tensor)
         return self._shares.gathered(tensor, read, self._backend.device)
 
-    # -- moments ----------------------------------------------------------------------
-
     def moments_of(self, tensor: TensorState, start: int, stop: int) -> dict[str, Tensor]:
         """Views of the moments of kept entries [start, stop), all held."""
         part = self._shares.shard_slice(tensor, start, stop)
@@ -193,8 +187,6 @@ class OptimizerState:
         """Set all moments to zero."""
         for values_K in self.moments_K.values():
             values_K.zero_()
-
-    # -- the layer as one --------------------------------------------------------------
 
     def relocate(self, relocation: Relocation) -> None:
         """Move all values to their places in the shares, which have just been laid out anew.
@@ -223,10 +215,6 @@ class OptimizerState:
         if self._backend.host is not None:
             return StateBytes(offloaded=master + optimizer)
         return StateBytes(master=master, optimizer=optimizer)
-
-
-def _nothing() -> None:
-    """The `finish_copies` of buffers that never leave the device."""
 
 
 class LayerState:
@@ -313,9 +301,8 @@ class LayerState:
         """Take a weight out of its dense memory; `weight_K` are its kept weights, 0 if None."""
         assert self._expansion is not None
         if tensor.alias_of is None and self._stores_weights:
-            tensor.kept_weight = weight_K
-            if weight_K is None:
-                tensor.kept_weight = self._zeros(tensor.kept, self._expansion.dtype)
+            zeros = partial(self._zeros, tensor.kept, self._expansion.dtype)
+            tensor.kept_weight = zeros() if weight_K is None else weight_K
         if tensor.expanded_at is None:
             self._expansion.add(tensor, self)
 
@@ -538,8 +525,7 @@ class LayerState:
                 exchanged[tensor.offset + start : tensor.offset + stop] = weight_K
 
     def store_weights(self) -> None:
-        """Write the kept weights of the other replicas' shares from `exchanged_weights` into the
-        weights."""
+        """Write the kept weights of other replicas' shares from `exchanged_weights` back."""
         exchanged = self.exchanged_weights
         for tensor in self.owned:
             share = tensor.entries_in(self.shares.own)

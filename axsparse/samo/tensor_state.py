@@ -168,11 +168,10 @@ class Shares:
     def gathered(
         self, tensor: TensorState, read: Callable[[int, int], Tensor], device: torch.device
     ) -> Tensor:
-        """A tensor's fp32 values of all kept entries, `(kept,)`; may be the result of `read`
-        itself.
+        """A tensor's fp32 values of all kept entries, `(kept,)`, from `read(start, stop)`, which
+        returns those that are held; may be a view.
 
-        `read(start, stop)` returns the values of held entries. Where the state is sharded, all
-        replicas call this together, and the result is on `device`.
+        Where the state is sharded, all replicas call this together, and the result is on `device`.
         """
         held = tensor.entries_in(self.held)
         if not self.is_sharded:

@@ -51,8 +51,9 @@ from axsparse.samo.cuda.kernels import (
 )
 from axsparse.samo.cuda.launch import CHUNK, GROUP, SUMMED, TILE, Argument
 from axsparse.samo.index.base import make_index
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.gradient_norm import norm_partials
-from axsparse.samo.optim.optimizer import TensorSlot
+from axsparse.samo.optim.optimizer import Hyper, TensorSlot
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import (
     MASK_BLOCK,
@@ -268,6 +269,26 @@ def squares_of_many_tensors_are_summed_by_few_launches(
 # -- the step ---------------------------------------------------------------------------------
 
 
+# Reason: a rule, its state and its settings, most of which are the same in most promises.
+def stepped(
+    machine: Machine,
+    rule: Case,
+    layer: LayerState,
+    mask: Tensor,
+    kind: DeviceKind,
+    *,
+    hyper: Hyper = HYPER,
+    factor: float = FACTOR,
+    shift: int = 0,
+) -> TensorSlot:
+    """One step by kernels, which leaves the bits of the reference."""
+    slot = slot_of(machine, machine.index(mask, kind), layer, shift)
+    rule.device([slot], hyper, factor)
+    by_numpy(layer, rule, hyper, factor)
+    same_state(slot, layer)
+    return slot
+
+
 @promise(RULES, tuple(INDICES), STATES)
 def a_step_is_the_formulas_with_one_rounding_an_operation(
     machine: Machine, rule: Case, kind: DeviceKind, state: Types
@@ -294,14 +315,7 @@ def tensors_of_any_size_and_density_are_stepped(
     mask = mask_for(kind, numel, density)
     if numel == 1 and kind != "full":
         mask[0] = False
-    layer = fresh_layer(mask, (BF16, BF16), 2)
-    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
-    slot = slot_of(machine, machine.index(mask, kind), layer)
-
-    ADAMW_CASE.device([slot], HYPER, FACTOR)
-
-    by_numpy(layer, ADAMW_CASE, HYPER, FACTOR)
-    same_state(slot, layer)
+    stepped(machine, ADAMW_CASE, fresh_layer(mask, (BF16, BF16), 2), mask, kind)
 
 
 @promise(ENCODED, (STATES[0], STATES[1], STATES[-1]))
@@ -310,7 +324,6 @@ def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
 ) -> None:
     mask = random_mask(5 * TILE + 3, 0.2)
     layer = fresh_layer(mask, state, 2)
-    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     [tensor] = layer.tensors
     before = tensor.weight_D.clone()
     index = machine.index(mask, kind)
@@ -389,15 +402,10 @@ def more_tensors_than_a_launch_takes_are_stepped_by_several(machine: Machine) ->
 @promise((STATES[0], STATES[2], STATES[-1]), [1, 3])
 def weights_need_not_stand_at_aligned_addresses(machine: Machine, state: Types, shift: int) -> None:
     mask = random_mask(TILE + 777, 0.3)
-    layer = fresh_layer(mask, state, 0)
-    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
-    slot = slot_of(machine, machine.index(mask, "int32"), layer, shift)
+
+    slot = stepped(machine, SGD_CASE, fresh_layer(mask, state, 0), mask, "int32", shift=shift)
+
     assert slot.weight.data_ptr() % 16
-
-    SGD_CASE.device([slot], HYPER, FACTOR)
-
-    by_numpy(layer, SGD_CASE, HYPER, FACTOR)
-    same_state(slot, layer)
 
 
 @promise((0.0, 0.1), (0.9, 0.3))
@@ -408,11 +416,7 @@ def betas_and_decays_of_either_kind_follow_the_formula(
     hyper = replace(HYPER, step=7, betas=(beta1, 0.99), weight_decay=decay)
     for rule in RULES:
         layer = fresh_layer(mask, (BF16, BF16), rule.moments)
-        layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
-        slot = slot_of(machine, machine.index(mask, "mask"), layer)
-        rule.device([slot], hyper, FACTOR)
-        by_numpy(layer, rule, hyper, FACTOR)
-        same_state(slot, layer)
+        stepped(machine, rule, layer, mask, "mask", hyper=hyper)
 
 
 # -- roundings ------------------------------------------------------------------------------
@@ -474,14 +478,10 @@ def masters_are_rounded_as_on_the_cpu(machine: Machine, dtype: torch.dtype) -> N
 def a_master_that_is_no_number_makes_a_weight_that_is_none(machine: Machine) -> None:
     mask = random_mask(TILE, 0.5)
     layer = fresh_layer(mask, (BF16, FP32), 0)
-    layer.gradient.copy_(randoms(layer.gradient.numel(), 5))
     layer.gradient[:9].view(torch.int32).fill_(0x7FC01234)
-    slot = slot_of(machine, machine.index(mask, "mask"), layer)
 
-    SGD_CASE.device([slot], HYPER, FACTOR)
+    slot = stepped(machine, SGD_CASE, layer, mask, "mask")
 
-    by_numpy(layer, SGD_CASE, HYPER, FACTOR)
-    same_state(slot, layer)
     assert int(slot.weight.isnan().sum()) == 9
 
 
@@ -491,14 +491,11 @@ def subnormal_numbers_stay_what_they_are(machine: Machine) -> None:
     mask = torch.ones(tiny.numel(), dtype=torch.bool)
     layer = fresh_layer(mask, (FP32, FP32), 2)
     layer.gradient.copy_(tiny)
-    slot = slot_of(machine, machine.index(mask, "full"), layer)
     partials = empty_partials(machine, tiny.numel())
 
-    ADAMW_CASE.device([slot], HYPER, 1.0)
+    slot = stepped(machine, ADAMW_CASE, layer, mask, "full", factor=1.0)
     sum_squares(machine.launch, [(slot.gradient, partials)])
 
-    by_numpy(layer, ADAMW_CASE, HYPER, 1.0)
-    same_state(slot, layer)
     assert bool((slot.moments[0] != 0).any())
     same_bits(partials, reference.partials(tiny))
     assert bool((partials > 0).all())

@@ -224,7 +224,8 @@ def same_state(slot: TensorSlot, layer: LayerState) -> None:
 
 
 def fresh_layer(mask: Tensor, state: Types, moments: int) -> LayerState:
-    """Random masters that no half number holds, and weights that are rounded from them."""
+    """Random gradients, and masters that no half number holds, from which weights are rounded."""
     layer, tensor = layer_of(mask, *state, moments)
     layer.optimizer_state.write_master(tensor, 0, randoms(tensor.kept, 1))
+    layer.gradient.copy_(randoms(tensor.kept, 5))
     return layer

@@ -265,8 +265,8 @@ def flat_types(kind: Kind) -> list[str]:
     return ["ptr", "ptr", "i64", "i64", "ptr", *["i64"] * (2 * int(kind[1]))]
 
 
-_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "float": ctypes.c_float}
-_TYPES["double"] = ctypes.c_double
+_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64}
+_TYPES |= {"float": ctypes.c_float, "double": ctypes.c_double}
 
 
 @cache

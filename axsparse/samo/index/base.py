@@ -6,9 +6,9 @@ All encodings give the same bits; they differ in bytes (`samo/state_bytes.py`) a
 Shape suffixes: `_D` is a dense flat tensor of `(numel,)` (every entry), `_K` a tensor of kept
 entries only, in ascending position. `start` and `stop` are numbers of kept entries, from 0.
 
-Adding an index encoding: 1. Write a class of `Index`, built from a flat boolean mask, here or in a
-new file in `samo/index/` (`MaskIndex` is an example). 2. Add its name to `IndexKind` and
-`Encoding`, and its bytes to `index_bytes`, in
+Adding an index encoding:
+  1. Write a class of `Index`, built from a flat boolean mask (`MaskIndex` is an example).
+  2. Add its name to `IndexKind` and `Encoding`, and its bytes to `index_bytes`, in
      `samo/state_bytes.py`, and its name to the setting `samo.index` in `config/schema.py`.
   3. Build it in `make_index` below; for GPUs in `make_device_index` of
      `samo/cuda/device_index.py`, with a decoder in `samo/cuda/source/index.cuh`.

@@ -108,7 +108,8 @@ def test_what_is_not_finite_is_so_in_the_same_places(
     """Any number meets any other as gradient, master or moment."""
     special = torch.cat([FULL_NAN, SPECIAL])
     size = special.numel()
-    layers = [dense_layer(size**3, (weight, gradient), len(optimizer.moments)) for _ in range(2)]
+    mask, moments = torch.ones(size**3, dtype=torch.bool), len(optimizer.moments)
+    layers = [layer_of(mask, weight, gradient, moments)[0] for _ in range(2)]
     for layer in layers:
         layer.gradient.copy_(special.repeat(size**2))
         for values in layer.optimizer_state.moments_K.values():
@@ -177,15 +178,6 @@ def test_a_step_needs_no_loop_that_was_not_prepared(
         norm_partials([layer], ["w"])
         update([layer], optimizer, HYPER, 0.3)
         layer.expand()
-
-
-def dense_layer(numel: int, state: Types, moments: int = 2) -> LayerState:
-    layer, tensor = layer_of(torch.ones(numel, dtype=torch.bool), *state, moments)
-    layer.optimizer_state.write_master(tensor, 0, randoms(numel, 3))
-    layer.gradient.copy_(randoms(numel, 5))
-    for number, values in enumerate(layer.optimizer_state.moments_K.values()):
-        values.copy_(randoms(numel, 6 + number).abs_())
-    return layer
 
 
 def two_tensor_share(state: Types) -> LayerState:
