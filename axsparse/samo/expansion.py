@@ -35,8 +35,7 @@ class Expansion:
         self._memory = torch.empty(0, dtype=dtype, device=device)
         self._storage = self._memory.untyped_storage()
         self._states: dict[TensorState, OptimizerState] = {}
-        """By owned tensor, the state that has its values; a tensor does not refer to it, since a
-        state that nobody needs any more is freed at once."""
+        """By owned tensor, the state that has its values."""
         self._layer: LayerState | None = None
         """The layer whose weights the memory has; None if it is free."""
 
@@ -116,11 +115,8 @@ class Expansion:
 
 
 def put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
-    """Give a parameter the contents of `storage`.
-
-    It stays the same object: the module may hold it elsewhere as well, such as in a list, and may
-    have set hooks and attributes on it.
-    """
+    """Give a parameter the contents of `storage`. It stays the same object, which the module may
+    hold elsewhere as well, with its hooks and attributes."""
     if torch._has_compatible_shallow_copy_type(parameter, storage):
         parameter.data = storage
         return

@@ -4,18 +4,14 @@ A hook runs as soon as autograd has finished one parameter's gradient: it gather
 adds them to the layer's buffer and frees the dense gradient. So the dense gradients of at most one
 layer live at any time.
 
-Tensors that are not pruned take a shortcut: after the first gradient of a step, the parameter's
-`grad` is a view of the layer's buffer, and autograd itself adds to it. Most tensors of a
-transformer are unpruned vectors, for which our own calls would take longer than the addition.
-
-On a GPU, where sums are of another type than gradients and autograd cannot add to them, the
-gradients of a layer's vectors wait for each other and are added by one call: each by itself would
-cost the host more time than the GPU.
+Most tensors of a transformer are unpruned vectors, for which our own calls would take longer than
+the addition: after the first gradient of a step, their `grad` is a view of the layer's buffer, to
+which autograd itself adds. On a GPU, where sums of another type than gradients do not allow that,
+a layer's vectors wait for each other and are added by one call.
 
 Of linear weights that are mostly pruned a CPU may compute the kept entries alone, and the layer's
-other products from them. A `SparseWeight` does so for one weight; the layer's own forward gives it
-the factors (`pipeline/weight_gradients.py`). Dense gradients that split backwards have deferred
-come by `add`.
+other products from them, by a `SparseWeight`, which the layer's own forward gives the factors
+(`pipeline/weight_gradients.py`). Dense gradients that split backwards have deferred come by `add`.
 """
 
 from __future__ import annotations
@@ -101,11 +97,8 @@ class GradientCollector:
 
     def microbatch(self, *, is_last: bool) -> None:
         """Say whether the gradients that follow are of the step's last microbatch, which completes
-        the sums.
-
-        With split backwards, gradients of an earlier microbatch may follow some of the last one.
-        Layers without trained parameters, which no hook will report, are reported when the last
-        microbatch is first announced.
+        the sums; with split backwards some of an earlier one may follow it. Layers without trained
+        parameters, which no hook will report, are reported when the last one is first announced.
         """
         self._is_last = is_last
         if not is_last or self._has_seen_last:
@@ -149,9 +142,7 @@ class GradientCollector:
             # There is no gradient where all of it has been taken out of the backward.
             if gradient is not None:
                 if gradient is not running:
-                    if running is not None:
-                        # Some versions of torch add out of place, so that the sum is in separate
-                        # memory.
+                    if running is not None:  # some versions of torch add out of place
                         tensor.accumulated = False
                     self._accumulate(layer, tensor, gradient)
                 if self._is_last or is_deferred is not None or is_hooked:

@@ -172,10 +172,7 @@ def _mask(
 def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:
     """The full parameters of a layer as they are now, by their names within it; unsharded ones are
     no copies. Sparse weights are dense until the next one is asked for, or as long as the layer is
-    expanded.
-
-    Tensor-parallel ranks go through them together.
-    """
+    expanded. Tensor-parallel ranks go through them together."""
     trained = {tensor.full_name: tensor for tensor in built.state.tensors}
     with built.state.expanded():
         for name, parameter in built.module.named_parameters():
@@ -184,10 +181,8 @@ def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:
 
 
 def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
-    """Set the kept weights of a tensor from dense fp32 values of the full one.
-
-    A separate function, so that `value` is freed before the caller makes the next one.
-    """
+    """Set the kept weights of a tensor from dense fp32 values of the full one, which are freed on
+    return."""
     value_D = tensor.of_full(value.view(-1).to(state.backend.device))
     for start, stop in tensor.blocks():
         kept_K = tensor.index.gather(value_D, start, stop)
@@ -209,11 +204,8 @@ def start_values(
 def _skeleton(
     layer: Layer, ties: Mapping[str, str], options: StateOptions
 ) -> tuple[nn.Module, Callable[[str], Tensor]]:
-    """The module, and a function that makes the fp32 start value of a parameter by its local name.
-
-    It is called twice for a parameter with a mask, because keeping the values would hold an entire
-    layer in fp32.
-    """
+    """The module, and a function that makes the fp32 start value of a parameter by its local name:
+    twice where there is a mask, since keeping the values would hold an entire layer in fp32."""
     init, start, seed = layer.init, options.start, options.seed
     if init is None:
         with preserved_rng(is_seeded=True):
@@ -255,8 +247,7 @@ def _skeleton(
 
 
 def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:
-    """Give buffers their start values, on the device; buffers on the meta device have no values
-    yet."""
+    """Give buffers their start values, on the device."""
     start = options.start
     for slot in slots(module):
         given = None if start is None else start.read(layer.full_name(slot.name))

@@ -235,10 +235,9 @@ class LayerState:
     ) -> None:
         """Allocate the buffers; `optimizer_state.write_master` fills them.
 
-        `frozen` are the layer's untrained parameters and its buffers, which are counted as they
-        are. `group` has the other shards of sharded tensors. `backend` is where all of the state
-        is, the parameters of `tensors` included. With an `expansion` pruned weights are sparse at
-        rest, now and later; None keeps all weights dense.
+        `frozen` are the layer's untrained parameters and its buffers, counted as they are. `group`
+        has the other shards of sharded tensors. `backend` is where all of the state is, parameters
+        included. With an `expansion` pruned weights are sparse at rest, now and later.
         """
         self.name = name
         self.group = group
@@ -250,7 +249,6 @@ class LayerState:
         """All trained tensors; aliases come last."""
         self.owned = self.shares.owned
         """The tensors that have a separate master: all but aliases."""
-        self._by_name = {tensor.name: tensor for tensor in self.tensors}
         self.by_full_name = {tensor.full_name: tensor for tensor in self.owned}
         for tensor in self.owned:
             if tensor.shard is None:
@@ -262,9 +260,8 @@ class LayerState:
             tensor.most = self.most[number : number + 1]
         self.optimizer_state = OptimizerState(self.shares, types, backend)
         self._expansion = expansion
-        self._stores_weights = (
-            types.weight == torch.float32 or self.shares.is_sharded or backend.host is not None
-        )
+        is_fp32 = types.weight == torch.float32
+        self._stores_weights = is_fp32 or self.shares.is_sharded or backend.host is not None
         """Whether kept weights have separate memory, since not all masters are on the device."""
         if expansion is not None:
             expansion.register(self)
@@ -274,10 +271,6 @@ class LayerState:
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.backend.device)
-
-    def tensor(self, name: str) -> TensorState:
-        """The tensor of a global parameter name; KeyError if it is not of this layer."""
-        return self._by_name[name]
 
     # -- weights that are sparse at rest ------------------------------------------------
 
@@ -440,10 +433,8 @@ class LayerState:
 
     def master(self, name: str) -> Tensor:
         """All fp32 master weights of one tensor, kept entries only, on the host; may be a view.
-
-        All replicas ask for it together where the state is sharded, and all ranks of the group
-        where the tensor is.
-        """
+        Asked for by all replicas together where the state is sharded, and by all ranks of the group
+        where the tensor is."""
         return self._kept_of_full(name, self.optimizer_state.full_master)
 
     def dense_master(self, name: str) -> Tensor:
@@ -502,11 +493,8 @@ class LayerState:
 
     @property
     def exchanged_weights(self) -> Tensor:
-        """A buffer for the kept weights of all owned tensors, in the weights' type.
-
-        It is the memory of the gradient, which the update no longer needs and the next step's
-        first gradient replaces.
-        """
+        """A buffer for the kept weights of all owned tensors, in the weights' type: the memory of
+        the gradient, which the update no longer needs."""
         dtype = self.owned[0].parameter.dtype if self.owned else self.gradient.dtype
         return self.gradient.view(dtype)[: self.shares.bounds[-1]]
 
@@ -541,10 +529,10 @@ class LayerState:
     def remask(self, name: str, mask_D: Tensor) -> None:
         """Keep only the kept entries where a flat mask, which is on the host, is True.
 
-        It is True at kept entries only: a mask shrinks. Entries that stay keep their master weight,
-        moments and gradient exactly. Buffers are replaced one at a time, so the extra memory is one
-        new buffer, and the full old one where it is sharded. Called between two steps, by all
-        replicas together; then call `refit` on a layer with an alias of this tensor.
+        It is True at kept entries only. Entries that stay keep their master weight, moments and
+        gradient exactly. The extra memory is one new buffer, and the full old one where it is
+        sharded. Called between two steps, by all replicas together; then call `refit` on a layer
+        with an alias of this tensor.
         """
         changed = self.by_full_name[name]
         changed.full_kept = int(mask_D.count_nonzero())
@@ -592,9 +580,8 @@ class LayerState:
 
 def _weight_bytes(tensor: TensorState) -> int:
     """Bytes of a weight at rest, apart from its masters."""
-    if tensor.expanded_at is None:
-        return tensor.parameter.nbytes
-    return 0 if tensor.kept_weight is None else tensor.kept_weight.nbytes
+    weight = tensor.parameter if tensor.expanded_at is None else tensor.kept_weight
+    return 0 if weight is None else weight.nbytes
 
 
 # -- tied weights, which two layers use, as one stage sees them ----------------------------------

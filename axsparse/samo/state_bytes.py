@@ -97,7 +97,8 @@ class StateBytes:
     @property
     def total(self) -> int:
         """Bytes on the device that trains: all state but the offloaded."""
-        return sum(vars(self).values()) - self.offloaded
+        every: int = sum(vars(self).values())
+        return every - self.offloaded
 
     def __add__(self, other: StateBytes) -> StateBytes:
         # Searches add up millions; `astuple` takes 40 µs.

@@ -22,11 +22,8 @@ from axsparse.samo.shards import BLOCK, Replicas, share_bounds
 
 @dataclass(eq=False)
 class TensorState:
-    """One trained parameter: its dense weight and where its kept entries stand.
-
-    An alias is the second use of a tied weight on the stage of the first. It shares that weight's
-    storage, index, master and moments, and has a separate gradient.
-    """
+    """One trained parameter: its dense weight and where its kept entries stand. An alias, the
+    second use of a tied weight on the stage of the first, has a gradient only."""
 
     name: str
     """Global parameter name; a shard has the full parameter's name, "#", and its index."""
@@ -63,7 +60,7 @@ class TensorState:
     None for a weight that is dense at rest."""
     kept_weight: Tensor | None = None
     """The kept weights in the training precision, of a weight that is sparse at rest; None where
-    they are rounded from masters. An alias has its owner's."""
+    they are rounded from masters, and for an alias."""
 
     @property
     def index(self) -> Index:

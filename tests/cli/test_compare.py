@@ -59,7 +59,7 @@ def test_the_first_step_tensor_and_entry_that_differ_are_named(
     def spoil(step: _Step, layer: LayerState, statistics: dict[str, Tensor]) -> None:
         apply(step, layer, statistics)
         if step.hyper.step == 2 and layer.name == "block1":
-            layer.tensor("block1.fc1.bias").weight_D[5] += 1
+            layer.by_full_name["block1.fc1.bias"].weight_D[5] += 1
 
     monkeypatch.setattr(_Step, "apply", spoil)
     other = run_of(tmp_path / "other")

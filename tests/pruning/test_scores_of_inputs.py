@@ -92,7 +92,8 @@ def norms_of_inputs(inner: Any, module: nn.Module, inputs: Tensor) -> Tensor:
     hook.remove()
     output = inner(seen[0].square()).sum()
     [squares] = torch.autograd.grad(output, inner.weight)
-    return squares.sqrt()
+    norms: Tensor = squares.sqrt()
+    return norms
 
 
 def kept_in_torch(

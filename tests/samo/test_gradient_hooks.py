@@ -209,9 +209,9 @@ def test_finish_takes_unused_tensors_as_zero_and_names_them() -> None:
 
         assert unused == ([] if uses_spare else ["layer0.spare.weight", "layer0.spare.bias"])
         assert reported == ["layer1", "layer0"]
-        spare = state.gradient_of(state.tensor("layer0.spare.weight"))
+        spare = state.gradient_of(state.by_full_name["layer0.spare.weight"])
         assert bool(spare.any()) is uses_spare
-        assert state.gradient_of(state.tensor("layer0.always.weight")).any()
+        assert state.gradient_of(state.by_full_name["layer0.always.weight"]).any()
 
 
 def frozen_weight() -> nn.Module:
@@ -357,8 +357,13 @@ class Sampled:
 
     def __init__(self, gradient_dtype: torch.dtype = torch.float32, sparsity: float = 0.9) -> None:
         plain = partial(nn.Linear, WIDTH, WIDTH, bias=False)
-        types = {"dtype": torch.bfloat16, "gradient_dtype": gradient_dtype}
-        built = layers(linear, plain, sparsity=sparsity, **types)
+        built = layers(
+            linear,
+            plain,
+            sparsity=sparsity,
+            dtype=torch.bfloat16,
+            gradient_dtype=gradient_dtype,
+        )
         self.layers = [layer.state for layer in built]
         self.ready: list[str] = []
         self.collector = collector(built, lambda layer: self.ready.append(layer.name))
@@ -415,7 +420,7 @@ def test_a_layer_is_ready_once_with_the_last_of_its_gradients() -> None:
         assert case.ready == ["layer1"] * is_last
         case.collector.complete(first.tensor.parameter)
         assert case.ready == ["layer1"] * is_last, "the bias is missing"
-    case.layers[0].tensor("layer0.bias").parameter.float().sum().backward()
+    case.layers[0].by_full_name["layer0.bias"].parameter.float().sum().backward()
 
     assert case.ready == ["layer1", "layer0"]
     assert case.collector.finish() == ["layer0.weight"]

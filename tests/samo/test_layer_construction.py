@@ -57,10 +57,10 @@ def test_values_are_those_of_init_pruned_and_rounded(half: bool) -> None:
 
     (built,) = build_layers([layer], {}, options(half=half))
 
-    tensor = built.state.tensor("a.weight")
+    tensor = built.state.by_full_name["a.weight"]
     assert torch.equal(built.state.master("a.weight"), start.view(-1)[mask])
     assert torch.equal(tensor.weight_D, (start.view(-1) * mask).to(tensor.parameter.dtype))
-    assert tensor.decays and not built.state.tensor("a.bias").decays
+    assert tensor.decays and not built.state.by_full_name["a.bias"].decays
     assert not any(values.any() for values in built.state.optimizer_state.moments_K.values())
 
 
@@ -139,7 +139,7 @@ def tied_layers() -> list[Layer]:
 def test_both_uses_of_a_weight_on_one_stage_share_one_storage(half: bool) -> None:
     first, second = build_layers(tied_layers(), {"b.weight": "a.weight"}, options(half=half))
 
-    one, other = first.state.tensor("a.weight"), second.state.tensor("b.weight")
+    one, other = first.state.by_full_name["a.weight"], second.state.tensors[0]
     assert other.alias_of is one
     assert other.parameter.data_ptr() == one.parameter.data_ptr()
     assert other.parameter is not one.parameter
@@ -166,7 +166,7 @@ def test_the_second_use_on_another_stage_starts_and_is_pruned_as_the_first() -> 
 
     (second,) = build_layers(layers[1:], ties, options(), layers)
 
-    one, other = first.state.tensor("a.weight"), second.state.tensor("b.weight")
+    one, other = first.state.by_full_name["a.weight"], second.state.tensors[0]
     assert other.alias_of is None
     assert torch.equal(one.parameter, other.parameter)
     assert torch.equal(one.index.positions(), other.index.positions())
@@ -255,7 +255,7 @@ def test_hooks_attributes_and_other_places_of_a_parameter_stay(
     weight = module.linear.weight
     ones = torch.ones(1, 3, dtype=weight.dtype)
     assert module.held[0] is weight and not weight.is_meta
-    assert built.state.tensor("a.linear.weight").parameter is weight
+    assert built.state.by_full_name["a.linear.weight"].parameter is weight
     assert vars(weight)["tag"] == "mine"
     for factor in (2.0, 1.0):
         module.linear(ones).sum().backward()

@@ -76,7 +76,7 @@ def filled_layer(masks: Mapping[str, Tensor | None], *, dtype: torch.dtype) -> L
 
 def dense_state(layer: LayerState, name: str) -> dict[str, Tensor]:
     """Weight, master and moments of a tensor, scattered into zeros."""
-    tensor = layer.tensor(name)
+    tensor = layer.by_full_name[name]
     kept = {
         "master": layer.master(name),
         **layer.optimizer_state.moments_of(tensor, 0, tensor.kept),
@@ -147,7 +147,7 @@ def test_remasking_carries_kept_entries_over_exactly(
 
     layer.remask("second", new)
 
-    assert torch.equal(layer.tensor("second").index.positions(), new.nonzero().view(-1))
+    assert torch.equal(layer.by_full_name["second"].index.positions(), new.nonzero().view(-1))
     for name, values in expected.items():
         for kind, value in dense_state(layer, name).items():
             assert torch.equal(value, values[kind]), (name, kind)
@@ -159,7 +159,7 @@ def test_remasking_carries_kept_entries_over_exactly(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_remasking_frees_what_is_no_longer_kept(dtype: torch.dtype) -> None:
     layer = filled_layer({}, dtype=dtype)
-    weights = {name: layer.tensor(name).parameter.data_ptr() for name in SHAPES}
+    weights = {name: layer.by_full_name[name].parameter.data_ptr() for name in SHAPES}
 
     layer.remask("second", random_mask(1, 28, 0.25))
 
@@ -172,7 +172,7 @@ def test_remasking_frees_what_is_no_longer_kept(dtype: torch.dtype) -> None:
     ]
     for buffer in buffers:
         assert buffer.untyped_storage().nbytes() == buffer.itemsize * kept
-    assert {name: layer.tensor(name).parameter.data_ptr() for name in SHAPES} == weights
+    assert {name: layer.by_full_name[name].parameter.data_ptr() for name in SHAPES} == weights
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -48,8 +48,7 @@ class PruningRounds:
 
 
 class GradualPruning:
-    """Prunes in every round, so that the kept entries only become fewer; or once, in the only
-    round."""
+    """Prunes in every round, or once, in the only one."""
 
     unfinished = None
 
@@ -141,10 +140,8 @@ KIND = "rewind"
 
 
 class Rewinding:
-    """A pruning method after which, whenever it has changed the masks, the weights go back.
-
-    They go back to the weights of one step, which is not later than the first pruning.
-    """
+    """A pruning method after which, whenever it has changed the masks, the weights go back to the
+    weights of one step, which is not later than the first pruning."""
 
     def __init__(self, method: Pruner, live: LiveMasks, step: int) -> None:
         self._method = method

@@ -218,8 +218,7 @@ def _key(module: str, name: str, kinds: tuple[Kind, ...]) -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """The object file, which stands in `path` after its digest; None if there is no such file, or
-    if its contents have changed."""
+    """The object file of a path, whose digest precedes it; None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -299,10 +298,7 @@ def _function(key: str, code: bytes, kinds: tuple[Kind, ...]) -> Any:
 
 
 def _forget_pages_of_llvm() -> None:
-    """Free LLVM's own code, some 35 MB that loading has read; it is read again if needed.
-
-    These pages are never written, and all processes share them.
-    """
+    """Free LLVM's own code, some 35 MB that loading has read; it is read again if needed."""
     with contextlib.suppress(OSError, AttributeError):
         mappings = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
         advise = ctypes.CDLL(None).madvise

@@ -70,9 +70,7 @@ def can_multiply(tensor: TensorState) -> bool:
 
 
 def _is_sparse(tensor: TensorState, densest: float) -> bool:
-    """Whether a weight has this density or less at present, and there are compiled loops for it.
-    The loops are loaded once a weight meets all other conditions.
-    """
+    """Whether a weight has this density or less at present, and there are compiled loops for it."""
     weight = tensor.parameter
     return (
         may_be_sparse(weight)

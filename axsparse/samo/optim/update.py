@@ -106,11 +106,10 @@ class _Step:
         staged_layers: Callable[[Sequence[LayerState]], Iterable[LayerState]],
     ) -> dict[str, Tensor]:
         """The sums over full tensors that the rule needs, by name of tensor or shard; empty if it
-        needs none.
+        needs none. Updates all moments on the way.
 
-        Updates all moments on the way, since the sums are of the updated ones. Every block has one
-        owner, blocks are added in order, and then the shards of a tensor; so the sums are the same
-        bits however replicas share the state.
+        Every block has one owner, blocks are added in order, and then the shards of a tensor; so
+        the sums are the same bits however replicas share the state.
         """
         optimizer = self.optimizer
         if optimizer.statistics is None:
@@ -180,11 +179,7 @@ def reject_result(function: str, result: object) -> None:
 
 def full_tensor_step(layers: Sequence[LayerState], optimizer: Optimizer) -> FullTensorStep | None:
     """The function that updates full tensors of these layers: kernels on a GPU, and compiled loops
-    on a CPU where some tensor is large enough to be worth compiling; None if there are neither
-    kernels nor loops.
-
-    The first call in a process that finds loops loads them. The norm has a separate loop under
-    every optimizer.
+    on a CPU where some tensor is large enough to be worth compiling; None if there are neither.
     """
     if not layers or optimizer.compiled is None:
         return None
@@ -200,14 +195,12 @@ def full_tensor_step(layers: Sequence[LayerState], optimizer: Optimizer) -> Full
 
 
 def prepare_loops(types: StateTypes, optimizer: Optimizer) -> threading.Thread:
-    """Begin to load the loops for state of these types, in the thread that is
-    returned. If no run has compiled the loops before, that takes seconds, in which the calling
-    thread opens the data and builds the state. Of the ranks of a machine one compiles the loops."""
+    """Begin to load the loops for state of these types, in the thread that is returned. If no run
+    has compiled them before, one rank of a machine does so, which takes seconds."""
     rule = "" if optimizer.compiled is None else optimizer.compiled.name
 
     def prepare() -> None:
-        # Without numba there are no loops. A loop that cannot be compiled or stored raises its
-        # error again when a step calls it.
+        # A loop that cannot be compiled or stored raises its error again when a step calls it.
         with suppress(CompileError, ImportError, OSError):
             compile_together(f"{types} {rule}", partial(_use_loops, types, optimizer))
 

@@ -46,7 +46,7 @@ def test_every_block_gives_one_partial_sum_of_squares(dtype: torch.dtype) -> Non
     blocks = {name: len(values) for name, values in partials.items()}
     assert blocks == {"small": 1, "edge": 1, "large": 3}
     for name, values in partials.items():
-        gradient = layer.gradient_of(layer.tensor(name)).double()
+        gradient = layer.gradient_of(layer.by_full_name[name]).double()
         for number, value in enumerate(values.tolist()):
             block = gradient[number * BLOCK : (number + 1) * BLOCK]
             assert value == pytest.approx(math.fsum(block.square().tolist()), rel=1e-14)

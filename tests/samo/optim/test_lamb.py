@@ -94,7 +94,7 @@ def test_kept_entries_follow_the_papers_algorithm_on_masked_dense_tensors(half: 
         scale = float(expected[name].abs().max())
         error = (layer.master(name) - expected[name][mask]).abs().max()
         assert float(error) <= TOLERANCE * scale, name
-        weight = layer.tensor(name).weight_D
+        weight = layer.by_full_name[name].weight_D
         assert not weight[~mask].any()
 
 
