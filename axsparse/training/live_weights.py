@@ -14,18 +14,9 @@ from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Collective, Op, Transport, wait
 from axsparse.runtime.exchange import gather_texts
+from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.training.plan import RunPlan
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor of this stage, and how it is made when its turn comes."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    value: Callable[[], Tensor]
 
 
 @dataclass(eq=False)
@@ -45,55 +36,55 @@ class LiveWeights:
         is under way.
         """
         coords, transport = self.plan.coords, self.transport
-        tensors = list(self._own(trained=trained, caches=caches))
-        headers = [[one.name, str(one.dtype).removeprefix("torch."), one.shape] for one in tensors]
+        own = dict(self._own(trained=trained, caches=caches))
+        headers = [
+            [name, str(header.dtype).removeprefix("torch."), header.shape]
+            for name, (header, _) in own.items()
+        ]
         texts = gather_texts(transport.world, transport.backoff, json.dumps(headers))
         if coords.replica != 0:
             if not trained and self.plan.config.samo.zero_stage:
-                for one in tensors:  # replica 0 waits for the shares of the others
-                    one.value()
+                for _, value in own.values():  # replica 0 waits for the shares of the others
+                    value()
             return None
         groups = self._groups if coords.tp_rank == 0 else {}
         if not coords.is_first:
-            for one in tensors:
-                value = one.value()
+            for _, value in own.values():
+                tensor = value()
                 if coords.tp_rank == 0:
-                    self._send(groups[coords.stage], bytes_of(value))
+                    self._send(groups[coords.stage], bytes_of(tensor))
             return None
-        copies = {one.name: one.value().clone() for one in tensors}
+        copies = {name: value().clone() for name, (_, value) in own.items()}
         if coords.tp_rank:
             return None
         for stage, group in groups.items():
             for name, dtype, shape in json.loads(texts[coords.grid.rank(stage, 0)]):
-                value = torch.empty(shape, dtype=getattr(torch, dtype))
-                self._send(group, value.view(-1).view(torch.uint8))
-                copies[name] = value
+                copies[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                self._send(group, copies[name].view(-1).view(torch.uint8))
         return copies
 
-    def _own(self, *, trained: bool, caches: bool) -> Iterator[_Tensor]:
-        """The tensors of this stage, in the same order on all of its replicas."""
+    def _own(
+        self, *, trained: bool, caches: bool
+    ) -> Iterator[tuple[str, tuple[TensorHeader, Callable[[], Tensor]]]]:
+        """The tensors of this stage by name, in the same order on all of its replicas, and what
+        makes each when its turn comes."""
         for layer in self.layers:
             state = layer.state
             dtype = self.plan.dtype if trained else torch.float32
             for local, parameter in layer.module.named_parameters():
-                name = layer.spec.full_name(local)
-                value: Callable[[], Tensor]
+                name, shape = layer.spec.full_name(local), tuple(parameter.shape)
+                value: Callable[[], Tensor] = partial(parameter.detach().to, "cpu", dtype)
                 if name in self.plan.profile.ties:
                     continue
                 if name in state.by_full_name:
-                    read = state.dense_weight if trained else state.dense_master
-                    value, shape = partial(read, name), state.by_full_name[name].full_shape
-                else:
-                    value, shape = (
-                        partial(parameter.detach().to, "cpu", dtype),
-                        tuple(parameter.shape),
-                    )
-                yield _Tensor(name, dtype, shape, value)
+                    shape = state.by_full_name[name].full_shape
+                    value = partial(state.dense_weight if trained else state.dense_master, name)
+                yield name, (TensorHeader(dtype, shape), value)
             for slot in slots(layer.module):
                 if slot.persists or caches:
                     now = slot.tensor.detach()
-                    name, value = layer.spec.full_name(slot.name), now.cpu
-                    yield _Tensor(name, now.dtype, tuple(now.shape), value)
+                    header = TensorHeader(now.dtype, tuple(now.shape))
+                    yield layer.spec.full_name(slot.name), (header, now.cpu)
 
     @cached_property
     def _groups(self) -> dict[int, Collective]:

@@ -107,18 +107,17 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
     locks: list[RunLock] = []
 
     def find() -> str:
+        """On rank 0 the directory, the named checkpoint, else those there are, and remarks."""
         if transport.rank != 0:
             return ""
         path, named = _locate(config, resume)
         if path is not None:
             locks.append(RunLock(path))
-        if named is not None:
-            if path is not None:
+            if named is not None:
                 _reject_older(path, named)
-            return json.dumps([path and str(path), str(named), [], []])
-        if path is None:
-            return json.dumps([None, None, [], []])
-        return json.dumps([str(path), None, steps_in(path), remains(path)])
+        steps = steps_in(path) if path and not named else []
+        notes = remains(path) if path and not named else []
+        return json.dumps([path and str(path), named and str(named), steps, notes])
 
     try:
         answer = text_of_first(transport, together(transport, find))
