@@ -82,7 +82,7 @@ test-browser: $(VENV)/test.stamp $(VENV)/docs.stamp
 	  tests/behavior/test_pages_in_a_browser.py $(value ARGS)
 
 fuzz: $(VENV)/test.stamp
-	AXSPARSE_FUZZ=100000 AXSPARSE_MODELS=5000 $(BIN)/python -m pytest tests/fuzz -s $(value ARGS)
+	AXSPARSE_FUZZ=100000 AXSPARSE_MODELS=5000 $(BIN)/python -m pytest tests/fuzz -s --hypothesis-show-statistics $(value ARGS)
 
 test-faults: $(VENV)/test.stamp $(OPENMPI)/test.stamp
 	$(BIN)/python -m pytest -m fault $(FAULTS) $(value ARGS)

@@ -522,7 +522,7 @@ def _healed_layers(plan: RunPlan, data: Data, folder: Path) -> HealedLayers:
         for key, value in settings.items()
         if key.startswith(OF_HEALING) and not key.startswith((*MEANS, *START, "data.validation"))
     }
-    of = (json.dumps(decides), "" if start is None else start.fingerprint, data.fingerprint)
+    of = (json.dumps(decides), "" if start is None else start.fingerprint, data.entry.fingerprint)
     fingerprint = hashlib.sha256("\n".join(of).encode()).hexdigest()
     is_first = plan.coords.replica == 0 == plan.coords.tp_rank
     return HealedLayers(folder, fingerprint, writes=is_first)

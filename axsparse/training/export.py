@@ -39,6 +39,7 @@ from axsparse.config.hf_config import (
 from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.config.schema import Config
 from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
+from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.start_weights import WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
@@ -69,7 +70,7 @@ from axsparse.runtime.files.sparse_safetensors import (
 )
 from axsparse.samo.precision import DTYPES
 from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE, CheckpointFiles
-from axsparse.training.checkpoint.manifest import ParameterEntry
+from axsparse.training.checkpoint.manifest import DataEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 
 Form = Literal["hf", "sparse", "torch"]
@@ -135,7 +136,7 @@ def export(
     files: Mapping[str, bytes] | None = None
     notes: Sequence[str] = ()
     if is_folder:
-        config, data = weights.config(), checkpoint.manifest.data
+        config = weights.config()
         shapes = {name: entry.shape for name, entry in weights.parameters.items()}
         suggestion = (
             f"--to {form}: {checkpoint.path} is of a model of your own",
@@ -144,7 +145,7 @@ def export(
         tensors = _of_hf(config, shapes, tensors, suggestion)
         named = next(header.dtype for header, _ in tensors.values())
         named = torch.bfloat16 if form == "sparse" else named
-        files, notes = _files(config, named, (data.name, data.fingerprint))
+        files, notes = _files(config, named, checkpoint.manifest.data)
         if form == "sparse":
             tensors = sparse_tensors(tensors)
     nbytes = _write(path, tensors, files, checkpoint.step, force=force)
@@ -177,7 +178,7 @@ def save_folder(
     config: Config,
     shapes: Mapping[str, tuple[int, ...]],
     weights: Mapping[str, Tensor],
-    data: tuple[str, str],
+    data: DataEntry,
     path: Path,
     *,
     step: int,
@@ -185,8 +186,8 @@ def save_folder(
 ) -> Sequence[str]:
     """Write a Hugging Face folder of weights in memory; returns remarks for the user.
 
-    `shapes` has the parameters' shapes, the other weights are buffers; `data` are the name and the
-    fingerprint of the training data. Raises the errors of `export`.
+    `shapes` has the parameters' shapes, the other weights are buffers; `data` is the entry of the
+    training data. Raises the errors of `export`.
     """
     path = path.absolute()
     _reject_taken(path, is_folder=True, force=force)
@@ -419,12 +420,22 @@ def _of_hf(
     ConfigError if the parameters, of these shapes, do not belong to the model of the configuration;
     `suggestion` has the beginning and the end of the error.
     """
+    configured_model(config, shapes, suggestion)
+    return _published(config.model, known)
+
+
+def configured_model(
+    config: Config, shapes: Mapping[str, tuple[int, ...]], suggestion: tuple[str, str]
+) -> tuple[Model, ModelProfile]:
+    """The model of a configuration, without weights, and its profile; ConfigError as in `_of_hf`
+    if parameters of other shapes were saved."""
     model = model_without_weights(config)
-    if shapes != profile(replace(model, example=None)).shapes:
+    profiled = profile(replace(model, example=None))
+    if shapes != profiled.shapes:
         raise ConfigError(
             f"{suggestion[0]}, not of the {config.model.name} of its configuration; {suggestion[1]}"
         )
-    return _published(config.model, known)
+    return model, profiled
 
 
 def _published(config: Family, known: Tensors) -> Tensors:
@@ -493,13 +504,13 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 
 def _files(
-    config: Config, dtype: torch.dtype, data: tuple[str, str]
+    config: Config, dtype: torch.dtype, data: DataEntry
 ) -> tuple[dict[str, bytes], list[str]]:
     """The files next to weights of a run, with the tokenizer of its data if it can be read."""
     untold: list[str] = []
     tokenizer = None
     try:
-        tokenizer = exported_tokenizer(config.data, *data)
+        tokenizer = exported_tokenizer(config.data, data.name, data.fingerprint)
     except (DataError, MissingInputError) as reason:
         if config.model.from_ is None:
             untold = [f"the folder has no tokenizer: {reason}"]

@@ -35,22 +35,12 @@ class Data:
     Stages in between the first and the last know only how many samples there are.
     """
 
-    name: str
+    entry: DataEntry
+    """The entry of the training data in a checkpoint, with the position at their beginning."""
     training: Batches
     validation: Batches | None
     unit: Unit
     """The unit of a target: a token, or a sample."""
-    fingerprint: str
-
-    @property
-    def entry(self) -> DataEntry:
-        """The entry of the training data in a checkpoint, with the position at their beginning."""
-        return DataEntry(
-            name=self.name,
-            fingerprint=self.fingerprint,
-            samples=self.training.num_samples,
-            position=0,
-        )
 
 
 def open_data(
@@ -105,8 +95,9 @@ def open_data(
     if facts["validation_samples"]:
         dataset = None if datasets is None else datasets.validation
         validation = batches(dataset, num_samples=facts["validation_samples"])
+    known = {key: facts[key] for key in ("name", "fingerprint", "samples")}
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
-    return Data(facts["name"], training, validation, unit, facts["fingerprint"])
+    return Data(DataEntry(**known, position=0), training, validation, unit)
 
 
 def with_example(

@@ -101,7 +101,7 @@ def _banner(
     return banner(
         plan.config,
         layout,
-        data=f"{data.name}: {format_count(data.training.num_samples)} samples",
+        data=f"{data.entry.name}: {format_count(data.training.num_samples)} samples",
         metrics=run_dir / METRICS_FILE,
         planned="" if predicted_bytes is None else _planned(plan, predicted_bytes),
     )

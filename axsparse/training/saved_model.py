@@ -4,7 +4,7 @@ text. Nothing of it is trained."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -17,9 +17,7 @@ from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import Dataset, Datasets
 from axsparse.models.layer import Model, as_tuple
-from axsparse.models.model_profile import profile
 from axsparse.models.sequential import filled_modules
-from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
@@ -37,7 +35,7 @@ from axsparse.training.checkpoint.verification import (
     reject_other_data,
 )
 from axsparse.training.evaluation import Evaluation, evaluate
-from axsparse.training.export import Weights
+from axsparse.training.export import Weights, configured_model
 
 
 @dataclass(frozen=True)
@@ -62,15 +60,13 @@ def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: 
     """
     weights = Weights(checkpoint_of(run, step), trained=trained)
     config = weights.config().with_origins(run.name, {})
-    model = model_without_weights(config)
-    profiled = profile(replace(model, example=None))
     shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    if shapes != profiled.shapes:
-        raise ConfigError(
-            f"{weights.checkpoint.path}: is of a model of your own, not of the {config.model.name} "
-            "of its configuration; in Python, ax.Trainer(…, resume=RUN).evaluate() evaluates it, "
-            "and ax.load gives its weights"
-        )
+    suggestion = (
+        f"{weights.checkpoint.path}: is of a model of your own",
+        "in Python, ax.Trainer(…, resume=RUN).evaluate() evaluates it, and ax.load gives its "
+        "weights",
+    )
+    model, profiled = configured_model(config, shapes, suggestion)
     modules = filled_modules(model, profiled.ties, weights.tensors())
     for module in modules.values():
         module.requires_grad_(requires_grad=False)

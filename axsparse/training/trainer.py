@@ -662,7 +662,7 @@ class Trainer:
                     self.config,
                     {there: shapes[name] for name, there in names.items() if name in shapes},
                     {there: found[name] for name, there in names.items()},
-                    (self.data.name, self.data.fingerprint),
+                    self.data.entry,
                     Path(path),
                     step=self.steps_done,
                     force=force,

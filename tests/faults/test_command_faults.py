@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.mpirun import Finished, run_mpirun
+from support.resuming import records_of
 
 from axsparse.data.token_file import digest_of, sample_digest, stored
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS
@@ -60,9 +61,7 @@ def start(folder: Path, resume: str = "auto", ranks: int = 1) -> Finished:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    records = map(json.loads, lines)
-    return {record["step"]: record["loss"] for record in records if "loss" in record}
+    return {record["step"]: record["loss"] for record in records_of(folder / "run", "loss")}
 
 
 @pytest.fixture(scope="module")

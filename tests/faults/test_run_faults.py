@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.mpirun import KILLED, TESTS, Finished, run_mpirun
+from support.resuming import records_of
 from support.warm_python import warm_python
 
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps, unfinished
@@ -41,8 +41,7 @@ def train(run_dir: Path, fault: str, *, grid: str = "1x2", steps: int = 10) -> F
 
 
 def losses(run_dir: Path) -> dict[int, float]:
-    records = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    found = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    found = [(record["step"], record["loss"]) for record in records_of(run_dir, "loss")]
     assert len(found) == len(dict(found)), "a step is recorded twice"
     return dict(found)
 
@@ -244,8 +243,7 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_replicas_stay_equal(tmp_path: P
     what = "rank 1 (stage 0, replica 1): the gradient of hidden2.0.weight is not finite"
     assert f"step 5: {what}; no rank updated its weights" in done.stdout
     assert "of 12 steps: 1 skipped with numbers that were not finite" in done.stdout
-    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    steps = [record for record in records if "loss" in record]
+    steps = records_of(tmp_path / "run", "loss")
     assert [record["skip_reason"] for record in steps] == [None] * 4 + [what] + [None] * 7
     one, other = ((tmp_path / "run" / f"weights-{rank}").read_text() for rank in range(2))
     assert one == other != ""

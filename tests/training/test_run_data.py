@@ -54,7 +54,7 @@ def test_stages_in_between_read_nothing_and_know_the_size_of_the_data() -> None:
 
     for rank, data in enumerate(ranks):
         assert isinstance(data, Data)
-        assert data.name == "random"
+        assert data.entry.name == "random"
         assert data.training.num_samples == 40
         assert (data.training.dataset is None) == (rank == 1)
         assert data.validation is not None
@@ -69,7 +69,9 @@ def test_every_replica_gets_its_own_share() -> None:
 
     for replica, data in enumerate(ranks):
         assert isinstance(data, Data)
-        assert data.validation is None and data.name == "arrays"  # a model of tokens takes them
+        assert (
+            data.validation is None and data.entry.name == "arrays"
+        )  # a model of tokens takes them
         microbatches = data.training.training(0).microbatches
         assert [part.first_sample for part in microbatches] == list(
             range(6 * replica, 6 * replica + 6)

@@ -121,37 +121,14 @@ def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_pat
         found.begin(tiny_config())
 
 
-def test_runs_are_named_after_their_configuration_and_numbered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-
-    # Nobody has written a metric yet: what keeps others out is the lock.
-    made = [make_run_dir(loaded()) for _ in range(3)]
-
-    paths = [path for path, _ in made]
-    assert paths == [Path("runs/quick"), Path("runs/quick-2"), Path("runs/quick-3")]
-    assert all(path.is_dir() for path in paths)
-
-
-def records_and_checkpoints(path: Path) -> None:
-    (path / "checkpoints" / "step-2").mkdir(parents=True)
-    (path / "metrics.jsonl").touch()
-    RunMark.of(path)
-
-
-def records(path: Path) -> None:
-    path.mkdir()
-    (path / "metrics.jsonl").write_text("{}")
-    RunMark.of(path)
-
-
 # -- a directory whose run recorded nothing -------------------------------------------------
 
 
 def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(tmp_path: Path) -> None:
-    records_and_checkpoints(tmp_path)
-    (tmp_path / "notes.txt").touch()
+    (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
+    for name in ("metrics.jsonl", "notes.txt"):
+        (tmp_path / name).touch()
+    RunMark.of(tmp_path)
     lock = RunLock(tmp_path)
     with pytest.raises(OutputError, match="is in use by process"):
         make_run_dir(loaded(tmp_path), overwrite=True)
@@ -178,19 +155,20 @@ def test_a_directory_is_free_again_once_its_run_ended_before_its_first_step(
     assert (path / "metrics.jsonl").read_text() == ""
 
 
-def test_a_run_without_a_directory_of_its_own_gets_the_last_one_if_it_is_free(
+def test_runs_are_named_and_numbered_and_a_new_one_gets_the_last_directory_if_it_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not one before it: `--resume auto` means the last one."""
     monkeypatch.chdir(tmp_path)
+    # Nobody has written a metric yet: what keeps others out is the lock.
     made = [make_run_dir(loaded()) for _ in range(2)]
     for _, lock in made:
         lock.release()
+    made += [make_run_dir(loaded()) for _ in range(2)]
 
-    first, _ = make_run_dir(loaded())
-    second, _ = make_run_dir(loaded())
-
-    assert (first, second) == (Path("runs/quick-2"), Path("runs/quick-3"))
+    paths = [str(path) for path, _ in made]
+    assert paths == ["runs/quick", "runs/quick-2", "runs/quick-2", "runs/quick-3"]
+    assert Path("runs/quick-3").is_dir()
 
 
 def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
@@ -277,23 +255,9 @@ def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(
     assert not os.path.lexists(checkpoint(run, 4)) and (tmp_path / "disk-4").is_dir()
 
 
-def test_a_directory_that_was_moved_or_replaced_is_noticed(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    run.mkdir()
-    mark = RunMark.of(run)
-    mark.check()
-
-    run.rename(tmp_path / "elsewhere")
-    with pytest.raises(OutputError, match="run is not the directory of this run any more"):
-        mark.check()
-    run.mkdir()
-    RunMark.of(run)
-    with pytest.raises(OutputError, match="moved, removed or replaced"):
-        mark.check()
-
-
 def test_a_run_whose_directory_was_moved_ends_at_its_next_checkpoint(tmp_path: Path) -> None:
     run, there = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
     config = tiny_config(train={"steps": 4}, checkpoint={"every": 2})
 
     def move(trainer: Trainer) -> None:
@@ -309,10 +273,15 @@ def test_a_run_whose_directory_was_moved_ends_at_its_next_checkpoint(tmp_path: P
 
         saver.start = moved_before_the_last  # type: ignore[method-assign]
 
+    mark = RunMark.of(run)
     with pytest.raises(OutputError, match="run is not the directory of this run any more"):
         ran((1, 1), config, run, look=move)
 
     assert not run.exists()
+    run.mkdir()
+    RunMark.of(run)
+    with pytest.raises(OutputError, match="moved, removed or replaced"):
+        mark.check()
     found = opened(loaded(there))
     assert found.checkpoint is not None and found.checkpoint.step == 2
 

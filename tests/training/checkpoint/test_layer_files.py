@@ -258,18 +258,3 @@ def test_a_byte_that_has_changed_is_found_in_every_file(run: Path) -> None:
         verify(checkpoint, set(checkpoint.manifest.files) - {name})
         assert not is_complete(folder_of(run))
         (folder_of(run) / name).write_bytes(contents)
-
-
-def test_files_of_another_size_or_none_are_told(run: Path) -> None:
-    checkpoint = open_checkpoint(folder_of(run))
-    name = next(iter(checkpoint.manifest.files))
-    with (folder_of(run) / name).open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(DataError, match=rf"{name} has \d+ bytes, its manifest says \d+; resume"):
-        verify(checkpoint)
-
-    (folder_of(run) / name).unlink()
-
-    with pytest.raises(MissingInputError, match=rf"{name} cannot be read \(No such file"):
-        verify(checkpoint)
-    assert not is_complete(folder_of(run))
