@@ -139,10 +139,7 @@ def byte_tokenizer(separator: int) -> ExportedTokenizer:
             {
                 "id": separator,
                 "content": SEPARATOR,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
+                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
                 "special": True,
             }
         ],

@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -366,20 +366,15 @@ def _profile_layer(
     _check_module(layer, module)
     numel = sum(parameter.numel() for parameter in module.parameters())
     module, names = _sharded(layer, module, sharding)
-    weights = {
-        id(parameter)
-        for child in module.modules()
-        if getattr(child, "multiplies", isinstance(child, MULTIPLYING))
-        for name, parameter in child.named_parameters(recurse=False)
-        if "bias" not in name
-    }
-    input_dims = {
-        id(parameter): int(child.input_dim)  # type: ignore[arg-type]
-        for child in module.modules()
-        if hasattr(child, "input_dim")
-        for parameter in child.parameters(recurse=False)
-        if parameter.dim() == (3 if child.input_dim else 2)
-    }
+    weights, input_dims = set[int](), dict[int, int]()
+    for child in module.modules():
+        multiplies = getattr(child, "multiplies", isinstance(child, MULTIPLYING))
+        input_dim: Any = getattr(child, "input_dim", None)
+        for name, parameter in child.named_parameters(recurse=False):
+            if multiplies and "bias" not in name:
+                weights.add(id(parameter))
+            if input_dim is not None and parameter.dim() == (3 if input_dim else 2):
+                input_dims[id(parameter)] = int(input_dim)
     parameters = tuple(
         ParameterInfo(
             layer.full_name(name),
@@ -522,15 +517,11 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
             )
     for slot in slots(module):
         where, tensor = f"layer {layer.name}: buffer {slot.name!r}", slot.tensor
-        if tensor.layout != torch.strided:
+        is_dense = tensor.layout == torch.strided
+        if not is_dense or (slot.persists and not can_be_stored(tensor)):
             raise ConfigError(
-                f"{where} is {tensor.layout}, which cannot be saved; keep its indices and values "
-                "as buffers, and join them in forward"
-            )
-        if slot.persists and not can_be_stored(tensor):
-            raise ConfigError(
-                f"{where} is {tensor.dtype}, which cannot be saved; keep it as integers, or "
-                "register it with persistent=False and make it anew in build"
+                f"{where} is {tensor.dtype if is_dense else tensor.layout}, which cannot be saved; "
+                "keep what it is made of as dense buffers, and join them in forward"
             )
 
 

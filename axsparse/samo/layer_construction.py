@@ -147,6 +147,7 @@ def _construct_layer(
     for tensor in state.owned:
         fill(state, tensor, values(layer.local_name(tensor.full_name)))
     # This allocates the moments, and does so only now, when the last fp32 start value is freed.
+    del values
     state.optimizer_state.reset_moments()
     return BuiltLayer(layer, module, state)
 

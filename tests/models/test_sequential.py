@@ -6,6 +6,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
+from support.allocated import peak_of_torch
 from support.images import assert_same_in_1_to_4_stages, image_config, image_data
 from support.runs import summed_loss, train_in_process, vector_data
 from torch import nn
@@ -14,6 +15,8 @@ from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential
 from axsparse.runtime.errors import ConfigError
+from axsparse.samo.layer_construction import StateOptions, build_layers
+from axsparse.samo.layer_state import StateTypes
 
 WIDTH = 16
 
@@ -133,6 +136,19 @@ def test_start_values_on_the_meta_device_are_torchs() -> None:
     assert attention.get_parameter("in_proj_weight").abs().max() <= (6 / (8 + 24)) ** 0.5
     bound = linear.get_parameter("weight").abs().max().item()
     assert bound == pytest.approx(8**-0.5, rel=0.01)
+
+
+def test_a_layer_is_held_in_fp32_until_it_has_masters_and_no_longer() -> None:
+    with torch.device("meta"):
+        parts = [nn.Linear(256, 256, bias=False) for _ in range(4)]
+        model = from_sequential([nn.Sequential(*parts), nn.Linear(256, 5)], summed_loss)
+    types = StateTypes(torch.bfloat16, torch.bfloat16, ("mean", "square"))
+    options = StateOptions(types, seed=1, masks=None)
+
+    peak = peak_of_torch(lambda: build_layers(model.layers[:1], {}, options))
+
+    # Weights and gradients in bf16, masters and two moments.
+    assert peak < (2 + 2 + 4 + 4 + 4 + 1) * 4 * 256 * 256
 
 
 class Frequencies(nn.Linear):
