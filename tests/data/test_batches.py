@@ -207,33 +207,28 @@ def test_where_minus_100_is_a_number_like_any_other_it_counts() -> None:
 
 
 @pytest.mark.parametrize("g_data", [1, 2, 3, 4, 5, 6])
-def test_replicas_share_a_steps_samples_in_order_whatever_their_number(g_data: int) -> None:
+@pytest.mark.parametrize("microbatch_size", [1, 2, 5, 100])
+def test_replicas_share_a_steps_samples_in_order_and_microbatches_know_their_places(
+    g_data: int, microbatch_size: int
+) -> None:
     replicas = [
-        batches(numbered(50), replica=replica, g_data=g_data).training(9)
+        batches(
+            numbered(50), microbatch_size=microbatch_size, replica=replica, g_data=g_data
+        ).training(9)
         for replica in range(g_data)
     ]
 
-    assert [*chain(*map(flat, replicas))] == samples_of_step(50, 12, 9, seed=7).tolist()
-    # Six microbatches of two: replicas have whole ones, some one more than others.
-    assert {len(flat(batch)) // 2 for batch in replicas} == {6 // g_data, -(-6 // g_data)}
+    expected = samples_of_step(50, 12, 9, seed=7).tolist()
+    assert [*chain(*map(flat, replicas))] == expected
+    microbatches = [*chain(*(batch.microbatches for batch in replicas))]
+    assert {microbatch.size for microbatch in microbatches[:-1]} <= {microbatch_size}
+    for microbatch in microbatches:
+        first = microbatch.first_sample - 9 * 12
+        assert microbatch.inputs[0].tolist() == expected[first : first + microbatch.size]
+    # Replicas have whole microbatches, some one more than others.
+    shares = {len(batch.microbatches) for batch in replicas}
+    assert shares == {len(microbatches) // g_data, -(-len(microbatches) // g_data)}
     assert {batch.step for batch in replicas} == {9}
-
-
-@pytest.mark.parametrize("g_data", [1, 2, 3])
-@pytest.mark.parametrize("microbatch_size", [1, 3, 5, 100])
-def test_a_microbatch_knows_its_global_position(g_data: int, microbatch_size: int) -> None:
-    expected = samples_of_step(50, 12, 2, seed=7)
-
-    for replica in range(g_data):
-        batch = batches(
-            numbered(50), microbatch_size=microbatch_size, replica=replica, g_data=g_data
-        ).training(2)
-        for microbatch in batch.microbatches:
-            first = microbatch.first_sample - 2 * 12
-            of_step = expected[first : first + microbatch.size]
-            assert microbatch.inputs[0].tolist() == of_step.tolist()
-        sizes = [microbatch.size for microbatch in batch.microbatches]
-        assert {*sizes[:-1]} <= {microbatch_size}, "only the last one is smaller"
 
 
 def test_targets_are_counted_by_the_data_set_where_they_are_not() -> None:
