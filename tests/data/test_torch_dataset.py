@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import axsparse as ax
-from axsparse.data.batches import Batches
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -52,6 +51,7 @@ def test_what_torch_draws_depends_on_seed_epoch_and_sample_alone(draw: str) -> N
     torch.manual_seed(7)
     state = torch.get_rng_state()
     data = ax.from_torch(Noisy(DRAWS[draw]))
+    assert data.reads_epochs, "batches give it the epoch"
 
     there = read(data, [3, 4, 3], [0, 0, 1])
     torch.rand(5)
@@ -101,24 +101,3 @@ def test_the_fingerprint_is_that_of_contents_and_augmentation() -> None:
     ]
 
     assert len({data.fingerprint for data in made}) == len(made) - 1
-
-
-def test_epochs_reach_the_data_set_and_evaluations_are_in_epoch_0() -> None:
-    data = ax.from_torch(Noisy(DRAWS["rand"]))
-    batches = Batches(
-        data,
-        num_samples=10,
-        global_batch_size=10,
-        microbatch_size=5,
-        replica=0,
-        g_data=1,
-        seed=3,
-    )
-
-    for step in range(2):
-        for microbatch in batches.training(step).microbatches:
-            assert microbatch.targets is not None
-            samples = microbatch.targets.tolist()
-            assert torch.equal(microbatch.inputs[0], read(data, samples, [step] * 5))
-    first, _ = batches.evaluation(0).microbatches
-    assert torch.equal(first.inputs[0], read(data, [0, 1, 2, 3, 4], [0] * 5))
