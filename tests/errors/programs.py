@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from support import hf, mask_files, planner_cases, preparing, runs, sharded_model
 from support.hf import beside, gpt2_folder, ours_from, small_gpt
 from support.resuming import ran
@@ -303,8 +304,7 @@ def profiled(*layers: Any, ties: Sequence[tuple[str, str]] = ()) -> model_profil
 
 def masked(masks: dict[str, Tensor], *layers: Any, ties: Sequence[tuple[str, str]] = ()) -> object:
     """The targets of a mask file `m` for a model of these layers."""
-    Path("m").unlink(missing_ok=True)
-    mask_files.write_tensors(Path("m"), masks)
+    save_file(masks, "m")
     return mask_file.open_masks(Path("m")).targets(profiled(*layers, ties=ties))
 
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.mask_files import PRUNED, small_mask_file, some_masks, write_tensors
+from support.images import write_safetensors as write_named
+from support.mask_files import PRUNED, small_mask_file, some_masks
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
 
@@ -81,7 +82,7 @@ def test_the_file_is_the_same_in_every_layout_and_gives_the_same_run(tmp_path: P
     opened = open_masks(files[0])
     bools = {name: opened.mask(name, it.shape) for name, it in opened.entries.items()}
     plain = {name: mask.view(opened.entries[name].shape) for name, mask in bools.items()}
-    foreign = write_tensors(tmp_path / "foreign", plain)
+    foreign = write_named(tmp_path / "foreign", plain)
     traces = []
     for path, (g_inter, g_data) in ((files[0], (1, 1)), (files[0], (3, 1)), (foreign, (2, 1))):
         start = tiny_config(pruning={"mask": str(path)}, train={"steps": 4})
@@ -181,7 +182,7 @@ def test_bits_that_changed_are_told_when_they_are_read(tmp_path: Path) -> None:
 
 
 def test_a_bool_that_is_neither_true_nor_false_is_damage(tmp_path: Path) -> None:
-    path = write_tensors(tmp_path / "m", {"w": torch.ones(2, 4, dtype=torch.bool)})
+    path = write_named(tmp_path / "m", {"w": torch.ones(2, 4, dtype=torch.bool)})
     contents = path.read_bytes()
     path.write_bytes(contents[:-1] + b"\2")
 

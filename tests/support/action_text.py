@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from axsparse.pipeline.policy import LETTERS, Action, InOrder, Kind
+from axsparse.pipeline.simulator import Durations, simulate
 
 
 def to_text(actions: Iterable[Action]) -> str:
@@ -18,37 +19,15 @@ def from_text(text: str) -> list[Action]:
 
 
 def dry_run(stages: Sequence[Sequence[Action]]) -> list[float]:
-    """Play the action lists of all stages against each other, without times.
+    """How many microbatches each stage holds at most if the stages play these lists.
 
-    Returns how many microbatches each stage holds at most: those whose forward has begun, less
-    those whose backward has, or whose weight gradients if backwards are split. ValueError for a
-    list that is no schedule (see `InOrder`), for lists of different lengths, and for a deadlock,
-    with the action that each stage waits for.
+    ValueError for a list that is no schedule (see `InOrder`), and RuntimeError for a deadlock.
     """
-    if len({len(actions) for actions in stages}) > 1:
-        counts = ", ".join(str(len(actions)) for actions in stages)
-        raise ValueError(f"schedule: the stages have {counts} actions; all need the same")
-    policies = [InOrder(a, stage=s, g_inter=len(stages)) for s, a in enumerate(stages)]
-    done = [0] * len(stages)
-    moved = True
-    while moved:
-        moved = False
-        for stage, policy in enumerate(policies):
-            while (run := policy.next()) is not None:
-                moved = True
-                done[stage] += 1
-                if run.direction is None:
-                    continue
-                target = stage + (1 if run.kind is Kind.FORWARD else -1)
-                if 0 <= target < len(stages):
-                    policies[target].arrived(run.direction, run.microbatch)
-    if not all(policy.finished for policy in policies):
-        waits = ", ".join(
-            f"stage {stage} for {actions[at]}"
-            for stage, (actions, at) in enumerate(zip(stages, done, strict=True))
-            if at < len(actions)
-        )
-        raise ValueError(f"schedule: a deadlock; waiting are {waits}")
+    microbatches = sum(each.kind is Kind.FORWARD for each in stages[0])
+    simulate(
+        lambda stage: InOrder(stages[stage], stage=stage, g_inter=len(stages)),
+        Durations.uniform(len(stages), microbatches, 1, 1, 1),
+    )
     return [peak_in_flight(actions) for actions in stages]
 
 

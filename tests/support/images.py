@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from photos import classifier
+from safetensors.torch import save_file
 from support.oracle import Trace
 from support.runs import assert_bitwise, tiny_config, train_in_process
 from torch import Tensor, nn
@@ -24,14 +24,6 @@ from axsparse.models.model_profile import profile
 from axsparse.training.trainer import Trainer
 
 CLASSES = 7
-SAFETENSORS_TYPES = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-}
 Ranks = Sequence[tuple[Trainer, Trace]]
 
 
@@ -134,17 +126,6 @@ def assert_same_in_1_to_4_stages(
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """The format by its description: length of the header, header, data."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    data = b""
-    for name, tensor in tensors.items():
-        contents = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
-        header[name] = {
-            "dtype": SAFETENSORS_TYPES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [len(data), len(data) + len(contents)],
-        }
-        data += contents
-    text = json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    """A file as the format's own library writes it."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
     return path

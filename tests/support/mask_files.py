@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 from torch import Tensor
 
 from axsparse.pruning.mask_file import write_masks
-from axsparse.runtime.files.safetensors import header_of, write_safetensors
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
@@ -42,11 +40,4 @@ def small_mask_file(folder: Path) -> Path:
     own = {name: partial(given, mask) for name, mask in some_masks().items()}
     transport = LocalTransport(LocalWorld(1), 0)
     write_masks(path, PRUNED, own, transport=transport, coords=Grid(1, 1).coords(0))
-    return path
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """Any tensors, as `safetensors.torch.save_file` writes them."""
-    headers = {name: header_of(tensor) for name, tensor in tensors.items()}
-    write_safetensors(path, headers, iter(tensors.values()))
     return path

@@ -5,49 +5,18 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import asdict
-from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
 
 from axsparse.observe.metrics import StepRecord
 from axsparse.observe.phases import PHASES
 
-VOID = {"meta", "br"}
-
-
-class _Balance(HTMLParser):
-    """Asserts that every element that opens closes, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.texts: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        for _, value in attrs:
-            self.texts.append(value or "")
-
-    def handle_startendtag(self, tag: str, attrs: Any) -> None:
-        pass
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-1:]}"
-        self.open.pop()
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] != "style":
-            self.texts.append(data)
-
 
 def words_of(page: str) -> str:
-    """All texts and values of attributes of a page, which must be balanced."""
-    parser = _Balance()
-    parser.feed(page)
-    parser.close()
-    assert parser.open == []
-    return "\n".join(parser.texts)
+    """All texts and values of attributes of the body, which is parsed strictly."""
+    elements = body_of(page).iter()
+    texts = (text for e in elements for text in (e.text, e.tail, *e.attrib.values()) if text)
+    return "\n".join(texts)
 
 
 def body_of(page: str) -> ElementTree.Element:

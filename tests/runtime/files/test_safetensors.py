@@ -87,7 +87,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path) -> None:
 
     file.read("a")
     with pytest.raises(DataError, match=rf"^{path}: became shorter while it was read; get it anew"):
-        file.read("c")
+        file.read("b")
 
 
 # -- writing --------------------------------------------------------------------------------
