@@ -243,25 +243,11 @@ def copies_to_tp(group: TensorGroup, given: Sequence[Tensor]) -> tuple[Tensor, .
     return apply(group, *given)
 
 
-def reduce_from_tp(group: TensorGroup, part: Tensor) -> Tensor:
-    """The sum over all ranks."""
-    apply: Callable[..., Tensor] = _Reduce.apply
-    return apply(group, part)
-
-
-def gather_from_tp(group: TensorGroup, shard: TensorShard, part: Tensor) -> Tensor:
-    """The full tensor from the shards of all ranks; all of them compute the rest alike."""
-    apply: Callable[..., Tensor] = _Gather.apply
-    return apply(group, shard, part)
-
-
-def scatter_to_tp(group: TensorGroup, shard: TensorShard, full: Tensor) -> Tensor:
-    """This rank's shard of a tensor that all ranks have."""
-    apply: Callable[..., Tensor] = _Scatter.apply
-    return apply(group, shard, full)
-
-
-def log_total(group: TensorGroup, part: Tensor) -> Tensor:
-    """log Σ_r exp z_r over all ranks r, from the z_r of this one."""
-    apply: Callable[..., Tensor] = _LogTotal.apply
-    return apply(group, part)
+reduce_from_tp: Callable[[TensorGroup, Tensor], Tensor] = _Reduce.apply
+"""The sum over all ranks."""
+gather_from_tp: Callable[[TensorGroup, TensorShard, Tensor], Tensor] = _Gather.apply
+"""The full tensor from the shards of all ranks; all of them compute the rest alike."""
+scatter_to_tp: Callable[[TensorGroup, TensorShard, Tensor], Tensor] = _Scatter.apply
+"""This rank's shard of a tensor that all ranks have."""
+log_total: Callable[[TensorGroup, Tensor], Tensor] = _LogTotal.apply
+"""log Σ_r exp z_r over all ranks r, from the z_r of this one."""

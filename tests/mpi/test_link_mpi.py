@@ -10,8 +10,9 @@ import torch
 from mpi4py import MPI
 from support.link_contract import CONTRACT, LARGE
 from support.on_mpi import on_mpi
+from support.runs import all_here
 
-from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
+from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.host_channel import ChannelLink, decode_header, encode_header
 from axsparse.runtime.mpi.mpi_channel import CONTENT_TAG, HEADER_TAG, MpiChannel
@@ -51,20 +52,19 @@ def test_an_mpi_link_keeps_the_contract(promise: Callable[[Transport], None]) ->
 def test_a_message_that_is_complete_waits_for_those_before_it() -> None:
     with on_mpi() as transport:
         rank, link = opened(transport)
-        here = torch.zeros(1, dtype=torch.float64)
         if rank == 0:
             # A sender whose first content is slow, and whose second message has none.
             comm, content = forward_channel(link)._comm, torch.ones(3)
             for number, tensors in enumerate([(content,), ()]):
                 header = encode_header(Message(Direction.FORWARD, number, tensors))
                 comm.Send([header, MPI.INT64_T], dest=1, tag=HEADER_TAG)
-            wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
+            all_here(transport)
             comm.Send([content.numpy(), MPI.BYTE], dest=1, tag=CONTENT_TAG)
             return
         while rank == 1 and len(link._receiving[Direction.FORWARD]) < 2:
             assert link.arrivals() == []
             transport.backoff.pause()
-        wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
+        all_here(transport)
 
         numbers: list[int] = []
         while rank == 1 and len(numbers) < 2:
@@ -114,8 +114,7 @@ def test_what_was_sent_arrives_though_its_sender_waits_for_something_else() -> N
         while left:
             left -= len(link.arrivals())
             transport.backoff.pause()
-        here = torch.zeros(1, dtype=torch.float64)
-        wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
+        all_here(transport)
 
 
 @needs_a_neighbour

@@ -23,6 +23,7 @@ from support.link_contract import CONTRACT
 from support.on_mpi import by_first_rank, on_mpi
 from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.runs import (
+    all_here,
     assert_bitwise,
     tiny_config,
     tiny_gpt,
@@ -32,7 +33,7 @@ from support.runs import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from axsparse.runtime.communication import Op, Transport, wait
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu import nccl
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
@@ -127,8 +128,7 @@ def test_groups_of_some_ranks_meet_however_many_groups_each_has_made() -> None:
         ]
         # The first rank has the store, and a group that is let go of closes its connections,
         # which the other end may still be making.
-        here = torch.zeros(1, dtype=torch.float64)
-        wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
+        all_here(transport)
         made.clear()
 
 

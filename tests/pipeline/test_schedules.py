@@ -94,9 +94,6 @@ def test_a_stage_holds_as_many_as_there_are_stages_from_it_on_and_slack(is_split
     assert [schedule.bound(stage, 4) for stage in range(4)] == [5, 4, 3, 2]
 
 
-# -- the dry run ----------------------------------------------------------------------------
-
-
 # -- the policy -----------------------------------------------------------------------------
 
 

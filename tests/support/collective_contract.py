@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from support.runs import all_here
 from torch import Tensor
 
 from axsparse.runtime.communication import Collective, Op, Transport, Work, shard_bounds, wait
@@ -88,13 +89,13 @@ def a_buffer_lives_until_its_operation_is_done(transport: Transport) -> None:
             array = np.zeros(1000, dtype)
             alive = weakref.ref(array)
             if group.rank > 0:
-                _all_here(transport)
+                all_here(transport)
             work = group.start(op, torch.from_numpy(array))
             del array
             if group.rank == 0 and group.size > 1 and op is not Op.BROADCAST:
                 assert alive() is not None, "nobody else has started: this cannot be done"
             if group.rank == 0:
-                _all_here(transport)
+                all_here(transport)
             wait(work, transport.backoff)
 
 
@@ -201,11 +202,6 @@ def _check(
             for numel in sizes:
                 for bounds in _bounds(numel, group.size):
                     _run(transport, group, _Case(op, dtype, numel, bounds))
-
-
-def _all_here(transport: Transport) -> None:
-    here = torch.zeros(1, dtype=torch.float64)
-    wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
 
 
 def _run(transport: Transport, group: Collective, case: _Case) -> None:

@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from support.runs import all_here
 from torch import Tensor
 
-from axsparse.runtime.communication import (
-    Direction,
-    Link,
-    Message,
-    Op,
-    Transport,
-    wait,
-)
+from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.grid import Grid, RankCoords
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
@@ -46,7 +40,7 @@ DTYPES = (
 def tensors_of_every_kind_arrive_bit_by_bit(transport: Transport) -> None:
     coords, link = _open(transport)
     assert link.arrivals() == []
-    _all_here(transport)
+    all_here(transport)
     for direction in _outgoing(coords):
         sent = _every_kind(coords.rank, direction)
         link.send(Message(direction, 0, sent, _wishes(sent)))
@@ -77,7 +71,7 @@ def received_tensors_are_aligned_leaves_of_their_own(transport: Transport) -> No
             assert tensor.data_ptr() % ALIGNMENT == 0
             tensor.zero_()
     _drain(transport, link)
-    _all_here(transport)
+    all_here(transport)
     for tensor, wanted in zip(sent, before, strict=True):
         assert torch.equal(tensor, wanted)
 
@@ -115,7 +109,7 @@ def neighbours_may_both_send_much_before_either_receives(transport: Transport) -
     for number in range(2):
         for direction in _outgoing(coords):
             link.send(Message(direction, number, (content(coords.rank, number),)))
-    _all_here(transport)
+    all_here(transport)
 
     for message in _receive(transport, link, 2):
         wanted = content(_source(coords, message.direction), message.microbatch)
@@ -215,10 +209,6 @@ def _drain(transport: Transport, link: Link) -> None:
     while link.unsent:
         assert link.arrivals() == []
         transport.backoff.pause()
-
-
-def _all_here(transport: Transport) -> None:
-    wait(transport.world.start(Op.ALL_REDUCE, torch.zeros(1).double()), transport.backoff)
 
 
 def _every_kind(rank: int, direction: Direction) -> tuple[Tensor | None, ...]:

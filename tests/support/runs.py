@@ -25,7 +25,7 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.distribution import kept_entries
 from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.pruning.targets import find_targets
-from axsparse.runtime.communication import Transport
+from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -43,6 +43,12 @@ def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
     """The results of `body` on every rank of a world in this process."""
     world: LocalWorld[T] = LocalWorld(size)
     return world.run(lambda rank: body(LocalTransport(world, rank)))
+
+
+def all_here(transport: Transport) -> None:
+    """Return once all ranks have called this."""
+    here = torch.zeros(1, dtype=torch.float64)
+    wait(transport.world.start(Op.ALL_REDUCE, here), transport.backoff)
 
 
 def job_alone() -> Job:
@@ -230,26 +236,13 @@ def train_in_process(
     *,
     g_tensor: int = 1,
     order: int | None = None,
-    validation: Dataset | None = None,
-    before: Callable[[Trainer], None] = lambda trainer: None,
-    placement: Callable[[Transport], Placement] | None = None,
-    **own: Any,
+    **named: Any,
 ) -> list[tuple[Trainer, Trace]]:
-    """The same on all ranks of a world in this process; `order` draws an arrival order."""
+    """`train_here` on all ranks of a world in this process; `order` draws an arrival order."""
     grid = Grid(g_inter, g_data, g_tensor)
     world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(grid.size, seed=order)
     return world.run(
-        lambda rank: train_here(
-            LocalTransport(world, rank),
-            grid,
-            model,
-            config,
-            data,
-            validation=validation,
-            before=before,
-            placement=placement,
-            **own,
-        )
+        lambda rank: train_here(LocalTransport(world, rank), grid, model, config, data, **named)
     )
 
 
