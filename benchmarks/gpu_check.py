@@ -280,21 +280,18 @@ def commands(around: Around) -> Found:
 
 
 def transport(around: Around) -> Found:
-    part = "transport"
-    rows, details = pytest(around, part, ["test_transport_gpu", "test_phases_gpu"])
-    version = around.seen.get("NCCL")
+    part, what = "transport", "two ranks on one GPU by NCCL"
+    version, skipped = around.seen.get("NCCL"), []
     if version is None:
-        rows.append(Row(part, "NCCL", "skip", "this torch is built without it"))
-        return rows, details
-    what = "two ranks on one GPU by NCCL"
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < SHARED_NCCL:
-        rows.append(Row(part, what, "skip", f"NCCL {version}, from 2.30 on only"))
+        skipped = [Row(part, "NCCL", "skip", "this torch is built without it")]
+    elif tuple(map(int, re.findall(r"\d+", version)[:2])) < SHARED_NCCL:
+        skipped = [Row(part, what, "skip", f"NCCL {version}, from 2.30 on only")]
     elif not around.shared_nccl:
-        rows.append(Row(part, what, "skip", "not asked for; --shared-nccl"))
+        skipped = [Row(part, what, "skip", "not asked for; --shared-nccl")]
     else:
         around.host.environment["AXSPARSE_NCCL_SHARED"] = "1"
-        rows += pytest(around, part, ["test_nccl_shared_gpu"])[0]
-    return rows, details
+    rows, details = pytest(around, part, ["test_transport_gpu", "test_phases_gpu"])
+    return [*rows, *skipped], details
 
 
 def beside(around: Around) -> Found:

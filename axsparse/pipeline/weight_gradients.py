@@ -169,6 +169,21 @@ class DeferredGradients:
                 self._collector.complete(weight)
 
 
+_Bits = tuple[torch.Size, torch.dtype, Tensor]
+"""The shape, the type and sums of the bits of a dense tensor, by which it is known again."""
+
+
+def _bits_of(tensor: Tensor) -> _Bits:
+    return tensor.shape, tensor.dtype, sums_of_bits(tensor)
+
+
+def _has_bits(tensor: Tensor, bits: _Bits) -> bool:
+    """Whether a tensor has these bits, NaNs included."""
+    if tensor.layout is not torch.strided or (tensor.shape, tensor.dtype) != bits[:2]:
+        return False
+    return torch.equal(bits[2], sums_of_bits(tensor))
+
+
 class WeightProducts:
     """The products of one module, and the way of the gradient of its weight."""
 
@@ -243,7 +258,7 @@ class WeightProducts:
         if self.first:
             self.is_alone = False
         else:
-            self.first.update(zip(weights, map(_Bits.of, gradients), strict=True))
+            self.first.update(zip(weights, map(_bits_of, gradients), strict=True))
             self._stage.show(self)
         return list(gradients)
 
@@ -252,7 +267,7 @@ class WeightProducts:
         first = self.first.get(weight)
         if first is not None:
             self.first[weight] = None
-            if weight.grad is None or not first.equal(weight.grad):
+            if weight.grad is None or not _has_bits(weight.grad, first):
                 self.is_alone = False
 
 
@@ -382,23 +397,3 @@ def _has_hooks(weight: nn.Parameter) -> bool:
     """Whether a weight has hooks other than the collector's."""
     hooks = weight._post_accumulate_grad_hooks or ()
     return bool(weight._backward_hooks) or len(hooks) > 1
-
-
-@dataclass(frozen=True)
-class _Bits:
-    """The shape, the type and sums of the bits of a dense tensor, by which it is known again."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    sums: Tensor
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Bits:
-        return cls(tensor.shape, tensor.dtype, sums_of_bits(tensor))
-
-    def equal(self, other: Tensor) -> bool:
-        """Whether another tensor has the same bits, NaNs included."""
-        if other.layout is not torch.strided:
-            return False
-        is_alike = (other.shape, other.dtype) == (self.shape, self.dtype)
-        return is_alike and torch.equal(self.sums, sums_of_bits(other))

@@ -103,10 +103,8 @@ def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[st
     """The texts of all ranks of the group, in rank order, on all of them; they call this
     together."""
     encoded = text.encode(errors="surrogateescape")
-    lengths = [int(row[0]) for row in sum_by_owner(collective, backoff, [len(encoded)])]
-    bounds = [0]
-    for length in lengths:
-        bounds.append(bounds[-1] + length)
+    lengths = (int(row[0]) for row in sum_by_owner(collective, backoff, [len(encoded)]))
+    bounds = list(itertools.accumulate(lengths, initial=0))
     buffer = torch.zeros(bounds[-1], dtype=torch.uint8)
     start, stop = bounds[collective.rank], bounds[collective.rank + 1]
     if encoded:

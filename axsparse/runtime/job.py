@@ -23,7 +23,7 @@ from typing import NoReturn, Protocol, TextIO
 import torch
 from pydantic import ValidationError
 
-from axsparse.runtime.communication import Closable, Op, Transport, wait
+from axsparse.runtime.communication import Closable, Transport
 from axsparse.runtime.connection import connect, connect_alone
 from axsparse.runtime.console import erase_bar
 from axsparse.runtime.errors import (
@@ -33,7 +33,7 @@ from axsparse.runtime.errors import (
     AxsparseError,
     StoppedError,
 )
-from axsparse.runtime.exchange import leave_together
+from axsparse.runtime.exchange import leave_together, sum_of
 from axsparse.runtime.process import exit_process, flush_streams, speaks, write_line
 from axsparse.runtime.seeds import seed_main
 from axsparse.runtime.stop_signal import StopRequest
@@ -80,11 +80,9 @@ class Job:
         transport = (self.placement or self).transport
         if self._branches:
             gc.collect()  # needed, since the parts of a trainer refer to one another in circles
-            uses = [float(owner() is not None) for _, owner in self._branches]
-            users = torch.tensor(uses, dtype=torch.float64)
-            wait(transport.world.start(Op.ALL_REDUCE, users), transport.backoff)
+            users = sum_of(transport, [owner() is not None for _, owner in self._branches])
             known, self._branches = self._branches, []
-            for (branch, owner), count in zip(known, users.tolist(), strict=True):
+            for (branch, owner), count in zip(known, users, strict=True):
                 if count:
                     self._branches.append((branch, owner))
                 else:

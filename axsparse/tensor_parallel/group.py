@@ -6,6 +6,7 @@ the ranks.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -65,9 +66,8 @@ class TensorGroup:
     def gather(self, shard: TensorShard, part: Tensor) -> Tensor:
         """The full tensor, from the shard of this rank, which may be flat; all ranks call this
         together."""
-        bounds = [0]
-        for index in range(self.size):
-            bounds.append(bounds[-1] + shard.of_rank(index).numel)
+        sizes = (shard.of_rank(index).numel for index in range(self.size))
+        bounds = list(itertools.accumulate(sizes, initial=0))
         flat = part.new_empty(bounds[-1])
         flat[bounds[self.rank] : bounds[self.rank + 1]] = part.reshape(-1)
         self._exchange(Op.ALL_GATHER, flat, bounds)

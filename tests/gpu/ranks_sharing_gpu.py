@@ -2,8 +2,7 @@
 
 They speak of tensors in host memory, which are moved to the GPU and back.
 
-`test_nccl_shared_gpu.py` starts them with NCCL between them, by a variable of NCCL's, and
-`test_transport_gpu.py` by way of the hosts.
+`test_transport_gpu.py` starts them by way of the hosts, and over NCCL by a variable of NCCL's.
 """
 
 from __future__ import annotations

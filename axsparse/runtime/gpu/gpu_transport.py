@@ -11,17 +11,14 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
-
 from axsparse.runtime.communication import (
     Backoff,
     Closable,
     Collective,
     Direction,
     Link,
-    Op,
-    wait,
 )
+from axsparse.runtime.exchange import sum_of
 from axsparse.runtime.gpu.collectives import NcclCollective, StagedCollective, TwoWayCollective
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.gpu.gpu_link import Nccl, Staged, connect_peers
@@ -136,8 +133,7 @@ class GpuTransport:
             self._backoff.pushes.remove(push)
         self._pushes.clear()
         # The first rank's process holds the store by which groups meet, and may end after this.
-        here = torch.zeros(1, dtype=torch.float64)
-        wait(self.world.start(Op.ALL_REDUCE, here), self.backoff)
+        sum_of(self, [0.0])
         self._host.close()
 
     def _communicator(

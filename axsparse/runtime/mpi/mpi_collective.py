@@ -168,13 +168,13 @@ class MpiCollective:
 
     def _gather(self, buffer: Tensor, bounds: list[int]) -> Requests:
         """Send this rank's shard to all others."""
-        return [
-            self._gathering.Iallgatherv(
-                MPI.IN_PLACE,
-                self._datatype(buffer[begin:end], self._split(bounds, begin, end)),
-            )
-            for begin, end in self._pieces(buffer)
-        ]
+        requests: Requests = []
+        for begin, end in self._pieces(buffer):
+            sizes = [count * buffer.itemsize for count in self._split(bounds, begin, end)]
+            starts = [*itertools.accumulate(sizes[:-1], initial=0)]
+            received = _bytes_of(buffer[begin:end]), (sizes, starts), MPI.BYTE
+            requests.append(self._gathering.Iallgatherv(MPI.IN_PLACE, received))
+        return requests
 
     def _broadcast(self, buffer: Tensor) -> Requests:
         """Send the first member's buffer to all."""
@@ -199,15 +199,6 @@ class MpiCollective:
         """How many entries of [begin, end) lie in each rank's shard."""
         limits = [min(max(bound, begin), end) for bound in bounds]
         return [after - before for before, after in itertools.pairwise(limits)]
-
-    @staticmethod
-    def _datatype(
-        piece: Tensor, counts: list[int]
-    ) -> tuple[NDArray[np.uint8], tuple[list[int], list[int]], MPI.Datatype]:
-        """Consecutive parts as mpi4py takes them: bytes, and for each part its size and offset."""
-        sizes = [count * piece.itemsize for count in counts]
-        offsets = [sum(sizes[:part]) for part in range(len(sizes))]
-        return _bytes_of(piece), (sizes, offsets), MPI.BYTE
 
 
 def _bytes_of(piece: Tensor) -> NDArray[np.uint8]:
