@@ -147,7 +147,7 @@ def test_sgd_is_bitwise_the_oracle(layout: Layout, index: str, on_device: Placin
     kernels = set(on_device.launch.launched)
     assert {
         f"compress<{kind}, Fp32, Fp32>",
-        f"step_sgd<{kind}, Fp32, Fp32, MasterIsWeight, PLAIN>",
+        f"step_sgd<{kind}, Fp32, Fp32, PLAIN>",
     } <= kernels
 
 

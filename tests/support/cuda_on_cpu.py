@@ -100,16 +100,18 @@ def _addresses(values: Sequence[Value]) -> object:
 ENCODED = tuple(name for kind, name in INDICES.items() if kind != "full")
 GRADIENTS = ("Bf16, Bf16", "Bf16, Fp32", "Fp16, Fp16", "Fp16, Fp32", "Fp32, Fp32")
 """Types of weight and gradient."""
-STATES = tuple(
-    f"{numbers}, {'MasterIsWeight' if numbers.startswith('Fp32') else 'MasterBuffer'}"
-    for numbers in GRADIENTS
-)
 COMPRESS = [f"compress<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)]
 NUMBERS = ("Bf16", "Fp16", "Fp32")
 JUDGE = [f"sum_squares<{number}>" for number in NUMBERS] + ["fold"]
-STEP = [f"step_adamw<{index}, {state}>" for index, state in product(INDICES.values(), STATES)] + [
-    f"step_sgd<{index}, {state}, {momentum}>"
-    for index, state, momentum in product(INDICES.values(), STATES, ("NONE", "PLAIN", "NESTEROV"))
+STEP = [
+    f"step_adamw<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)
+] + [
+    *(
+        f"step_sgd<{index}, {types}, {kind}>"
+        for index, types, kind in product(
+            INDICES.values(), GRADIENTS, ("NONE", "PLAIN", "NESTEROV")
+        )
+    ),
 ]
 HELPERS = [f"move<{index}, {bits}>" for index, bits in product(ENCODED, BITS.values())]
 EXACT = [f"add_exact<{index}, {number}>" for index, number in product(INDICES.values(), NUMBERS)]

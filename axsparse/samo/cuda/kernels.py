@@ -163,8 +163,7 @@ def step(
 def _types(slot: TensorSlot) -> str:
     """The template arguments of the kernel for a tensor."""
     weight, gradient = NUMBERS[slot.weight.dtype], NUMBERS[slot.gradient.dtype]
-    master = "MasterIsWeight" if slot.master is None else "MasterBuffer"
-    return f"{INDICES[_index(slot).kind]}, {weight}, {gradient}, {master}"
+    return f"{INDICES[_index(slot).kind]}, {weight}, {gradient}"
 
 
 def _index(slot: TensorSlot) -> DeviceIndex:

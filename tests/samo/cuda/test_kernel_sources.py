@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support import nvrtc
-from support.cuda_on_cpu import EXACT, GRADIENTS, HELPERS, JUDGE, STATES, compiler
+from support.cuda_on_cpu import EXACT, GRADIENTS, HELPERS, JUDGE, compiler
 from support.exhaustive import by_default
 
 from axsparse.samo.cuda.device_index import INDICES
@@ -21,10 +21,10 @@ SAMPLE = [
         for index, numbers in zip([*INDICES.values()] * 2, GRADIENTS, strict=False)
     ),
     *(
-        f"step_adamw<{index}, {state}>"
-        for index, state in zip([*INDICES.values()] * 3, STATES, strict=False)
+        f"step_adamw<{index}, {types}>"
+        for index, types in zip([*INDICES.values()] * 2, GRADIENTS, strict=False)
     ),
-    *(f"step_sgd<MaskIndex, {STATES[1]}, {kind}>" for kind in ("NONE", "PLAIN", "NESTEROV")),
+    *(f"step_sgd<MaskIndex, {GRADIENTS[1]}, {kind}>" for kind in ("NONE", "PLAIN", "NESTEROV")),
     *JUDGE,
     *HELPERS,
     *EXACT,

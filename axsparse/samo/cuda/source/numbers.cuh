@@ -10,9 +10,11 @@ ON_DEVICE Count least(Count a, Count b) { return a < b ? a : b; }
 
 ON_DEVICE bool is_nan(float value) { return (__float_as_uint(value) & 0x7FFFFFFFu) > 0x7F800000u; }
 
-// `nearest` rounds sums (ties to even, as torch does), `weight` rounds masters to weights.
+// `nearest` rounds sums (ties to even, as torch does), `weight` rounds masters to weights, which are
+// masters themselves if IS_MASTER.
 struct Bf16 {
     typedef unsigned short Bits;
+    static const bool IS_MASTER = false;
     static const unsigned short QUIET_NAN = 0x7FC0;
 
     ON_DEVICE static float load(Bits bits) { return __uint_as_float((unsigned)bits << 16); }
@@ -30,6 +32,7 @@ struct Bf16 {
 
 struct Fp16 {
     typedef unsigned short Bits;
+    static const bool IS_MASTER = false;
 
     ON_DEVICE static float load(Bits bits) { return half_to_float(bits); }
     ON_DEVICE static Bits nearest(float value) { return float_to_half(value); }
@@ -38,6 +41,7 @@ struct Fp16 {
 
 struct Fp32 {
     typedef float Bits;
+    static const bool IS_MASTER = true;
 
     ON_DEVICE static float load(Bits bits) { return bits; }
     ON_DEVICE static Bits nearest(float value) { return value; }

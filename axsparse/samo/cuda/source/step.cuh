@@ -1,19 +1,6 @@
 // The whole optimizer step of some tensors: unscale and clip, apply the rule in fp32 to kept
 // entries, round, and write dense weights, zeros included. Each thread block writes one TILE.
 
-// Where the fp32 masters are. `load` needs the dense weight only if READS_WEIGHT.
-struct MasterBuffer {
-    static const bool READS_WEIGHT = false, STORES = true;
-    template <typename Weight>
-    ON_DEVICE static float load(typename Weight::Bits, float stored) { return stored; }
-};
-
-struct MasterIsWeight {
-    static const bool READS_WEIGHT = true, STORES = false;
-    template <typename Weight>
-    ON_DEVICE static float load(typename Weight::Bits weight, float) { return Weight::load(weight); }
-};
-
 // The formulas are those of samo/optim/adamw.py and samo/optim/sgd.py, in the order of operations
 // and with the roundings that torch has on CPUs with fused multiply-add.
 struct AdamW {
@@ -86,7 +73,7 @@ ON_DEVICE void write_tile(Bits* into, const Bits* tile, int count) {
     for (int i = vectors * each + threadIdx.x; i < count; i += THREADS) into[i] = tile[i];
 }
 
-template <typename Index, typename Weight, typename Gradient, typename Master, typename Rule>
+template <typename Index, typename Weight, typename Gradient, typename Rule>
 ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
     typedef typename Weight::Bits WeightBits;
     const Tensor& tensor = group.tensors[group.of_this_block()];
@@ -123,22 +110,22 @@ ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
             if (k >= until) continue;
             place[i] = (int)(index.position(k) - start);
             gradient[i] = Gradient::load(gradient_K[k]);
-            if (Master::STORES) stored[i] = master_K[at];
+            if (!Weight::IS_MASTER) stored[i] = master_K[at];
 #pragma unroll
             for (int m = 0; m < Rule::MOMENTS; ++m) moment[i][m] = tensor.moments[m][at];
         }
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {  // these wait for their positions
             Count k = own + i * THREADS;
-            if (Master::READS_WEIGHT && k < until) weight[i] = weight_D[start + place[i]];
+            if (Weight::IS_MASTER && k < until) weight[i] = weight_D[start + place[i]];
         }
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) {
             Count k = own + i * THREADS, at = k - tensor.first;
             if (k >= until) break;
-            float master = Master::template load<Weight>(weight[i], stored[i]);
+            float master = Weight::IS_MASTER ? Weight::load(weight[i]) : stored[i];
             rule.apply(master, multiply(gradient[i], factor), moment[i]);
-            if (Master::STORES) master_K[at] = master;
+            if (!Weight::IS_MASTER) master_K[at] = master;
 #pragma unroll
             for (int m = 0; m < Rule::MOMENTS; ++m) tensor.moments[m][at] = moment[i][m];
             tile[place[i]] = Weight::weight(master);
@@ -152,18 +139,18 @@ ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
 // limits the registers of each thread.
 const int RESIDENT = 8;
 
-template <typename Index, typename Weight, typename Gradient, typename Master>
+template <typename Index, typename Weight, typename Gradient>
 __global__ __launch_bounds__(THREADS, RESIDENT) void step_adamw(
     const __grid_constant__ Group group, float factor, float mean_weight, float square_decay,
     float square_weight, float decay, float root_correction, float eps, float rate) {
     AdamW rule = {mean_weight, square_decay, square_weight, decay, root_correction, eps, rate};
-    step<Index, Weight, Gradient, Master>(group, factor, rule);
+    step<Index, Weight, Gradient>(group, factor, rule);
 }
 
-template <typename Index, typename Weight, typename Gradient, typename Master, Momentum KIND>
+template <typename Index, typename Weight, typename Gradient, Momentum KIND>
 __global__ __launch_bounds__(THREADS, RESIDENT) void step_sgd(
     const __grid_constant__ Group group, float factor, float weight_decay, float momentum,
     float rate, float) {  // KIND says whether the momentum is Nesterov's
     Sgd<KIND> rule = {weight_decay, momentum, rate};
-    step<Index, Weight, Gradient, Master>(group, factor, rule);
+    step<Index, Weight, Gradient>(group, factor, rule);
 }
