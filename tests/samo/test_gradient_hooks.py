@@ -9,7 +9,6 @@ from functools import partial
 
 import pytest
 import torch
-from support.cuda_on_cpu import HELPERS, EmulatedLauncher, compiler
 from support.runs import matrices, random_init
 from support.sums import by_gather, sample_all
 from torch import Tensor, nn
@@ -242,44 +241,6 @@ def test_what_is_not_trained_has_no_gradient_and_holds_nothing_up(
         assert collecting.finish() == []
 
     assert reported == order * 2
-
-
-# -- where kernels compress -----------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
-    if compiler() is None:
-        pytest.skip("needs a C++ compiler to run kernels on a CPU")
-    wanted = [f"compress<{index}, Fp32, Fp32>" for index in ("FullIndex", "Int32Index")]
-    return EmulatedLauncher([*wanted, *HELPERS], tmp_path_factory.mktemp("kernels"))
-
-
-def microbatches(built: Sequence[BuiltLayer], number: int) -> GradientCollector:
-    collecting = collector(built)
-    collecting.begin()
-    for microbatch in range(number):
-        if microbatch == number - 1:
-            collecting.microbatch(is_last=True)
-        forward(built, microbatch).backward()
-    assert collecting.finish() == []
-    return collecting
-
-
-def test_to_a_tensor_that_is_all_kept_autograd_adds_by_itself(kernels: EmulatedLauncher) -> None:
-    there = layers(linear, linear, backend=Backend(torch.device("cpu"), kernels))
-    here = layers(linear, linear)
-    kernels.launched.clear()
-
-    microbatches(there, 4)
-    microbatches(here, 4)
-
-    for ours, theirs in zip(there, here, strict=True):
-        assert torch.equal(ours.state.gradient, theirs.state.gradient)
-        assert all(tensor.parameter.grad is None for tensor in ours.state.tensors)
-    # Two matrices in each of four microbatches, two vectors in the first of them only.
-    assert kernels.launched.count("compress<Int32Index, Fp32, Fp32>") == 2 * 4
-    assert kernels.launched.count("compress<FullIndex, Fp32, Fp32>") == 2
 
 
 # -- the vectors of a layer on a GPU, added together ------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from support.dense_optimizers import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
-from axsparse.samo.index.base import FullIndex, make_index
+from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock
@@ -142,47 +142,3 @@ def test_kept_entries_are_bitwise_those_of_a_masked_dense_run(
     names = {"momentum": "momentum_buffer"}
     for moment, values in layer.optimizer_state.moments_of(tensor, 0, kept).items():
         assert torch.equal(values, optimizer.state[dense][names.get(moment, moment)][mask])
-
-
-def test_the_second_use_of_a_weight_is_not_updated_a_second_time() -> None:
-    owner = TensorState("a", nn.Parameter(random(0, 20)), FullIndex(20), decays=False)
-    shared = nn.Parameter(owner.parameter.detach())
-    alias = TensorState("b", shared, FullIndex(20), decays=False, alias_of=owner)
-    types = StateTypes(torch.float32, torch.float32, ADAMW.moments)
-    layer = LayerState("layer", [owner, alias], types)
-    dense, optimizer = dense_of(RULES["adamw"], random(0, 20), 0.0)
-    layer.accumulate(owner, random(1, 20))
-    layer.accumulate(alias, random(2, 20))
-
-    update([layer], ADAMW, hyper(1), 1.0)
-    dense.grad = random(1, 20)
-    optimizer.step()
-
-    assert torch.equal(owner.weight_D, dense)
-
-
-def test_statistics_reach_the_rule_summed_over_all_blocks_of_a_tensor() -> None:
-    seen: list[tuple[int, float]] = []
-
-    def update_moments(block: StateBlock, hyper: Hyper) -> None:
-        block.moments["velocity"].add_(block.grad)
-
-    def statistics(block: StateBlock, hyper: Hyper) -> Tensor:
-        return torch.stack([block.master.double().sum(), block.moments["velocity"].double().sum()])
-
-    def apply(block: StateBlock, sums: Tensor | None, hyper: Hyper) -> None:
-        assert sums is not None
-        seen.append((block.master.numel(), float(sums[0] - sums[1])))
-        block.master.sub_(block.moments["velocity"]).sub_(block.grad)
-
-    rule = Optimizer(("velocity",), update_moments, statistics, apply, num_statistics=2)
-    kept = 2 * BLOCK + 7
-    mask = mask_of(kept)
-    layer, tensor = one_tensor_layer(mask, rule)
-    layer.optimizer_state.write_master(tensor, 0, torch.full((kept,), 2.0))
-    layer.accumulate(tensor, torch.ones(mask.numel()))
-
-    update([layer], rule, hyper(1), 0.5)
-
-    assert seen == [(BLOCK, 1.5 * kept), (BLOCK, 1.5 * kept), (7, 1.5 * kept)]
-    assert torch.equal(tensor.weight_D, mask * 1.0)
