@@ -77,16 +77,20 @@ def from_torch(
         name, "", vocab_size, None, dataset, length, collate_fn, count_targets, seed
     )
     some = some_samples(length)
-    *_, targets = read_tensors(samples, some, np.zeros_like(some))
-    digest = steady_digest(
-        lambda: [torch.tensor(length), *read_tensors(samples, some, np.zeros_like(some))]
-    )
+    tensors: list[Tensor] = []
+
+    def read_some() -> list[Tensor]:
+        tensors[:] = read_tensors(samples, some, np.zeros_like(some))
+        return [torch.tensor(length), *tensors]
+
+    digest = steady_digest(read_some)
     if digest is None:
         raise DataError(
             f"from_torch ({name}): its samples differ when they are read again, or draw random "
             "numbers of Python or numpy; draw by torch.rand, torch.randint and their like, in "
             "__getitem__, where seed, epoch and sample seed them"
         )
+    targets = tensors[-1]
     is_complete = count_targets is None and counted(targets) == targets.numel()
     per_sample = targets.numel() // len(some) if is_complete else None
     return replace(samples, fingerprint=digest, targets_per_sample=per_sample)
