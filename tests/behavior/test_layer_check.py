@@ -156,10 +156,10 @@ def test_what_is_no_function_of_its_inputs_ends_the_run(
 class Listed(nn.Module):
     """A forward of its own around a list, of which a part may be set to evaluation."""
 
-    def __init__(self, odd: nn.Module) -> None:
+    def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
         self.head = linear(CLASSES)
-        self.blocks = nn.ModuleList([linear(), odd])
+        self.blocks = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -170,7 +170,9 @@ class Listed(nn.Module):
 
 def watched(make: Callable[[], nn.Module]) -> Model:
     torch.manual_seed(7)
-    return from_module(Listed(make()), summed_loss, lambda samples: (torch.randn(samples, WIDTH),))
+    return from_module(
+        Listed(linear(), make()), summed_loss, lambda samples: (torch.randn(samples, WIDTH),)
+    )
 
 
 GIVEN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
@@ -408,23 +410,6 @@ WAYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 }
 
 
-class Inner(nn.Module):
-    """Compiled members."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem: Any = nn.Sequential(compiled_linear(), nn.Tanh())
-        self.blocks = nn.ModuleList(compiled_linear() for _ in range(2))
-        self.head = linear(CLASSES)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
-
-
 def compiled_linear() -> Any:
     return torch.compile(after(lambda _, x: x * 2), backend=counted)
 
@@ -444,7 +429,7 @@ def test_what_the_user_compiled_stays_compiled_under_its_own_names(
 ) -> None:
     torch.manual_seed(7)
     if is_watched:
-        module: nn.Module = Inner()
+        module: nn.Module = Listed(compiled_linear(), compiled_linear())
         model = from_module(module, summed_loss, lambda samples: (torch.randn(samples, WIDTH),))
     else:
         module = nn.Sequential(compiled_linear(), nn.Sequential(compiled_linear()), linear(CLASSES))

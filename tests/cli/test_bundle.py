@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 from support.commands import Axsparse, assert_one_line
 
-from axsparse.runtime.errors import EXIT_OUTPUT
-
 PIP = """\
 #!/bin/sh
 printf '%s\\n' "$*" >> "{log}"
@@ -74,13 +72,3 @@ def test_what_pip_cannot_get_ends_it(
         "one in PIP_INDEX_URL"
     )
     assert_one_line(said, 66, line)
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(axsparse: Axsparse, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-
-    ended = axsparse("bundle", tmp_path / "file" / "wheels")
-
-    assert_one_line(
-        ended, EXIT_OUTPUT, ": cannot be written (Not a directory); choose another folder"
-    )

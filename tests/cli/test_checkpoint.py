@@ -11,7 +11,6 @@ from support.commands import Axsparse, assert_one_line
 from support.resuming import ran
 from support.runs import tiny_config
 
-from axsparse.runtime.files.run_folder import RunLock
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
 
 
@@ -107,15 +106,6 @@ def test_prune_keeps_the_newest_that_a_later_step_has_trained_on(
         f"kept {run}/checkpoints/step-3: it is the newest whose weights a later step has trained "
         f"on\nremoved {run}/checkpoints/step-2\nremoved {run}/checkpoints/step-1\n"
     )
-
-
-def test_a_run_in_use_is_left_alone(run: Path, axsparse: Axsparse) -> None:
-    lock = RunLock(run)
-
-    said = axsparse("checkpoint", "prune", run, "--keep-last", "1")
-
-    assert_one_line(said, 74, "is in use by process")
-    lock.release()
 
 
 def test_what_cannot_be_removed_is_told(

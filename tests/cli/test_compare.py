@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.commands import Axsparse, assert_one_line
+from support.commands import Axsparse
 from support.resuming import ran
 from support.runs import tiny_config, token_data
 from torch import Tensor
@@ -78,19 +78,6 @@ def test_the_first_step_tensor_and_entry_that_differ_are_named(
     assert checkpoint.startswith(
         "checkpoint of step 2: master/block1.fc1.bias differs in 1 of 128 entries; the first is "
         "number 5, "
-    )
-
-
-def test_runs_with_nothing_in_common_are_told_in_one_line(
-    original: Path, tmp_path: Path, axsparse: Axsparse
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 9, "loss": 1.0}\n')
-
-    assert_one_line(
-        axsparse("compare", original, tmp_path),
-        66,
-        f"compare: {original} and {tmp_path} have no step and no checkpoint in common; name two "
-        "runs that have",
     )
 
 

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 import torch
-from support.runs import tiny_config, tiny_gpt, token_data
+from support.runs import job_alone, tiny_config, tiny_gpt, token_data
 
 import axsparse.training.build
 from axsparse.data.dataset import Datasets
 from axsparse.observe import out_of_memory
 from axsparse.observe.out_of_memory import with_advice
 from axsparse.runtime.errors import TrainingError
-from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.training.trainer import Trainer, build
+from axsparse.training.trainer import build
 
 STATE = StateBytes(weight=26_000_000_000, gradient=2_600_000_000, optimizer=10_400_000_000)
 TORCH = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.1 GiB"
@@ -59,41 +55,28 @@ def test_one_line_says_what_fills_the_gpu_and_what_makes_room(tmp_path: Path) ->
     assert (tmp_path / "memory-rank5.pickle").read_bytes() == b"blocks"
 
 
-def trained(tmp_path: Path, before: Callable[[Trainer], None] = lambda trainer: None) -> str:
-    config = tiny_config(run_dir=str(tmp_path / "run"), train={"steps": 2})
-    job = Job(LocalTransport(LocalWorld(1), 0))
-
-    def train() -> None:
-        trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data()), config)
-        before(trainer)
-        trainer.train()
-
-    with pytest.raises(TrainingError) as caught:
-        train()
-    assert (tmp_path / "run" / "memory-rank0.pickle").exists()
-    return str(caught.value)
-
-
 def full(*_: object, **__: object) -> NoReturn:
     raise torch.OutOfMemoryError(TORCH)
 
 
-def test_state_that_does_not_fit_says_so_while_it_is_built(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("where", ["building rank 0 (stage 0, replica 0)", "training of step 1"])
+def test_state_and_steps_that_do_not_fit_say_so_and_what_was_predicted(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(axsparse.training.build, "build_layers", full)
+    config = tiny_config(run_dir=str(tmp_path / "run"), train={"steps": 2})
+    if where.startswith("building"):
+        monkeypatch.setattr(axsparse.training.build, "build_layers", full)
 
-    line = trained(tmp_path)
+    def train() -> None:
+        trainer = build(job_alone(), tiny_gpt(config), lambda: Datasets(token_data()), config)
+        monkeypatch.setattr(trainer, "_train_step", full)
+        trainer.train()
 
-    assert line.startswith("GPU memory ran out in building rank 0 (stage 0, replica 0) (2.50 GiB")
-    assert "predicted peak" in line
-
-
-def test_a_step_that_does_not_fit_says_what_was_predicted(tmp_path: Path) -> None:
-    line = trained(tmp_path, lambda trainer: setattr(trainer, "_train_step", full))
-
-    assert line.startswith("GPU memory ran out in training of step 1 (2.50 GiB")
-    assert "predicted peak" in line
+    with pytest.raises(TrainingError) as caught:
+        train()
+    assert str(caught.value).startswith(f"GPU memory ran out in {where} (2.50 GiB")
+    assert "predicted peak" in str(caught.value)
+    assert (tmp_path / "run" / "memory-rank0.pickle").exists()
 
 
 def test_what_is_not_known_or_cannot_be_written_does_not_hide_the_rest(tmp_path: Path) -> None:

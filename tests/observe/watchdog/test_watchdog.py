@@ -166,22 +166,43 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_the_job_ends_with_70(
     )
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
-def test_a_stopped_rank_is_named_by_one_that_runs(
-    job: Job, capsys: pytest.CaptureFixture[str], stopped: int
+STOPPED = "(stage {0}, replica 0): hangs, last seen in "
+
+
+@pytest.mark.parametrize(
+    ("does", "texts"),
+    [
+        (["is stopped", "waits", "waits"], ["rank 0 " + STOPPED.format(0), "Python does not run"]),
+        (["waits", "is stopped", "waits"], ["rank 1 " + STOPPED.format(1), "Python does not run"]),
+        (
+            ["waits", "waits", "waits"],
+            ["rank 1 (stage 1, replica 0): hangs in other of step 7", ", and so do all others, w"],
+        ),
+    ],
+    ids=["the first is stopped", "the second is stopped", "all wait"],
+)
+def test_a_rank_that_others_wait_for_is_named_by_one_that_runs(
+    does: list[str], texts: list[str], job: Job, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    does = ["waits", "waits", "waits"]
-    does[stopped] = "is stopped"
+    job.do("works", "waits", "works")
+    job.run(4)
     job.do(*does)
 
-    seconds = job.run(100)
-
+    assert job.run(100) < 1.5 * TIMEOUT
     assert [code for _, code in job.left] == [70]
-    assert seconds < 1.5 * TIMEOUT
     *_, line = capsys.readouterr().err.splitlines()
-    assert f"error: rank {stopped} (stage {stopped}, replica 0): hangs, last seen in " in line
-    assert "of step 7: its Python does not run; the stacks" in line
-    assert f"rank {stopped} (stage {stopped}, replica 0):\nno stacks: it did" in job.report
+    assert all(text in line for text in texts), line
+    assert "is stopped" not in does or "no stacks: it did" in job.report
+
+
+def test_if_the_one_that_reports_is_stopped_the_others_end_the_job(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job.do("waits", "hangs", "waits")
+    (job.folder / HEARTBEATS / "hang").touch()  # by a rank that is stopped since then
+
+    assert 2 * TIMEOUT <= job.run(100) < 2.5 * TIMEOUT
+    assert "hangs in other of step 7, and no rank reports it" in capsys.readouterr().err
 
 
 def test_until_the_first_step_is_done_patience_is_longer(job: Job) -> None:
@@ -191,20 +212,6 @@ def test_until_the_first_step_is_done_patience_is_longer(job: Job) -> None:
 
     assert job.run(int(4.9 * TIMEOUT)) == int(4.9 * TIMEOUT)
     assert job.run(100) < TIMEOUT
-
-
-def test_ranks_that_all_wait_are_told_of_as_such(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job.do("works", "waits", "works")
-    job.run(4)
-    job.do("waits", "waits", "waits")
-
-    job.run(100)
-
-    *_, line = capsys.readouterr().err.splitlines()
-    assert "rank 1 (stage 1, replica 0): hangs in other of step 7" in line
-    assert ", and so do all others, waiting for each other; the stacks" in line
 
 
 def test_a_report_that_cannot_be_written_is_printed_as_a_whole(
@@ -218,18 +225,6 @@ def test_a_report_that_cannot_be_written_is_printed_as_a_whole(
     said = capsys.readouterr().err
     assert said.count("thread MainThread:") == 3
     assert said.count("hangs in") == 1
-
-
-def test_if_the_one_that_reports_is_stopped_the_others_end_the_job(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job.do("waits", "hangs", "waits")
-    (job.folder / HEARTBEATS / "hang").touch()  # by a rank that is stopped since then
-
-    assert 2 * TIMEOUT <= job.run(100) < 2.5 * TIMEOUT
-
-    assert [code for _, code in job.left] == [70]
-    assert "hangs in other of step 7, and no rank reports it" in capsys.readouterr().err
 
 
 def test_a_disk_that_fails_for_a_while_ends_nothing(
