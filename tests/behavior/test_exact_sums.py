@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from support.cases import (
-    INFINITE,
     ONE_RANK,
     PRUNING,
     Layout,
@@ -193,17 +192,6 @@ def test_a_gradient_that_jumps_is_computed_again_and_loses_nothing(
     assert max(norms) > 2**15 * min(norms), "it jumps"
     assert oracle.passes > 8, "the first step is not the only one that is computed again"
     judge(row)
-
-
-@pytest.mark.parametrize(("g_inter", "g_data"), by_default(FEW[:1], FEW))
-def test_numbers_that_are_not_finite_skip_the_step_in_every_layout(
-    g_inter: int, g_data: int
-) -> None:
-    finite = judge(Row((g_inter, g_data), exact(steps(7), batch(12, 2)), subject=INFINITE))[0][
-        1
-    ].finite
-
-    assert 0 < finite.count(False) < len(finite)
 
 
 CHAIN: list[tuple[Layout, dict[str, Any]]] = [

@@ -1,16 +1,21 @@
-"""Trainings in a pseudo-terminal that changes its size in mid-run."""
+"""Trainings in a pseudo-terminal that changes its size in mid-run, and jobs that Ctrl-C ends."""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.mpirun import ENVIRONMENT, LONGEST_SECONDS
+from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
 from support.terminal import Terminal
+
+from axsparse.runtime.shared_segments import SHARED
 
 STEPS = 120
 SMALL = """\
@@ -82,3 +87,65 @@ def test_the_screen_stays_clean_while_the_terminal_changes(
     lengths = [row.count("█") + row.count(BAR) for row in bars]
     assert (lengths[0], lengths[-1]) == (min(24, begins // 4), min(24, becomes[0] // 4))
     assert len(bars[-1]) < becomes[0]  # a longer row is cut, not folded
+
+
+# -- Ctrl-C, which the launcher passes on, and what ranks map ------------------------------------
+
+TRAIN = (
+    *("-m", "axsparse.train", "--config", "quickstart.yaml", "--steps", "100000"),
+    *("--set", "model.hidden_size=32", "--set", "model.num_layers=2"),
+)
+
+
+@pytest.mark.exhaustive
+def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    metrics = run / "metrics.jsonl"
+    with (tmp_path / "errors").open("w") as errors:
+        job = subprocess.Popen(
+            [mpirun_path(), "-n", "2", sys.executable, *TRAIN, "--run-dir", str(run)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+        try:
+            until = time.monotonic() + LONGEST_SECONDS
+            while not (metrics.exists() and metrics.stat().st_size):
+                assert job.poll() is None and time.monotonic() < until
+                time.sleep(0.05)
+            mapped = {line.split()[-1] for line in maps_of(run) if str(SHARED) in line}
+            assert mapped
+
+            os.killpg(job.pid, signal.SIGINT)
+
+            assert job.wait(LONGEST_SECONDS) == 75
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+
+    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    ours = [
+        line
+        for line in (tmp_path / "errors").read_text().splitlines()
+        if line.startswith("axsparse: ")
+    ]
+    assert ours == [
+        "axsparse: stops after the step under way and saves; Ctrl-C once more leaves at once",
+        f"axsparse: stopped after step {steps[-1]}, saved in {run}/checkpoints; --resume auto goes "
+        "on",
+    ]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps[-1]}"]
+    assert not any(Path(name).exists() for name in mapped)
+
+
+def maps_of(run: Path) -> list[str]:
+    """The memory maps of the ranks of a run; launchers start them in separate sessions."""
+    lines: list[str] = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):  # it may have ended
+            if str(run) in (process / "cmdline").read_text():
+                lines += (process / "maps").read_text().splitlines()
+    return lines
