@@ -124,8 +124,8 @@ def n_of_m(score: Tensor, n: int, m: int, inputs: int = 1) -> Tensor:
     """The bool mask, in the shape of `score`, of the n largest of every m consecutive inputs.
 
     Inputs are dimension 1 of a Linear (out, in) and of a Conv (out, in, kh, kw), where each place
-    of the kernel counts by itself, and dimension 2 of experts (experts, out, in). Among equal
-    scores, those at lower positions stay. `score` has no NaN, and m divides its dimension `inputs`.
+    of the kernel counts by itself, and 2 of experts (experts, out, in). Among equal scores, lower
+    positions stay. `score` has no NaN, and m divides its dimension `inputs`.
     """
     mask = torch.zeros(score.shape, dtype=torch.bool)
     grouped_mask = _groups(mask, m, inputs)

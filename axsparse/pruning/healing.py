@@ -216,11 +216,8 @@ class HealedLayers:
         return None if found is None else (found[0], found[1])
 
     def value(self, layer: str, name: str, value: Tensor) -> Tensor:
-        """The value of a parameter, by its global name, of a layer that is pruned.
-
-        `value` is the one from before. Pruned entries are zeros, and none is a negative one.
-        DataError if the layer's file is gone.
-        """
+        """The value of a parameter, by its global name, of a layer that is pruned; `value` is the
+        one from before. Pruned entries are 0, never -0. DataError if the layer's file is gone."""
         file = self.read(layer)
         if file is None:
             raise DataError(
@@ -250,9 +247,9 @@ _FINGERPRINT, _ERRORS = "axsparse healed by", "errors"
 def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:
     """The errors of all tokens, added, and their number.
 
-    A token is what the last dimension of a tensor of up to three dimensions holds, such as
-    (samples, positions, width); of a tensor of more dimensions, such as an image's, it is a
-    sample. Tensors that are no floating-point numbers count nothing.
+    A token is the last dimension of a tensor of up to three dimensions, such as (samples,
+    positions, width), and a sample of a tensor of more, such as an image's. Tensors that are no
+    floating-point numbers count nothing.
     """
     total, tokens = torch.zeros((), device=outputs[0].device), 0
     for given, asked in zip(outputs, wanted, strict=True):

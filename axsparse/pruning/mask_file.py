@@ -73,11 +73,8 @@ class MaskFile:
     def mask(
         self, name: str, shape: Shape, weight: Weight | None = None, within: Tensor | None = None
     ) -> Tensor:
-        """The flat mask of a parameter; DataError if the file has changed or is damaged.
-
-        `weight` is part of the protocol and is never called.
-        """
-        del weight
+        """The flat mask of a parameter; DataError if the file has changed or is damaged."""
+        del weight  # a part of the protocol
         entry = self.entries[name]
         assert shape == entry.shape, f"{name}: targets() comes first"
         assert within is None, "state is built with these masks"
@@ -193,10 +190,8 @@ def write_masks(
     """Write the masks of all stages to one file; all ranks call this together, between steps.
 
     `shapes` has the pruned parameters of the model, in model order. `masks` has functions that give
-    the flat masks of the parameters on this rank's stage; each is called twice on replica 0 and
-    never on other replicas. Rank 0 writes the file, and receives one mask at a time. The file is
-    the same under every layout, appears completely or not at all, and replaces an earlier one.
-
+    the flat masks of the parameters on this rank's stage, which replica 0 calls, twice each. Rank 0
+    writes the file, one mask at a time: the same under every layout, and completely or not at all.
     Raises OutputError on all ranks alike if it cannot be written.
     """
     path = Path(path).absolute()

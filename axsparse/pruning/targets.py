@@ -207,8 +207,8 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class ZeroMasks:
-    """Masks that keep every entry that is not zero. Tensors without zeros stay dense, and so do
-    tensors of zeros alone, which nobody has pruned: they were initialized so."""
+    """Masks that keep every entry that is not zero. Tensors of zeros alone stay dense: nobody has
+    pruned them, they were initialized so."""
 
     kept: Mapping[str, int]
 
@@ -241,21 +241,22 @@ def masks_of_zeros(
         if name in numbers:
             stays = value() != 0
             inputs = targets.input_dims.get(name, 1)
-            crowded = 0 if pattern is None else crowded_groups(stays, *pattern, inputs)
-            counts[:, numbers[name]] = torch.tensor([int(stays.sum()), crowded])
+            groups = 0 if pattern is None else crowded_groups(stays, *pattern, inputs)
+            counts[:, numbers[name]] = torch.tensor([int(stays.sum()), groups])
             del stays
-    kept, crowded_in = total(counts.view(-1)).view(2, -1).tolist()
+    kept, groups_in = total(counts.view(-1)).view(2, -1).tolist()
     for number, shape in enumerate(targets.shapes.values()):
         kept[number] = kept[number] or math.prod(shape)
     sparsity = 1 - sum(kept) / sum(map(math.prod, targets.shapes.values()))
     problem = ""
-    for name, groups in zip(numbers, crowded_in, strict=True):
-        if pattern is not None and groups and not problem:
-            problem = (
-                f"pruning.pattern: {pruning.pattern}, but {groups} groups of {pattern[1]} in "
-                f"{name} have more than {pattern[0]} entries that are not zero; leave the pattern "
-                "out, or name the tensor in pruning.exclude"
-            )
+    crowded = [pair for pair in zip(numbers, groups_in, strict=True) if pair[1]]
+    if pattern is not None and crowded:
+        name, groups = crowded[0]
+        problem = (
+            f"pruning.pattern: {pruning.pattern}, but {groups} groups of {pattern[1]} in {name} "
+            f"have more than {pattern[0]} entries that are not zero; leave the pattern out, or "
+            "name the tensor in pruning.exclude"
+        )
     if sparsity == 0:
         problem = (
             "pruning.method: zeros, but no pruned tensor of the loaded weights has a zero; "

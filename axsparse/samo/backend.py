@@ -26,10 +26,8 @@ class Backend:
     """The device of a rank's state, and the operations that differ between devices.
 
     `Backend(device, None)` computes with torch, as `HOST` does; `Backend(device, launcher)` with
-    the kernels of `samo/cuda/`. `training/placement.py` chooses one for each rank; every layer of
-    the rank gets it through `StateOptions.backend`. All indices of a layer are made by its
-    backend, so indices that kernels read (`Index.on_device`) occur exactly where there is a
-    launcher.
+    the kernels of `samo/cuda/`. All indices of a layer are made by its backend, so indices that
+    kernels read (`Index.on_device`) occur exactly where there is a launcher.
     """
 
     device: torch.device

@@ -8,7 +8,7 @@ tensor at a time.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol, TypeAlias
 
@@ -65,13 +65,12 @@ Weight: TypeAlias = Callable[[], Tensor]
 only where weights matter; the result may be a view of the state and must not be changed."""
 
 
-def prune_in_place(layers: Iterable[BuiltLayer], ties: Mapping[str, str], masks: Masks) -> None:
+def prune_in_place(layers: Sequence[BuiltLayer], ties: Mapping[str, str], masks: Masks) -> None:
     """Prune the tensors that the masks name; kept weights and their moments stay as they are.
 
     A tensor that is pruned already keeps some of its kept entries. `ties` maps the name of a
     weight's second use to its first. All replicas call this together.
     """
-    layers = list(layers)
     for layer in layers:
         for name, tensor in layer.state.by_full_name.items():
             owner = ties.get(name, name)
@@ -117,11 +116,8 @@ def bits_digest(values: Tensor) -> int:
 
 
 def weights_digest(layers: Iterable[BuiltLayer]) -> int:
-    """A 52-bit hash (exact as a float) of sums of the weights' bits; waits for a GPU once.
-
-    It is the sum of a hash of each weight, modulo 2⁵², so that the hashes of a model's stages add
-    to the model's.
-    """
+    """A 52-bit hash (exact as a float) of sums of the weights' bits; waits for a GPU once. It is a
+    sum over weights, modulo 2⁵², so that the hashes of a model's stages add to the model's."""
     sums = {
         name: sums_of_bits(weight.detach())
         for layer in layers
@@ -139,10 +135,8 @@ def weights_digest(layers: Iterable[BuiltLayer]) -> int:
 
 def sums_of_bits(values: Tensor) -> Tensor:
     """Sums modulo 2⁶⁴ of words of eight bytes, laid out in rows: a sum for each column, one for
-    each row, and the words that fill no row, the last one filled up with zeros.
-
-    A word that changes, and two words that change places, always change a sum.
-    """
+    each row, and the words that fill no row, the last one filled up with zeros. A word that
+    changes, and two words that change places, always change a sum."""
     raw = bytes_of(values)
     end = raw.numel() // (8 * ROW) * (8 * ROW)
     rest = F.pad(raw[end:], (0, -(raw.numel() - end) % 8)).view(torch.int64)

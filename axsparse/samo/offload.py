@@ -37,8 +37,7 @@ class Offload:
     """Copies each layer's masters and moments to the GPU for its update, and back."""
 
     def __init__(self, device: Device, layers: Sequence[LayerState], backoff: Backoff) -> None:
-        """`layers` are all layers of this rank whose state rests on the host. They may shrink when
-        they are pruned, and never grow."""
+        """`layers` are all layers of this rank whose state rests on the host; they never grow."""
         self._device = device
         self._backoff = backoff
         self._up, self._down = device.stream(), device.stream()

@@ -68,20 +68,14 @@ class MaskConvergence:
     """How many steps had succeeded at the last round; None before the first round."""
 
     def due(self, successful_steps: int) -> bool:
-        """Whether a round is due after so many successful steps.
-
-        A step that overflows does not count, so the same number can come twice; the round is due
-        the first time only.
-        """
+        """Whether a round is due after so many successful steps: at the first time only where a
+        step that overflows has the same number come twice."""
         since = successful_steps - self.start_step
         return since >= 0 and since % self.interval == 0 and successful_steps != self.last_step
 
     def compare(self, name: str, mask: Tensor) -> int:
-        """How many entries differ from the last round's mask, which `mask` then replaces.
-
-        `mask` is a bool tensor of the same shape in all rounds. The first round gives 0, which
-        `decide` does not take for a distance.
-        """
+        """How many entries differ from the last round's mask, which `mask`, of the same shape,
+        then replaces; 0 in the first round."""
         # Low bits first, as checkpoints have these masks; mask files have high bits first.
         new = torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
         old = self.masks[name] if self.last_step is not None else new
@@ -90,11 +84,8 @@ class MaskConvergence:
         return count_kept(new ^ old)
 
     def decide(self, successful_steps: int, mismatched: int, total: int, kept: int) -> Decision:
-        """End a round and say whether the mask has settled.
-
-        The integers count, over all pruned tensors on all stages, the entries that differ, all
-        entries, and those that the mask keeps.
-        """
+        """End a round and say whether the mask has settled, by the entries of all stages' pruned
+        tensors that differ, all of them, and the kept ones."""
         assert 0 <= mismatched <= 2 * kept and 0 <= kept <= total
         first, self.last_step = self.last_step is None, successful_steps
         hamming = churn = None

@@ -36,10 +36,8 @@ class LiveMasks:
     transport: Transport
 
     def pruned(self) -> Iterator[tuple[str, LayerState, TensorState]]:
-        """The tensors of this rank to prune, each with the name of its weight's first use.
-
-        A weight whose two uses are on two stages appears on both.
-        """
+        """The tensors of this rank to prune, each with the name of its weight's first use; a weight
+        with uses on two stages appears on both."""
         for layer in self.layers:
             for name, tensor in layer.state.by_full_name.items():
                 owner = self.ties.get(name, name)
@@ -87,11 +85,8 @@ class LiveMasks:
 
 
 def stage_total(coords: RankCoords, transport: Transport, counts: Tensor) -> Tensor:
-    """A vector of whole numbers, summed over the stages of one replica.
-
-    All ranks call this together; only the numbers of the first replica and the first
-    tensor-parallel rank count.
-    """
+    """A vector of whole numbers, summed over the stages of the first replica, of which the first
+    tensor-parallel rank counts; all ranks call this together."""
     counts_here = coords.replica == 0 == coords.tp_rank
     sums = counts.double() if counts_here else torch.zeros_like(counts).double()
     wait(transport.world.start(Op.ALL_REDUCE, sums), transport.backoff)
@@ -134,11 +129,8 @@ def masks_of_start(
     values: Iterable[tuple[str, Callable[[], Tensor]]],
     total: Callable[[Tensor], Tensor],
 ) -> ScoredMasks:
-    """Masks by the initial weights, drawn before any state is built.
-
-    `values` has, by name, functions that give the initial weights of the tensors that count on
-    this rank.
-    """
+    """Masks by the initial weights, drawn before any state is built. `values` has, by name,
+    functions that give the initial weights of the tensors that count on this rank."""
     shapes = targets.shapes
     own = (ScoredTensor(name, shapes[name], value) for name, value in values if name in shapes)
     return scored_masks(targets, criterion, own, lambda final: final, total)

@@ -2,8 +2,7 @@
 
 Kernels are C++ templates in `source/`. A launcher receives the instance to run as a C++ name such
 as `compress<MaskIndex, Bf16, Fp32>`. The launcher of GPUs has CuPy compile each kernel with NVRTC
-at its first use. Compiled kernels stay in memory, and CuPy keeps them in a folder of the user too
-(`CUPY_CACHE_DIR`), so that the next run loads them.
+at its first use, and keep it for the next run (`CUPY_CACHE_DIR`).
 """
 
 from __future__ import annotations

@@ -137,10 +137,8 @@ def sparse_input_gradient(outer: Tensor, weight: Tensor) -> Tensor:
 
 
 def _product(matrix: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
-    """`matrix weightᵀ + bias`, or if `is_transposed`, `matrix weight + bias`.
-
-    The lines of a weight are its rows, or if it is transposed its columns. Each gives one output.
-    """
+    """`matrix weightᵀ + bias`, or if `is_transposed`, `matrix weight + bias`; each line of the
+    weight, a row or if it is transposed a column, gives one output."""
     num_outputs, width = weight.shape[::-1] if is_transposed else weight.shape
     tokens = matrix.shape[0]
     assert matrix.shape == (tokens, width), f"{tuple(matrix.shape)} for {width} inputs"

@@ -22,9 +22,8 @@ def norm_partials(layers: Iterable[LayerState], names: Iterable[str]) -> dict[st
     on the device of the gradients; zero for the blocks of other replicas' shares.
 
     A sum is non-finite exactly if a gradient entry of its block is: squares of fp32 values cannot
-    overflow fp64. Only tensors in `names` are counted; the second use of a tied weight is counted
-    on the stage of the first. On a GPU few kernels sum all tensors together, since most of them are
-    small.
+    overflow fp64. Only tensors in `names` are counted, and of tied weights the first use. On a GPU
+    few kernels sum all tensors together, since most of them are small.
     """
     chosen = set(names)
     counted = [(layer, t) for layer in layers for t in layer.owned if t.name in chosen]
@@ -54,9 +53,8 @@ def global_norm(partials: Tensor, loss_scale: float = 1.0) -> float:
 
 
 def clip_factor(norm: float, clip_norm: float) -> float:
-    """The factor that clips gradients: min(1, clip_norm / (norm + 1e-6)), as in
-    `torch.nn.utils.clip_grad_norm_` and in fp32 as there; 1 if `clip_norm` is 0.
-    """
+    """The factor that clips gradients: min(1, clip_norm / (norm + 1e-6)) in fp32, as in
+    `torch.nn.utils.clip_grad_norm_`; 1 if `clip_norm` is 0."""
     if clip_norm == 0:
         return 1.0
     limit = torch.tensor(clip_norm, dtype=torch.float32)
