@@ -115,17 +115,17 @@ def calibrate(transport: Transport, loaded: Config, name: str, steps: int) -> Cl
     )
     ranks = counted(transport.size, "rank")
     source = f"{counted(steps, 'step')} of {loaded.name} in one stage, on {ranks} at once"
-    load = _load_of(profile.trainer, loaded.name)
+    load = _load_of(profile.trainer)
     return together(transport, lambda: fitted(name, load, precision, seen, source))
 
 
-def _load_of(trainer: Trainer, name: str) -> StageLoad:
-    """The load of a rank that trains all layers of the model `name`."""
+def _load_of(trainer: Trainer) -> StageLoad:
+    """The load of a rank that trains all layers of the model."""
     live = trainer.live
     kept = {} if live is None else live.targets.kept()
     profile, config = trainer.profile, trainer.config
-    planned_model = ProfiledModel(config, profile, name, kept, optimizer_of(config.optimizer))
-    loads = planned_model.stages(1, 1, microbatches=MICROBATCHES)
+    model = ProfiledModel(config, profile, kept, optimizer_of(config.optimizer))
+    loads = model.stages(1, 1, microbatches=MICROBATCHES)
     assert loads is not None, "without a memory limit one stage always fits"
     return loads[0]
 

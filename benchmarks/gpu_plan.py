@@ -93,11 +93,11 @@ def planned(training: Training, method: Method) -> Planned:
     return Planned(
         memory=memory,
         state=loads[0].state,
-        model_flops=3 * asked.profile.flops * samples,
+        model_flops=3 * asked.dense.profile.flops * samples,
         all_flops=workload.sample_flops * samples,
         tokens=samples * config.model.sequence_length,
-        parameters=asked.profile.num_params,
-        seconds=predict(workload, cluster, config, Grid(1, 1), 0, None).step_seconds or math.nan,
+        parameters=asked.dense.profile.num_params,
+        seconds=predict(workload, Grid(1, 1), cluster).step_seconds or math.nan,
     )
 
 
@@ -148,7 +148,7 @@ def mask_file(training: Training, folder: Path) -> Path:
     shapes = asked.targets.shapes
     own = {name: partial(mask, math.prod(shape)) for name, shape in shapes.items()}
     alone = LocalTransport(LocalWorld(1), 0)
-    path = folder / f"{Path(training.config).stem}-{asked.profile.num_params}.safetensors"
+    path = folder / f"{Path(training.config).stem}-{asked.dense.profile.num_params}.safetensors"
     if not path.exists():
         write_masks(path, shapes, own, transport=alone, coords=Grid(1, 1).coords(0))
     return path

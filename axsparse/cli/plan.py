@@ -150,9 +150,9 @@ def _plan(arguments: argparse.Namespace) -> None:
         from axsparse.observe import trace_file
         from axsparse.planner.plan_report import spans
 
-        last = answers[-1]
+        last = answers[-1].request
         source = f"simulated: {last.workload.name} ({last.method}), {counted(last.gpus, 'device')}"
-        trace_file.write(arguments.trace, spans(last.recommended), source)
+        trace_file.write(arguments.trace, spans(answers[-1].recommended), source)
     if arguments.html is not None:
         from axsparse.planner.html_page import page
 
@@ -271,15 +271,15 @@ def _print(
         say("\n".join(report.refusal_lines(refusals[0], notes)))
         return
     lines = [
-        f"{counted(each.search_request.gpus, 'device')}, {each.method}: {each.answer}"
+        f"{counted(each.request.gpus, 'device')}, {each.request.method}: {each.answer}"
         for each in refusals
     ]
     if len(arguments.gpus) == 1 and answers:
         say("\n".join(report.lines(answers, [*lines, *notes])))
         return
     if answers:
-        workload = answers[0].workload
-        lines.append(f"{workload.name} in {workload.precision} on {answers[0].cluster.name}")
+        request, workload = answers[0].request, answers[0].request.workload
+        lines.append(f"{workload.name} in {workload.precision} on {request.cluster.name}")
         lines += ["", *report.scaling(answers)]
     say("\n".join([*lines, *(f"note: {note}" for note in notes)]))
 

@@ -660,6 +660,15 @@ class Config(Section):
         settings = {key: (value, origins.get(key)) for key, value in values.items()}
         return self._with(ConfigSource(name, settings))
 
+    def with_values(self, values: Mapping[str, Any]) -> Config:
+        """A copy with other values of some settings, by their dotted keys."""
+        update: dict[str, Any] = {}
+        for key, value in values.items():
+            section, _, leaf = key.partition(".")
+            leaves = update.get(section, getattr(self, section))
+            update[section] = leaves.model_copy(update={leaf: value}) if leaf else value
+        return self.model_copy(update=update)
+
     def decided(self, update: Mapping[str, Any]) -> Config:
         """A copy with other values in place of `auto`, which keep their origins."""
         return self.model_copy(update=update).with_origins(self._source.name, self.origins)

@@ -41,8 +41,8 @@ class LayoutDecision:
     """The layout that `auto` takes, and why it takes this number of stages."""
 
     row: Candidate
-    budget: MemoryBudget
-    """The memory of a rank."""
+    rank_budget: float
+    """Bytes that a rank may take."""
     smaller: Rejection | None
     """The layout of one number of stages less; None if there was none."""
 
@@ -50,7 +50,7 @@ class LayoutDecision:
     def reason(self) -> str:
         """Why so many stages, in a phrase."""
         stages = counted(self.row.layout.grid.g_inter, "stage")
-        memory = of_memory(self.row.most_bytes, self.budget.nbytes)
+        memory = of_memory(self.row.most_bytes, self.rank_budget)
         sparse = ", with weights sparse at rest" * (self.row.weights == "sparse")
         text = f"{stages} (the fewest that fit: {memory} GB a rank{sparse}"
         if self.smaller is not None:
@@ -62,18 +62,14 @@ class LayoutDecision:
 
 
 def chosen_layout(
-    config: Config,
-    planned_model: ProfiledModel,
-    cluster: Cluster | None,
-    ranks: int,
-    budget: MemoryBudget,
+    model: ProfiledModel, cluster: Cluster | None, ranks: int, budget: MemoryBudget
 ) -> LayoutDecision | None:
     """The fewest stages whose memory fits, for `layout.g_inter: auto`.
 
     Returns None, so that `resolve_grid` decides, if the configuration gives g_inter, g_data or a
     split, or if no number of stages leaves each replica a microbatch. ConfigError if nothing fits.
     """
-    layout = config.layout
+    config, layout = model.config, model.config.layout
     g_tensor, all_ranks = layout.g_tensor, ranks
     if ranks % g_tensor:
         return None
@@ -82,15 +78,14 @@ def chosen_layout(
         return None
     stages = [
         n
-        for n in range(1, planned_model.most_stages + 1)
+        for n in range(1, model.most_stages + 1)
         if ranks % n == 0 and num_microbatches(config.batch) >= ranks // n
     ]
     if not stages:
         return None
     # Without a named cluster memory alone decides, and no time is predicted.
     machine = replace(machine_of(cluster), overhead_bytes=budget.overhead)
-    search_request = run_request(planned_model, machine, config, all_ranks, stages, budget.nbytes)
-    found = fewest_stages(search_request, budget)
+    found = fewest_stages(run_request(model, machine, all_ranks, stages, budget.nbytes))
     if isinstance(found, Rejection):
         raise ConfigError(
             f"{config.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
@@ -102,42 +97,31 @@ def chosen_layout(
     return found
 
 
-def fitting_row(
-    planned_model: ProfiledModel, config: Config, grid: Grid, budget: MemoryBudget
-) -> Candidate | None:
+def fitting_row(model: ProfiledModel, grid: Grid, budget: MemoryBudget) -> Candidate | None:
     """The row of a given layout in a limited memory, by which `pipeline.extra_in_flight: auto` and
     `samo.weights: auto` are decided; None if nothing fits."""
     machine = replace(machine_of(None), overhead_bytes=budget.overhead)
-    search_request = run_request(
-        planned_model, machine, config, grid.size, [grid.g_inter], budget.nbytes
-    )
-    rows, _ = try_layouts(replace(search_request, g_tensor=[grid.g_tensor]))
+    request = run_request(model, machine, grid.size, [grid.g_inter], budget.nbytes)
+    rows, _ = try_layouts(replace(request, g_tensor=[grid.g_tensor]))
     return rows[0] if rows else None
 
 
-def fitting_dense_layers(
-    planned_model: ProfiledModel,
-    config: Config,
-    grid: Grid,
-    extra_in_flight: int,
-    budget: MemoryBudget,
-) -> frozenset[str]:
+def fitting_dense_layers(model: ProfiledModel, grid: Grid, budget: MemoryBudget) -> frozenset[str]:
     """The layers whose weights are dense at rest after all, where other layers have sparse ones,
     for `samo.weights: auto` in settled stages: as many as fit in `MOST_ROOM` of the memory.
 
     The layers that take most time to expand for the bytes that this saves come first, and of equal
     ones the last. Both uses of a tied weight stay sparse.
     """
-    row = row_of_grid(planned_model, None, config, grid, extra_in_flight)
-    of_rank, ties = planned_model.tp_shard(grid.g_tensor), planned_model.profile.ties
-    tied, room = {*ties, *ties.values()}, MOST_ROOM * budget.for_model
+    row = row_of_grid(model, grid, None)
+    of_rank, ties = model.tp_shard(grid.g_tensor), model.profile.ties
+    tied, most = {*ties, *ties.values()}, MOST_ROOM * budget.for_model
     dense: frozenset[str] = frozenset()
     for stage, load in enumerate(row.loads):
         sizes = {}
         for number in load.numbers:
             layer = of_rank.profile.layers[number]
-            uses = (p for p in layer.parameters if ties.get(p.name, p.name) in of_rank.kept)
-            pruned = list(uses)
+            pruned = [p for p in layer.parameters if ties.get(p.name, p.name) in of_rank.kept]
             if pruned and not tied.intersection(p.name for p in pruned):
                 numel = sum(p.numel for p in pruned)
                 kept = sum(of_rank.kept[p.name] for p in pruned)
@@ -146,24 +130,22 @@ def fitting_dense_layers(
             more = replace(of_rank, dense_layers=dense | {name})
             state = more.state_of(load.numbers, grid.g_data, row.layout.microbatches)
             memory = row.layout.stage_memory(stage, replace(load, state=state), 0.0)
-            if memory.total <= room:
+            if memory.total <= most:
                 dense |= {name}
     return dense
 
 
-def fewest_stages(
-    search_request: SearchRequest, budget: MemoryBudget
-) -> LayoutDecision | Rejection:
+def fewest_stages(request: SearchRequest) -> LayoutDecision | Rejection:
     """The fewest of the request's stages that fit; the last rejection if none do.
 
-    The question names its numbers of stages in rising order, and has the memory of the budget.
+    The request names its numbers of stages in rising order.
     """
-    assert search_request.g_inter, "there is nothing to try"
+    assert request.g_inter, "there is nothing to try"
     smaller: Rejection | None = None
-    for stages in search_request.g_inter:
-        rows, rejected = try_layouts(replace(search_request, g_inter=[stages]))
+    for stages in request.g_inter:
+        rows, rejected = try_layouts(replace(request, g_inter=[stages]))
         if rows:
-            return LayoutDecision(rows[0], budget, smaller)
+            return LayoutDecision(rows[0], request.rank_budget, smaller)
         smaller = rejected[-1]
     assert smaller is not None
     return smaller
@@ -240,31 +222,22 @@ def cluster_of(config: Config) -> Cluster | None:
 # -- the layers of each stage -----------------------------------------------------------
 
 
-def balanced(
-    loaded: Config,
-    config: Config,
-    grid: Grid,
-    planned_model: ProfiledModel,
-    budget: MemoryBudget,
-) -> list[range]:
+def balanced(config: Config, grid: Grid, model: ProfiledModel, budget: MemoryBudget) -> list[range]:
     """The layers of each stage for `layout.split: auto`.
 
     The work of the busiest stage is as small as it can be while every stage fits the budget;
     ConfigError if none fits. The pipeline of `config` is resolved.
     """
-    batch = config.batch
-    microbatches = num_microbatches(batch, grid.g_data)
-    schedule = configured_schedule(config.pipeline)
-    layout = Layout(grid, schedule, batch.microbatch_size, microbatches)
-    found = split_layers(planned_model, layout, budget.overhead, budget.nbytes)
+    batch, schedule = config.batch, configured_schedule(config.pipeline)
+    layout = Layout(grid, schedule, batch.microbatch_size, num_microbatches(batch, grid.g_data))
+    found = split_layers(model, layout, budget.overhead, budget.nbytes)
     if not isinstance(found, Rejection):
         return [load.numbers for load in found]
     raise ConfigError(
-        f"{loaded.where('layout.memory_per_rank')}: no split of "
-        f"{len(planned_model.profile.layers)} "
-        f"layers into {grid.g_inter} stages fits {format_bytes(budget.nbytes)}, of which the "
-        f"process itself takes {format_bytes(budget.overhead)}; with the work balanced, "
-        f"{found.reason}; take more stages (layout.g_inter), prune more, or recompute activations "
+        f"{config.where('layout.memory_per_rank')}: no split of {model.most_stages} layers into "
+        f"{grid.g_inter} stages fits {format_bytes(budget.nbytes)}, of which the process itself "
+        f"takes {format_bytes(budget.overhead)}; with the work balanced, {found.reason}; take more "
+        "stages (layout.g_inter), prune more, or recompute activations "
         "(pipeline.checkpoint_activations)"
     )
 
@@ -307,9 +280,8 @@ def configured_schedule(
 
 
 def run_request(
-    planned_model: ProfiledModel,
+    model: ProfiledModel,
     cluster: Cluster,
-    config: Config,
     ranks: int,
     stages: Sequence[int] | None,
     rank_budget: float,
@@ -317,12 +289,13 @@ def run_request(
     """The search request of a run: layouts of `ranks` ranks, at the batch, the microbatch size and
     the tensor-parallel ranks of the configuration, in `rank_budget` bytes a rank. `stages` are the
     numbers to try; None: all."""
-    is_open = config.samo.weights == "auto" and planned_model.is_pruned
-    pipeline, extra = config.pipeline, config.pipeline.extra_in_flight
+    config, pipeline = model.config, model.config.pipeline
+    is_open = config.samo.weights == "auto" and model.is_pruned
+    extra = pipeline.extra_in_flight
     tried = (DEFAULT_EXTRA_IN_FLIGHT, 0) if extra == "auto" else (extra,)
     return SearchRequest(
-        workload=planned_model,
-        sparse=planned_model.stored("sparse") if is_open else None,
+        workload=model,
+        sparse=model.stored("sparse") if is_open else None,
         cluster=cluster,
         gpus=ranks,
         global_batch_size=config.batch.global_batch_size,
@@ -363,41 +336,21 @@ class Prediction:
     """Memory of the fullest rank until the first checkpoint, without its process's at the start."""
     step_seconds: float | None
     """Predicted seconds of a step; None without a cluster."""
-    reason: str | None
-    """Why there are this many stages; None if the configuration says so."""
     sum_bytes: int = 0
     """Bytes that a tensor-parallel rank sends to the others of its stage in a step, on the stage
     that sums most."""
 
 
-def row_of_grid(
-    planned_model: ProfiledModel,
-    cluster: Cluster | None,
-    config: Config,
-    grid: Grid,
-    extra_in_flight: int,
-) -> Candidate:
-    """The row of a run whose layout is settled, whatever memory there is."""
-    schedule = configured_schedule(config.pipeline, extra_in_flight=extra_in_flight)
-    # This grid alone is the answer, in any memory.
-    search_request = run_request(
-        planned_model, machine_of(cluster), config, grid.size, [grid.g_inter], math.inf
-    )
-    [row], _ = try_layouts(replace(search_request, g_tensor=[grid.g_tensor], schedules=[schedule]))
+def row_of_grid(model: ProfiledModel, grid: Grid, cluster: Cluster | None) -> Candidate:
+    """The row of a run whose layout and pipeline are decided, whatever memory there is."""
+    request = run_request(model, machine_of(cluster), grid.size, [grid.g_inter], math.inf)
+    [row], _ = try_layouts(replace(request, g_tensor=[grid.g_tensor]))
     return row
 
 
-def predict(
-    planned_model: ProfiledModel,
-    cluster: Cluster | None,
-    config: Config,
-    grid: Grid,
-    extra_in_flight: int,
-    reason: str | None,
-) -> Prediction:
-    """Predict a run whose layout is settled; `reason` is passed on."""
-    row = row_of_grid(planned_model, cluster, config, grid, extra_in_flight)
+def predict(model: ProfiledModel, grid: Grid, cluster: Cluster | None) -> Prediction:
+    """Predict a run whose layout and pipeline are decided."""
+    row = row_of_grid(model, grid, cluster)
     # The fullest stage while no checkpoint is being written.
     peak = max(stage.total - stage.checkpoint for stage in row.memory)
-    seconds = None if cluster is None else row.seconds
-    return Prediction(peak, seconds, reason, sum_bytes=max(row.sum_bytes))
+    return Prediction(peak, None if cluster is None else row.seconds, max(row.sum_bytes))

@@ -12,14 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from axsparse.config.schema import Config
-from axsparse.planner.layout_search import Layout
+from axsparse.planner.layout_search import Layout, SearchRequest
 from axsparse.planner.profiled_model import ProfiledModel, state_format
 from axsparse.planner.stage_memory import StageMemory, stage_memory
 from axsparse.planner.workload import StageLoad, value_bytes
 from axsparse.samo.state_bytes import MOMENT_BYTES
 
 PAPER = "arXiv 1910.02054"
+PLAIN = {"samo.gradient": "half", "samo.zero_stage": 0, "samo.offload": False}
+"""State as frameworks store it."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,14 @@ class Baseline:
 
 
 def baselines(
-    model: ProfiledModel,
+    dense: ProfiledModel,
     layout: Layout,
     loads: Sequence[StageLoad],
-    gpus: int,
-    overhead: float,
+    request: SearchRequest,
 ) -> list[Baseline]:
     """The dense memory of a device, for comparison with a plan of this layout and these stages."""
-    dense = replace(model, kept={}, config=_dense(model.config, "auto"))
+    gpus, overhead = request.gpus, request.cluster.overhead_bytes
+    dense = replace(dense, config=dense.config.with_values({**PLAIN, "layout.split": "auto"}))
     [whole] = dense.stages(1, 1) or []
     size = layout.microbatch_size
     memory = stage_memory(whole, microbatch_size=size, in_flight=1, overhead=overhead)
@@ -64,7 +65,8 @@ def baselines(
         ]
     if layout.grid.g_inter > 1:
         split = tuple(len(load.numbers) for load in loads)
-        same = replace(dense, config=_dense(model.config, split)).tp_shard(layout.grid.g_tensor)
+        of_layout = dense.config.with_values({"layout.split": split})
+        same = replace(dense, config=of_layout).tp_shard(layout.grid.g_tensor)
         stages = layout.memory(same.stages(len(split), 1) or [], overhead)
         most = max(
             each.weight + each.gradient + each.master + each.optimizer + _other_bytes(each)
@@ -83,14 +85,3 @@ def _trained(model: ProfiledModel) -> int:
 
 def _other_bytes(memory: StageMemory) -> float:
     return memory.activations + memory.working + memory.logits + memory.overhead
-
-
-def _dense(config: Config, split: object) -> Config:
-    """The configuration with state as frameworks store it, in stages of so many layers each."""
-    plain = {"gradient": "half", "zero_stage": 0, "offload": False}
-    return config.model_copy(
-        update={
-            "samo": config.samo.model_copy(update=plain),
-            "layout": config.layout.model_copy(update={"split": split}),
-        }
-    )

@@ -60,17 +60,17 @@ def page(plans: Sequence[Plan], notes: Sequence[str]) -> str:
         *_scaling(plans),
         *(line for plan in plans for line in _section(plan)),
     ]
-    title = f"{plans[0].workload.name} on {plans[0].cluster.name}"
+    title = f"{plans[0].request.workload.name} on {plans[0].request.cluster.name}"
     return charts.page(title, lines)
 
 
 def _section(plan: Plan) -> Iterator[str]:
-    best = plan.recommended
-    yield f"<h2>{counted(plan.gpus, 'device')}, {escape(plan.method)}: {escape(answer(plan))}</h2>"
+    best, devices = plan.recommended, counted(plan.request.gpus, "device")
+    yield f"<h2>{devices}, {plan.request.method}: {escape(answer(plan))}</h2>"
     if plan.baselines:
         rows = baseline_cells([plan])
         yield from html_table(list(rows[0]), (list(row.values()) for row in rows))
-        yield f"<p>{escape(baseline_remark(best.layout, plan.cluster))}</p>"
+        yield f"<p>{escape(baseline_remark(best.layout, plan.request.cluster))}</p>"
     yield (
         f"<p>{best.seconds:.4g} s a step, {best.percent_of_peak:.1f} % of peak. Recommended "
         f"because {escape(because(plan))}. <code>{escape(settings(plan))}</code></p>"
@@ -111,7 +111,8 @@ def _memory(plan: Plan) -> Iterator[str]:
         (f"stage {n}", [getattr(stage, part) for part in key], format_bytes(stage.total))
         for n, stage in enumerate(best.memory)
     ]
-    limit = (plan.memory_bytes, f"limit {format_bytes(plan.memory_bytes)}")
+    rank_budget = plan.request.rank_budget
+    limit = (rank_budget, f"limit {format_bytes(rank_budget)}")
     yield from chart_html(Bars("Memory of a rank", bars, list(key.values()), key, limit, WIDE))
     listed = [memory_cells(best, stage) for stage in shown_stages(best)]
     heads = [f"{head}, GB" if head == "total" else head for head in listed[0]]
@@ -123,9 +124,11 @@ def _scaling(plans: Sequence[Plan]) -> Iterator[str]:
     curves, ideal = [], []
     key: dict[str, str] = {}
     for plan in plans:
-        key.setdefault(plan.method, SERIES_COLOURS[len(key) % len(SERIES_COLOURS)])
+        key.setdefault(plan.request.method, SERIES_COLOURS[len(key) % len(SERIES_COLOURS)])
     for method, colour in key.items():
-        points = [(p.gpus, p.recommended.seconds) for p in plans if p.method == method]
+        points = [
+            (p.request.gpus, p.recommended.seconds) for p in plans if p.request.method == method
+        ]
         curves.append(Curve(method, points, colour, is_marked=True))
         gpus, seconds = points[0]
         perfect = [(n, seconds * gpus / n) for n, _ in points]

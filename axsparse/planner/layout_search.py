@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from axsparse.config.section import counted
 from axsparse.pipeline.schedules import Schedule
@@ -98,10 +98,27 @@ class SearchRequest:
     g_tensor: Sequence[int] = (1,)
     """The numbers of tensor-parallel ranks to try for each stage."""
     microbatch_sizes: Sequence[int] | None = None
-    """The sizes to try, in samples; None: every power of two that divides the batch."""
+    """The sizes to try, in samples; None: powers of two, see `sizes`."""
     usual_size: int | None = None
     """The microbatch size at which the number of stages is decided where it fits, as training
     decides; None: whichever size needs fewest."""
+
+    @property
+    def method(self) -> Literal["samo", "dense"]:
+        """The method of the planned training."""
+        return "samo" if self.workload.is_pruned else "dense"
+
+    def microbatches(self, size: int) -> int:
+        """Microbatches of `size` samples per step over all replicas."""
+        return -(-self.global_batch_size // size)
+
+    def sizes(self, replicas: int) -> Sequence[int]:
+        """The microbatch sizes to try on so many replicas, smallest first: by default the powers of
+        two that divide the batch and leave each replica a microbatch."""
+        if self.microbatch_sizes is not None:
+            return self.microbatch_sizes
+        sizes = (2**n for n in range((self.global_batch_size // replicas).bit_length()))
+        return [size for size in sizes if self.global_batch_size % size == 0]
 
 
 @dataclass(frozen=True)
@@ -143,8 +160,6 @@ class Candidate:
 MOST_ROOM = 0.85
 """The part of a rank's memory budget beyond which no extra microbatch is in flight: plans are
 estimates, and a machine that is nearly full is slow."""
-PLAYED_REPLICAS = 4
-"""Replicas that are simulated if there is jitter: enough to distinguish layouts."""
 
 
 @dataclass(frozen=True)
@@ -170,21 +185,13 @@ class Rejection:
 class Plan:
     """All layouts of a number of devices, and the recommended one, which may leave some over."""
 
-    workload: Workload
-    cluster: Cluster
-    gpus: int
-    memory_bytes: float
-    """The memory budget of a rank."""
+    request: SearchRequest
     rows: Sequence[Candidate]
     """The layouts that fit: the recommended one first, then the others by predicted step."""
     rejected: Sequence[Rejection]
-    method: str = ""
-    """The subject of the plan, such as "dense", where several are compared."""
     taken: Mapping[str, object] = field(default_factory=dict)
     """Settings in addition to the layout that the plan chose, as the configuration says nothing of
     them."""
-    recomputes: bool = False
-    """Whether activations are recomputed."""
     baselines: Sequence[Baseline] = ()
     """Other ways of dense training, where the model has been profiled."""
 
@@ -208,31 +215,31 @@ class NoLayoutError(ConfigError):
         self.rejected = rejected
 
 
-def plan(search_request: SearchRequest) -> Plan:
+def plan(request: SearchRequest) -> Plan:
     """Try every layout; NoLayoutError if none fits."""
-    workload, cluster, gpus = search_request.workload, search_request.cluster, search_request.gpus
+    gpus = request.gpus
     if gpus < 1:
         raise ConfigError(f"gpus: {gpus} devices train nothing; plan for at least 1")
-    rows, rejected = try_layouts(search_request)
-    asked = [row for row in rows if row.layout.microbatch_size == search_request.usual_size] or rows
+    rows, rejected = try_layouts(request)
+    asked = [row for row in rows if row.layout.microbatch_size == request.usual_size] or rows
     fewest = min((row.layout.grid.parallelism for row in asked), default=gpus)
     fitting = [row for row in rows if row.layout.grid.parallelism == fewest]
     best = min(fitting, key=lambda row: row.seconds, default=None)
-    if search_request.may_leave:
-        best = _on_fewer(search_request, fewest, best)
+    if request.may_leave:
+        best = _on_fewer(request, fewest, best)
     if best is None:
         last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
         raise NoLayoutError(
-            f"{workload.name} fits no layout of {counted(gpus, 'device')} of "
-            f"{cluster.name}; with {last.layout} {last.reason}; take more "
-            "devices, or prune more",
+            f"{request.workload.name} fits no layout of {counted(gpus, 'device')} of "
+            f"{request.cluster.name}; with {last.layout} {last.reason}; take more devices, or "
+            "prune more",
             rejected,
         )
     others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    return Plan(workload, cluster, gpus, search_request.rank_budget, [best, *others], rejected)
+    return Plan(request, [best, *others], rejected)
 
 
-def _on_fewer(search_request: SearchRequest, most: int, best: Candidate | None) -> Candidate | None:
+def _on_fewer(request: SearchRequest, most: int, best: Candidate | None) -> Candidate | None:
     """The fastest layout that leaves some devices over and is no slower than `best`, which takes
     all of them; else `best`. A replica has `most` devices at most.
 
@@ -240,52 +247,43 @@ def _on_fewer(search_request: SearchRequest, most: int, best: Candidate | None) 
     as are needed for none to take more, and the number of stages need not divide the number of
     devices.
     """
-    for g_tensor in search_request.g_tensor:
-        used = replace(search_request, gpus=search_request.gpus - search_request.gpus % g_tensor)
+    for g_tensor in request.g_tensor:
+        used = replace(request, gpus=request.gpus - request.gpus % g_tensor)
         if why_not_g_tensor(used, g_tensor) is not None:
             continue
-        limit = min(most, search_request.gpus) // g_tensor
-        for stages in search_request.g_inter or range(1, limit + 1):
-            for size in search_request.microbatch_sizes or _powers_of_two(
-                search_request.global_batch_size, 1
-            ):
-                microbatches = -(-search_request.global_batch_size // size)
-                replicas = search_request.gpus // (stages * g_tensor)
-                if not replicas:
-                    break
+        limit = min(most, request.gpus) // g_tensor
+        for stages in request.g_inter or range(1, limit + 1):
+            replicas = request.gpus // (stages * g_tensor)
+            for size in request.sizes(1) if replicas else ():
+                microbatches = request.microbatches(size)
                 grid = Grid(stages, -(-microbatches // -(-microbatches // replicas)), g_tensor)
-                if (
-                    grid.size == search_request.gpus
-                    or _impossible(search_request, grid) is not None
-                ):
+                if grid.size == request.gpus or _impossible(request, grid) is not None:
                     continue
-                tried = _first_that_fits(search_request, grid, size)
+                tried = _first_that_fits(request, grid, size)
                 if isinstance(tried, Rejection):
                     break
                 is_faster = best is None or tried.seconds <= best.seconds
-                if is_faster and _is_fewest(
-                    search_request, grid, search_request.usual_size or size
-                ):
+                if is_faster and _is_fewest(request, grid, request.usual_size or size):
                     best = tried
     return best
 
 
-def _is_fewest(search_request: SearchRequest, grid: Grid, size: int) -> bool:
+def _is_fewest(request: SearchRequest, grid: Grid, size: int) -> bool:
     """Whether no fewer stages fit the ranks of a grid, so that training takes as many there."""
     ranks = grid.g_inter * grid.g_data
     smaller = (
         Grid(stages, ranks // stages, grid.g_tensor)
         for stages in range(1, grid.g_inter)
-        if ranks % stages == 0 and stages in (search_request.g_inter or [stages])
+        if ranks % stages == 0 and stages in (request.g_inter or [stages])
     )
     return all(
-        _impossible(search_request, each) is not None
-        or isinstance(_first_that_fits(search_request, each, size), Rejection)
+        _impossible(request, each) is not None
+        or isinstance(_first_that_fits(request, each, size), Rejection)
         for each in smaller
     )
 
 
-def try_layouts(search_request: SearchRequest) -> tuple[list[Candidate], list[Rejection]]:
+def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection]]:
     """The layouts that fit, and the rejected ones, in the order in which they are tried.
 
     ConfigError if the request has one number of tensor-parallel ranks, and the model cannot be
@@ -293,92 +291,90 @@ def try_layouts(search_request: SearchRequest) -> tuple[list[Candidate], list[Re
     """
     rows: list[Candidate] = []
     rejected: list[Rejection] = []
-    for g_tensor in search_request.g_tensor:
-        why = why_not_g_tensor(search_request, g_tensor)
+    for g_tensor in request.g_tensor:
+        why = why_not_g_tensor(request, g_tensor)
         if why is not None:
             rejected.append(Rejection(1, 0, None, why, g_tensor))
             continue
-        of_stages = search_request.gpus // g_tensor
-        for stages in search_request.g_inter or [
-            n for n in range(1, of_stages + 1) if of_stages % n == 0
-        ]:
+        of_stages = request.gpus // g_tensor
+        for stages in request.g_inter or [n for n in range(1, of_stages + 1) if of_stages % n == 0]:
             if of_stages % stages:
                 uneven = f"{stages} does not divide {counted(of_stages, 'device')}"
                 rejected.append(Rejection(stages, 0, None, uneven, g_tensor))
                 continue
             grid = Grid(stages, of_stages // stages, g_tensor)
-            fitting, others = _try_grid(search_request, grid)
+            fitting, others = _try_grid(request, grid)
             rows += fitting
             rejected += others
     return rows, rejected
 
 
-def why_not_g_tensor(search_request: SearchRequest, g_tensor: int) -> str | None:
+def why_not_g_tensor(request: SearchRequest, g_tensor: int) -> str | None:
     """The reason why no number of stages can have so many tensor-parallel ranks; None if some can.
 
     With one number in the request nodes are not looked at, and ConfigError says why the model
     cannot be sharded.
     """
-    gpus, on_node = search_request.gpus, search_request.cluster.gpus_per_node
+    gpus, on_node = request.gpus, request.cluster.gpus_per_node
     if gpus % g_tensor:
         return (
             f"{counted(g_tensor, 'tensor-parallel rank')} do not divide {counted(gpus, 'device')}"
         )
-    if len(search_request.g_tensor) == 1:
-        search_request.workload.tp_shard(g_tensor)
+    if len(request.g_tensor) == 1:
+        request.workload.tp_shard(g_tensor)
         return None
     # Ranks fill one node after the other.
     if g_tensor > on_node or (gpus > on_node and on_node % g_tensor):
         return f"some would be on another node, as nodes have {counted(on_node, 'device')}"
     try:
-        search_request.workload.tp_shard(g_tensor)
+        request.workload.tp_shard(g_tensor)
     except ConfigError as error:
         return str(error)
     return None
 
 
-def _try_grid(search_request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list[Rejection]]:
+def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list[Rejection]]:
     """The microbatch sizes at which this grid fits, and the sizes at which it does not."""
     rows: list[Candidate] = []
-    why, sizes = _impossible(search_request, grid), search_request.microbatch_sizes
+    why = _impossible(request, grid)
     if why is not None:
         return rows, [Rejection(grid.g_inter, grid.g_data, None, why, grid.g_tensor)]
     rejected: list[Rejection] = []
-    for size in sizes or _powers_of_two(search_request.global_batch_size, grid.g_data):
-        tried = _try_ways(search_request, grid, size)
+    for size in request.sizes(grid.g_data):
+        tried = _try_ways(request, grid, size)
         fitting = [each for each in tried if isinstance(each, Candidate)]
         rows += fitting
         if fitting:
             continue
         rejected += [each for each in tried[-1:] if isinstance(each, Rejection)]
-        if sizes is None:
+        if request.microbatch_sizes is None:
             break  # larger microbatches need more memory
     return rows, rejected
 
 
-def _try_ways(search_request: SearchRequest, grid: Grid, size: int) -> list[Candidate | Rejection]:
+def _try_ways(request: SearchRequest, grid: Grid, size: int) -> list[Candidate | Rejection]:
     """One grid at one microbatch size, with pruned weights stored in every way that is open, the
     faster first."""
     ways: list[tuple[WeightKind, Workload | None]] = [
-        ("dense", search_request.workload),
-        ("sparse", search_request.sparse),
+        ("dense", request.workload),
+        ("sparse", request.sparse),
     ]
     return [
-        _try_size(replace(search_request, workload=workload), grid, size, weights)
+        _try_size(replace(request, workload=workload), grid, size, weights)
         for weights, workload in ways
         if workload is not None
     ]
 
 
-def _first_that_fits(search_request: SearchRequest, grid: Grid, size: int) -> Candidate | Rejection:
+def _first_that_fits(request: SearchRequest, grid: Grid, size: int) -> Candidate | Rejection:
     """The faster way to store weights that fits; the last rejection if none does."""
-    tried = _try_ways(search_request, grid, size)
+    tried = _try_ways(request, grid, size)
     return next((each for each in tried if isinstance(each, Candidate)), tried[-1])
 
 
-def _impossible(search_request: SearchRequest, grid: Grid) -> str | None:
+def _impossible(request: SearchRequest, grid: Grid) -> str | None:
     """Why no microbatch size can run on this grid; None if some can."""
-    most, batch = search_request.workload.most_stages, search_request.global_batch_size
+    most, batch = request.workload.most_stages, request.global_batch_size
     if grid.g_inter > most:
         return f"the model can be cut into {most} stages at most"
     if batch < grid.g_data:
@@ -387,27 +383,25 @@ def _impossible(search_request: SearchRequest, grid: Grid) -> str | None:
 
 
 def _try_size(
-    search_request: SearchRequest, grid: Grid, size: int, weights: WeightKind
+    request: SearchRequest, grid: Grid, size: int, weights: WeightKind
 ) -> Candidate | Rejection:
     """One grid at one microbatch size, under the first of the request's schedules that fits."""
-    microbatches = -(-search_request.global_batch_size // size)
-    if size > search_request.global_batch_size or microbatches < grid.g_data:
-        reason = (
-            f"microbatches of {size} make too few of a batch of {search_request.global_batch_size}"
-        )
+    microbatches = request.microbatches(size)
+    if size > request.global_batch_size or microbatches < grid.g_data:
+        reason = f"microbatches of {size} make too few of a batch of {request.global_batch_size}"
         return Rejection(grid.g_inter, grid.g_data, size, reason, grid.g_tensor)
-    split = search_request.split_backward
+    split = request.split_backward
     is_split = grid.g_inter > 1 if split is None else split
-    for schedule in search_request.schedules:
-        rank_budget = search_request.rank_budget
-        if schedule.extra_in_flight > search_request.schedules[-1].extra_in_flight:
+    for schedule in request.schedules:
+        rank_budget = request.rank_budget
+        if schedule.extra_in_flight > request.schedules[-1].extra_in_flight:
             rank_budget *= MOST_ROOM
         schedule = replace(schedule, split_backward=is_split)
         layout = Layout(grid, schedule, size, -(-microbatches // grid.g_data))
-        workload = search_request.workload.tp_shard(grid.g_tensor)
-        loads = split_layers(workload, layout, search_request.cluster.overhead_bytes, rank_budget)
+        workload = request.workload.tp_shard(grid.g_tensor)
+        loads = split_layers(workload, layout, request.cluster.overhead_bytes, rank_budget)
         if not isinstance(loads, Rejection):
-            return _row(search_request, layout, loads, weights)
+            return _row(request, layout, loads, weights)
         rejection = loads
     return rejection
 
@@ -442,23 +436,16 @@ def split_layers(
 
 
 def _row(
-    search_request: SearchRequest,
+    request: SearchRequest,
     layout: Layout,
     loads: Sequence[StageLoad],
     weights: WeightKind,
 ) -> Candidate:
     """Simulate a layout that fits."""
-    workload, cluster, grid = search_request.workload, search_request.cluster, layout.grid
+    workload, cluster, grid = request.workload, request.cluster, layout.grid
     costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size)
-    run = simulate_step(
-        costs,
-        cluster,
-        grid,
-        layout.schedule,
-        layout.microbatches,
-        most_replicas=PLAYED_REPLICAS,
-    )
-    flops = search_request.global_batch_size * workload.sample_flops
+    run = simulate_step(costs, cluster, grid, layout.schedule, layout.microbatches)
+    flops = request.global_batch_size * workload.sample_flops
     peak = grid.size * cluster.peak(workload.precision)
     return Candidate(
         layout=layout,
@@ -469,9 +456,3 @@ def _row(
         percent_of_peak=100 * flops / (run.seconds * peak),
         weights=weights,
     )
-
-
-def _powers_of_two(batch: int, replicas: int) -> list[int]:
-    """The powers of two that divide a batch and leave each replica a microbatch, smallest first."""
-    sizes = (2**n for n in range((batch // replicas).bit_length()))
-    return [size for size in sizes if batch % size == 0]

@@ -1,11 +1,11 @@
-"""Plans for a configured model: survey it, find its pruned tensors, and search the layouts.
+"""Plans for a configured model: profile it, find its pruned tensors, and search the layouts.
 
 This is what `axsparse plan` and `ax.plan_for` call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -13,17 +13,16 @@ from axsparse.config.schema import Config
 from axsparse.config.section import counted
 from axsparse.config.validate import check_config, check_offload, check_split
 from axsparse.models.layer import Model
-from axsparse.models.model_profile import ModelProfile, profile
+from axsparse.models.model_profile import profile
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.auto_layout import has_costs, run_request
-from axsparse.planner.baselines import Baseline, baselines
+from axsparse.planner.baselines import baselines
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout_search import Layout, NoLayoutError, Plan, SearchRequest, plan
-from axsparse.planner.profiled_model import Cutting, ProfiledModel, copied_bytes
+from axsparse.planner.layout_search import NoLayoutError, Plan, SearchRequest, plan
+from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
 from axsparse.planner.stage_memory import gigabytes, memory_budget
 from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
-from axsparse.planner.workload import StageLoad
-from axsparse.pruning.criteria import Criterion, Score, configured_criterion
+from axsparse.pruning.criteria import Score, configured_criterion
 from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.optim.optimizer import optimizer_of
@@ -32,8 +31,8 @@ from axsparse.samo.precision import DTYPES
 Method = Literal["start", "dense", "samo"]
 """`start`: as the run begins, which is dense if masks are found later; `dense`: without pruning;
 `samo`: with as many kept entries as the run ends with."""
-BATCH, RECOMPUTED = "batch.global_batch_size", "pipeline.checkpoint_activations"
-MICROBATCH = "batch.microbatch_size"
+BATCH, MICROBATCH = "batch.global_batch_size", "batch.microbatch_size"
+RECOMPUTED = "pipeline.checkpoint_activations"
 """Settings that a plan chooses where nobody has set them."""
 
 
@@ -41,41 +40,28 @@ MICROBATCH = "batch.microbatch_size"
 class PlannedModel:
     """A configured model that has been profiled, ready to be planned."""
 
-    config: Config
-    profile: ModelProfile
+    dense: ProfiledModel
+    """The model without pruning."""
     targets: Targets | None
-    on_host: bool
-    """Whether the memory that is planned is the host's."""
     notes: Sequence[str]
     """Remarks for the user, such as where the plan departs from the configuration."""
-    criterion: Criterion | None = None
-    """The criterion of a custom score; None without one."""
-    cutting: Cutting | None = None
-    """The shards of layers for several tensor-parallel ranks."""
+
+    @property
+    def config(self) -> Config:
+        return self.dense.config
 
     def workload(self, method: Method) -> ProfiledModel:
         """The trained model; ConfigError for `samo` if nothing is pruned."""
-        config, name = self.config, self.config.name
-        is_pruned = method == "samo" or (method == "start" and starts_pruned(config, self.targets))
-        model = ProfiledModel(
-            config,
-            self.profile,
-            name,
-            {},
-            optimizer_of(config.optimizer),
-            on_host=self.on_host,
-            sees_inputs=self.criterion is not None and self.criterion.sees_inputs,
-            sees_gradients=self.criterion is not None and self.criterion.sees_gradients,
-            cutting=self.cutting,
-        )
-        if not is_pruned:
-            return model
+        if method == "dense" or (
+            method == "start" and not starts_pruned(self.config, self.targets)
+        ):
+            return self.dense
         if self.targets is None:
             raise ConfigError(
                 f"{self.config.where('pruning.sparsity')}: nothing is pruned, so that there is no "
                 "SAMO to compare with; set it above 0 (and samo.enabled to true)"
             )
-        return replace(model, kept=self.targets.kept())
+        return replace(self.dense, kept=self.targets.kept())
 
     def rank_budget(self, cluster: Cluster) -> float:
         """Bytes that a rank may take, its overhead included."""
@@ -83,7 +69,7 @@ class PlannedModel:
         budget = memory_budget(
             cluster.memory_bytes,
             cluster.overhead_bytes,
-            on_host=self.on_host,
+            on_host=self.dense.on_host,
             limit=None if limit == "auto" else limit * 1e9,
         )
         return budget.nbytes
@@ -109,68 +95,45 @@ class PlannedModel:
         activations are recomputed.
         """
         for tried in self._tried(gpus):
-            search_request = tried._search_request(
-                method, cluster, gpus, microbatch_sizes, g_tensor
-            )
+            request = tried._request(method, cluster, gpus, microbatch_sizes, g_tensor)
             try:
-                found = plan(search_request)
+                found = plan(request)
             except NoLayoutError as error:
                 failed = error
                 continue
             best = found.recommended
+            before, after = self.config.by_key(), tried.config.by_key()
             return replace(
                 found,
-                method=_name(search_request),
-                taken=tried._changes(self.config),
-                recomputes=tried._recomputes,
-                baselines=tried._baselines(search_request, best.layout, best.loads),
+                taken={key: after[key] for key in after if after[key] != before[key]},
+                baselines=baselines(tried.dense, best.layout, best.loads, request),
             )
         # The least memory is that of weights which are sparse at rest, where that is open.
-        least_way = search_request.sparse or search_request.workload
-        search_request = replace(search_request, workload=least_way, sparse=None)
-        least = least_memory(search_request)
+        request = replace(request, workload=request.sparse or request.workload, sparse=None)
+        least = least_memory(request)
         if least is None:
             raise failed
         refusal = Refusal(
-            method=_name(search_request),
-            search_request=search_request,
+            request=request,
             rejected=failed.rejected,
             least=least,
-            fewest=fewest_devices(search_request) if search_request.may_leave else None,
-            recomputes=tried._recomputes,
-            baselines=tried._baselines(search_request, least.layout, least.loads),
+            fewest=fewest_devices(request) if request.may_leave else None,
+            baselines=baselines(tried.dense, least.layout, least.loads, request),
         )
         raise DoesNotFitError(refusal) from None
 
-    @property
-    def _recomputes(self) -> bool:
-        return self.config.pipeline.checkpoint_activations > 0
-
     def _tried(self, gpus: int) -> Iterator[PlannedModel]:
         """This model with a batch for so many devices; then also with activations recomputed."""
-        config = self.config
-        batch = config.batch.model_copy(update={"global_batch_size": self.batch(gpus)})
-        config = config.model_copy(update={"batch": batch})
-        yield replace(self, config=config)
-        if RECOMPUTED in self.config.origins or config.pipeline.checkpoint_activations:
-            return
-        pipeline = config.pipeline.model_copy(update={"checkpoint_activations": 1})
-        config = config.model_copy(update={"pipeline": pipeline})
-        yield replace(self, config=config)
+        changes: dict[str, object] = {BATCH: self.batch(gpus)}
+        yield self._with(changes)
+        if not (RECOMPUTED in self.config.origins or self.dense.recomputes):
+            yield self._with({**changes, RECOMPUTED: 1})
 
-    def _changes(self, before: Config) -> dict[str, object]:
-        """The settings that differ between `before` and the configuration."""
-        config = self.config
-        values = {
-            BATCH: (before.batch.global_batch_size, config.batch.global_batch_size),
-            RECOMPUTED: (
-                before.pipeline.checkpoint_activations,
-                config.pipeline.checkpoint_activations,
-            ),
-        }
-        return {key: after for key, (was, after) in values.items() if was != after}
+    def _with(self, values: Mapping[str, object]) -> PlannedModel:
+        """The same model with some settings changed."""
+        return replace(self, dense=replace(self.dense, config=self.config.with_values(values)))
 
-    def _search_request(
+    def _request(
         self,
         method: Method,
         cluster: Cluster,
@@ -181,20 +144,13 @@ class PlannedModel:
         config = self.config
         tried = [config.layout.g_tensor] if g_tensor is None else g_tensor
         stages, rank_budget = self._stages(gpus, tried), self.rank_budget(cluster)
-        usual = config.batch.microbatch_size if MICROBATCH in self.config.origins else None
         return replace(
-            run_request(self.workload(method), cluster, config, gpus, stages, rank_budget),
+            run_request(self.workload(method), cluster, gpus, stages, rank_budget),
             g_tensor=tried,
             microbatch_sizes=microbatch_sizes,
-            usual_size=usual,
+            usual_size=config.batch.microbatch_size if MICROBATCH in config.origins else None,
             may_leave=config.layout.g_data == "auto",
         )
-
-    def _baselines(
-        self, search_request: SearchRequest, layout: Layout, loads: Sequence[StageLoad]
-    ) -> list[Baseline]:
-        overhead = search_request.cluster.overhead_bytes
-        return baselines(self.workload("dense"), layout, loads, search_request.gpus, overhead)
 
     def _stages(self, gpus: int, g_tensor: Sequence[int]) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all."""
@@ -206,23 +162,20 @@ class PlannedModel:
             if len(g_tensor) > 1:
                 raise ConfigError(
                     f"{self.config.where('layout.g_data')}: {layout.g_data}, and tensor-parallel "
-                    "ranks has "
-                    f"{len(g_tensor)} numbers; give one of the two axes, or one number"
+                    f"ranks has {len(g_tensor)} numbers; give one of the two axes, or one number"
                 )
             each = layout.g_data * g_tensor[0]
             if gpus % each:
-                of_members = f" of {counted(g_tensor[0], 'tensor-parallel rank')}" * (
-                    g_tensor[0] > 1
-                )
+                ranks = f" of {counted(g_tensor[0], 'tensor-parallel rank')}" * (g_tensor[0] > 1)
                 raise ConfigError(
                     f"{self.config.where('layout.g_data')}: {counted(layout.g_data, 'replica')}"
-                    f"{of_members} do not divide {counted(gpus, 'device')}; choose numbers whose "
+                    f"{ranks} do not divide {counted(gpus, 'device')}; choose numbers whose "
                     "product does, or auto"
                 )
             stages = gpus // each
         if stages is None:
             return None
-        check_split(self.config, stages, len(self.profile.layers))
+        check_split(self.config, stages, self.dense.most_stages)
         needed = stages * min(g_tensor)
         if needed > gpus:
             key = "layout.g_inter" if layout.split == "auto" else "layout.split"
@@ -233,18 +186,13 @@ class PlannedModel:
         return [stages]
 
 
-def _name(search_request: SearchRequest) -> str:
-    """The method of the planned training."""
-    return "samo" if search_request.workload.is_pruned else "dense"
-
-
 def planned_model(
     config: Config,
     cluster: Cluster,
     model: Model | None = None,
     score: Score | None = None,
 ) -> PlannedModel:
-    """ModelProfile the model of a configuration, or another one, for a plan on this cluster.
+    """Profile the model of a configuration, or another one, for a plan on this cluster.
 
     Weights are not read. `score` is a criterion of the user's own. ConfigError for a configuration
     that no run could have, for a model whose layers' costs are not known, and for a score that the
@@ -288,8 +236,17 @@ def planned_model(
             f"{gigabytes(copied_bytes(config))} GB for copies of checkpoints "
             "(checkpoint.staging_memory), and messages under way where they go through it"
         )
-    cutting = Cutting(config, model, profiled)
-    return PlannedModel(config, profiled, targets, cluster.is_of_hosts, notes, criterion, cutting)
+    dense = ProfiledModel(
+        config,
+        profiled,
+        {},
+        optimizer_of(config.optimizer),
+        model,
+        on_host=cluster.is_of_hosts,
+        sees_inputs=criterion is not None and criterion.sees_inputs,
+        sees_gradients=criterion is not None and criterion.sees_gradients,
+    )
+    return PlannedModel(dense, targets, notes)
 
 
 # Reason: these are the arguments of the Python API, all but the first three optional.

@@ -13,7 +13,7 @@ from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.simulator import StageRun
 from axsparse.planner.baselines import PAPER, Baseline
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout_search import Candidate, Layout, Plan, Rejection
+from axsparse.planner.layout_search import Candidate, Layout, Plan, Rejection, SearchRequest
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_cost import STEP_PHASES
 from axsparse.planner.what_fits import RECOMPUTED, Refusal, short
@@ -33,11 +33,11 @@ _LEFT = frozenset(
 def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
     """The output of the command about the plans for one number of devices."""
     for plan in plans:
-        yield f"{plan.method}: " * (len(plans) > 1) + answer(plan)
+        yield f"{plan.request.method}: " * (len(plans) > 1) + answer(plan)
     if plans[-1].baselines:
         yield ""
         yield from table(baseline_cells(plans))
-        yield baseline_remark(plans[-1].recommended.layout, plans[-1].cluster)
+        yield baseline_remark(plans[-1].recommended.layout, plans[-1].request.cluster)
     for plan in plans:
         yield ""
         yield from _of_one(plan)
@@ -50,12 +50,12 @@ def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
 
 def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
     """The output of the command where nothing fits."""
-    least, rank_budget = refusal.least, refusal.search_request.rank_budget
+    least, request = refusal.least, refusal.request
     yield refusal.answer
     yield ""
-    own = (f"{refusal.method}, {least.layout.grid}", least.nbytes)
-    yield from table(_comparison_cells([own], refusal.baselines, rank_budget))
-    yield baseline_remark(least.layout, refusal.search_request.cluster)
+    own = (f"{request.method}, {least.layout.grid}", least.nbytes)
+    yield from table(_comparison_cells([own], refusal.baselines, request.rank_budget))
+    yield baseline_remark(least.layout, request.cluster)
     yield ""
     yield "rejected, with the work of the stages balanced:"
     yield from rejections(refusal.rejected)
@@ -66,10 +66,10 @@ def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
 def answer(plan: Plan) -> str:
     """The answer in a line: "fits: 2 stages × 2 replicas, 33.1 of 40 GB"."""
     best = plan.recommended
-    left = plan.gpus - best.layout.grid.size
+    left = plan.request.gpus - best.layout.grid.size
     devices = f" ({counted(left, 'device')} left over)" * (left > 0)
-    used, rank_budget = gigabytes(best.most_bytes), short(plan.memory_bytes)
-    recomputed = RECOMPUTED * plan.recomputes
+    used, rank_budget = gigabytes(best.most_bytes), short(plan.request.rank_budget)
+    recomputed = RECOMPUTED * plan.request.workload.recomputes
     sparse = ", weights sparse at rest" * (best.weights == "sparse")
     return f"fits: {best.layout.grid}{devices}, {used} of {rank_budget} GB{sparse}{recomputed}"
 
@@ -77,10 +77,10 @@ def answer(plan: Plan) -> str:
 def baseline_cells(plans: Sequence[Plan]) -> list[dict[str, str]]:
     """The memory of a device by these plans and by other ways of training, as texts by column."""
     own = [
-        (f"{plan.method}, {plan.recommended.layout.grid}", plan.recommended.most_bytes)
+        (f"{plan.request.method}, {plan.recommended.layout.grid}", plan.recommended.most_bytes)
         for plan in plans
     ]
-    return _comparison_cells(own, plans[-1].baselines, plans[-1].memory_bytes)
+    return _comparison_cells(own, plans[-1].baselines, plans[-1].request.rank_budget)
 
 
 def _comparison_cells(
@@ -109,11 +109,11 @@ def baseline_remark(layout: Layout, cluster: Cluster) -> str:
 
 
 def _of_one(plan: Plan) -> Iterator[str]:
-    best = plan.recommended
-    devices = counted(plan.gpus, "device")
+    best, request, workload = plan.recommended, plan.request, plan.request.workload
     yield (
-        f"{plan.workload.name} ({plan.method}) in {plan.workload.precision} on {devices} of "
-        f"{plan.cluster.name}, {gigabytes(plan.memory_bytes)} GB each"
+        f"{workload.name} ({request.method}) in {workload.precision} on "
+        f"{counted(request.gpus, 'device')} of {request.cluster.name}, "
+        f"{gigabytes(request.rank_budget)} GB each"
     )
     yield ""
     yield from table([cells(plan, row) for row in plan.rows[:MOST_ROWS]])
@@ -163,10 +163,10 @@ def because(plan: Plan) -> str:
         with_ = last.layout if of_three else last.g_inter
         reason = f"fewer {stages} do not do (with {with_}: {last.reason})"
     else:
-        used, rank_budget = gigabytes(best.most_bytes), gigabytes(plan.memory_bytes)
+        used, rank_budget = gigabytes(best.most_bytes), gigabytes(plan.request.rank_budget)
         reason = f"the fewest {stages} fit: {used} GB of {rank_budget} GB"
     reason += _of_as_many(plan)
-    left = plan.gpus - best.layout.grid.size
+    left = plan.request.gpus - best.layout.grid.size
     if left:
         reason += f"; with the other {counted(left, 'device')} a step would be no faster"
     fastest = min(plan.rows, key=lambda row: row.seconds)
@@ -211,7 +211,7 @@ def comparison(plans: Sequence[Plan]) -> Iterator[str]:
     yield from table(
         [
             {
-                "method": plan.method,
+                "method": plan.request.method,
                 **cells(plan, plan.recommended),
                 "reduction %": f"{100 * (1 - plan.recommended.seconds / first):.1f}",
             }
@@ -229,12 +229,12 @@ def scaling(plans: Sequence[Plan]) -> Iterator[str]:
     rows = []
     for plan in plans:
         row = plan.recommended
-        first = base.setdefault(plan.method, plan)
-        ideal = first.recommended.seconds * first.gpus / plan.gpus
+        first = base.setdefault(plan.request.method, plan)
+        ideal = first.recommended.seconds * first.request.gpus / plan.request.gpus
         rows.append(
             {
-                "method": plan.method,
-                "devices": str(plan.gpus),
+                "method": plan.request.method,
+                "devices": str(plan.request.gpus),
                 **cells(plan, row),
                 "efficiency %": f"{100 * ideal / row.seconds:.0f}",
             }
@@ -312,63 +312,56 @@ def shown_stages(row: Candidate) -> list[int]:
 
 def as_json(plan: Plan) -> dict[str, Any]:
     """Everything about a plan, in bytes and seconds."""
+    third, cluster = has_tensor_parallelism(plan), plan.request.cluster
     return {
         "answer": answer(plan),
-        "method": plan.method,
-        "model": plan.workload.name,
-        "precision": plan.workload.precision,
-        "cluster": plan.cluster.name,
-        "gpus": plan.gpus,
-        "memory_bytes": plan.memory_bytes,
-        "recomputes": plan.recomputes,
+        **_request_json(plan.request),
         "taken": dict(plan.taken),
-        "baselines": _baselines_json(plan.baselines, plan.memory_bytes),
+        "baselines": _baselines_json(plan.baselines, plan.request),
         "because": because(plan),
         "rows": [_row_json(plan, row) for row in plan.rows],
-        "rejected": [
-            _rejection_json(each, has_tensor_parallelism=has_tensor_parallelism(plan))
-            for each in plan.rejected
-        ],
+        "rejected": [_rejection_json(each, has_tensor_parallelism=third) for each in plan.rejected],
         "constants": {
-            name: {
-                "value": getattr(plan.cluster, name),
-                "kind": origin.kind,
-                "source": origin.source,
-            }
-            for name, origin in plan.cluster.origins.items()
+            name: {"value": getattr(cluster, name), **asdict(origin)}
+            for name, origin in cluster.origins.items()
         },
     }
 
 
 def refusal_json(refusal: Refusal) -> dict[str, Any]:
     """Everything about a search request that nothing fits, in bytes."""
-    search_request = refusal.search_request
+    third = len(refusal.request.g_tensor) > 1
     return {
         "answer": refusal.answer,
-        "method": refusal.method,
-        "model": search_request.workload.name,
-        "precision": search_request.workload.precision,
-        "cluster": search_request.cluster.name,
-        "gpus": search_request.gpus,
-        "memory_bytes": search_request.rank_budget,
-        "recomputes": refusal.recomputes,
+        **_request_json(refusal.request),
         "least_bytes": refusal.least.nbytes,
         "fewest_devices": refusal.fewest,
-        "baselines": _baselines_json(refusal.baselines, search_request.rank_budget),
+        "baselines": _baselines_json(refusal.baselines, refusal.request),
         "rejected": [
-            _rejection_json(each, has_tensor_parallelism=len(search_request.g_tensor) > 1)
-            for each in refusal.rejected
+            _rejection_json(each, has_tensor_parallelism=third) for each in refusal.rejected
         ],
     }
 
 
-def _baselines_json(found: Sequence[Baseline], rank_budget: float) -> list[dict[str, Any]]:
+def _request_json(request: SearchRequest) -> dict[str, Any]:
+    return {
+        "method": request.method,
+        "model": request.workload.name,
+        "precision": request.workload.precision,
+        "cluster": request.cluster.name,
+        "gpus": request.gpus,
+        "memory_bytes": request.rank_budget,
+        "recomputes": request.workload.recomputes,
+    }
+
+
+def _baselines_json(found: Sequence[Baseline], request: SearchRequest) -> list[dict[str, Any]]:
     return [
         {
             "name": each.name,
             "formula": each.formula,
             "bytes": each.nbytes,
-            "fits": each.nbytes <= rank_budget,
+            "fits": each.nbytes <= request.rank_budget,
         }
         for each in found
     ]

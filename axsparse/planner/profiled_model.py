@@ -113,7 +113,7 @@ def calibration_memory(
     """
     pruning, dense = model.config.pruning, replace(stored, moments=0, replicas=1)
     ties, kept, on_host = model.profile.ties, model.kept, model.on_host
-    after_last_pruned = model.after_last_pruned(dense)
+    last_pruned = model.profile.layers[model.last_pruned].name
     method, heals = STATISTICS.get(pruning.method), pruning.heal != "none"
     drawn = 0.0
     moments: list[tuple[float, float]] = []
@@ -122,7 +122,8 @@ def calibration_memory(
         matrices = [p for p in layer.parameters if p.name in kept]
         built = layer if matrices else _frozen(layer)
         there = stage_bytes([built], ties, {}, dense).total + drawn * on_host
-        after = after_last_pruned.get(layer.name, AfterLastPruned())
+        is_last = layer.name == last_pruned
+        after = model.after_last_pruned(dense) if is_last else AfterLastPruned()
         # Where layers are healed the samples also pass through the layers as they were.
         flows = 1 + heals
         there += flows * pruning.calibration_samples * max(costs.inputs, costs.outputs)
@@ -165,7 +166,7 @@ def state_format(
 ) -> StateFormat:
     """How a run of `g_data` replicas stores its state; `adds_in_half` decides `samo.gradient:
     auto`."""
-    assert config.precision != "auto", "decided before a survey"
+    assert config.precision != "auto", "decided before profiling"
     samo, width = config.samo, value_bytes(config.precision)
     is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
     return StateFormat(
@@ -189,30 +190,32 @@ def copied_bytes(config: Config) -> float:
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """Any model whose survey has costs, as a configuration trains it. A `Workload`."""
+    """A model whose layers have been profiled, as a configuration trains it. A `Workload`."""
 
     config: Config
+    """The settings of the run, with the precision decided."""
     profile: ModelProfile
-    name: str
     kept: Mapping[str, int]
     """How many entries each pruned tensor keeps, by the name of the weight's first use; empty if
     nothing is pruned."""
     optimizer: Optimizer
+    model: Model | None = None
+    """The layers, which name the modules to shard; None: they are not sharded."""
     on_host: bool = True
     """Whether the memory that is planned is the host's, where the copies for checkpoints are."""
     has_masks: bool = False
     """Whether a run that resumes has its masks already, so that none are drawn from samples."""
     sees_inputs: bool = False
-    """Whether a score of the user's own takes inputs, so that `custom` draws masks from samples."""
+    """Whether a custom score takes inputs, so that `custom` draws masks from samples."""
     sees_gradients: bool = False
     """Whether a custom score takes gradients, as snip's does."""
     dense_layers: frozenset[str] = frozenset()
     """Names of layers whose weights are dense at rest where all others' are sparse."""
-    cutting: Cutting | None = None
-    """The shards of layers for several tensor-parallel ranks; None if there are none."""
-    whole: ProfiledModel | None = None
+    full: ProfiledModel | None = None
     """The full model, if this is the shard of one tensor-parallel rank. Masks are drawn from full
     tensors, and one rank saves full tensors."""
+    _profiles: dict[int, ModelProfile] = field(default_factory=dict, repr=False, compare=False)
+    """The profiles of shards by `g_tensor`. Copies with other settings have the same."""
     _of_shards: dict[int, ProfiledModel] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -224,13 +227,22 @@ class ProfiledModel:
     stages of equal layers have equal loads."""
 
     @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
     def precision(self) -> Precision:
-        assert self.config.precision != "auto", "decided before a survey"
+        assert self.config.precision != "auto", "decided before profiling"
         return self.config.precision
 
     @property
     def is_pruned(self) -> bool:
         return bool(self.kept)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backwards recompute activations."""
+        return self.config.pipeline.checkpoint_activations > 0
 
     @property
     def most_stages(self) -> int:
@@ -245,19 +257,54 @@ class ProfiledModel:
         )
         return 3 * self.profile.flops + again
 
+    def shards(self, g_tensor: int) -> dict[str, TensorShard]:
+        """The last shard of each sharded parameter, by global name; empty for one rank.
+
+        ConfigError for a number of ranks that does not divide what is sharded, and for what does
+        not work with shards.
+        """
+        if g_tensor == 1:
+            return {}
+        assert self.model is not None, "nobody says which modules are sharded"
+        fuses = self.config.pipeline.compile is True
+        where = self.config.where("layout.g_tensor")
+        check_plan(self.model.layers, self.model.name, where, fuses=fuses)
+        found: dict[str, TensorShard] = {}
+        for layer, info in zip(self.model.layers, self.profile.layers, strict=True):
+            shapes = {layer.local_name(p.name): p.shape for p in info.parameters}
+            of_layer = shards_of(layer, shapes, g_tensor - 1, g_tensor, where)
+            found.update((layer.full_name(name), shard) for name, shard in of_layer.items())
+        return found
+
     def tp_shard(self, g_tensor: int) -> ProfiledModel:
-        cutting = self.cutting
-        assert cutting is not None or g_tensor == 1, "nobody says how the model is cut"
-        if cutting is None or g_tensor == 1:
+        """The model of the last rank, which holds most: of a vocabulary that does not divide it has
+        the larger part. ConfigError as `shards`.
+
+        Kept entries are spread evenly over the shards of a tensor and rounded up. In a run the
+        thresholds of masks decide.
+        """
+        if g_tensor == 1:
             return self
         if g_tensor not in self._of_shards:
-            self._of_shards[g_tensor] = replace(
-                self,
-                profile=cutting.tp_shard(g_tensor),
-                kept=cutting.kept_of_tp_shard(g_tensor, self.kept),
-                whole=self,
-            )
+            profile = self._profile_of_tp_shard(g_tensor)
+            shapes, kept = self.profile.shapes, {}
+            for parameter in (p for layer in profile.layers for p in layer.parameters):
+                full, _, _ = parameter.name.partition("#")
+                if full in self.kept:
+                    of_all = self.kept[full] * parameter.numel
+                    kept[parameter.name] = -(-of_all // math.prod(shapes[full]))
+            self._of_shards[g_tensor] = replace(self, profile=profile, kept=kept, full=self)
         return self._of_shards[g_tensor]
+
+    def _profile_of_tp_shard(self, g_tensor: int) -> ModelProfile:
+        if g_tensor not in self._profiles:
+            found = self.profile
+            if self.shards(g_tensor):
+                assert self.model is not None, "it has shards"
+                last = Grid(1, 1, g_tensor).coords(g_tensor - 1)
+                found = profile_of_tp_shard(self.model, found, last, DTYPES[self.precision])
+            self._profiles[g_tensor] = found
+        return self._profiles[g_tensor]
 
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
@@ -306,7 +353,7 @@ class ProfiledModel:
         whether the last that is pruned is."""
         runs, is_last = self._runs, numbers.stop == len(self.profile.layers)
         first, last = runs[numbers[0]], runs[numbers[-1]]
-        has_last_pruned = (self.whole or self).last_pruned in numbers
+        has_last_pruned = (self.full or self).last_pruned in numbers
         if first == last:
             return first, len(numbers), last, len(numbers), is_last, has_last_pruned
         after = bisect_right(runs, first, lo=numbers[0])
@@ -333,8 +380,8 @@ class ProfiledModel:
         return layer.flops, layer.activations, layer.buffer_bytes, layer.sums, parameters, is_dense
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
-        config, whole = self.config, self.whole or self
-        layers, uncut = ([s.layers[n] for n in numbers] for s in (self.profile, whole.profile))
+        config, full = self.config, self.full or self
+        layers, uncut = ([s.layers[n] for n in numbers] for s in (self.profile, full.profile))
         every = config.pipeline.checkpoint_activations
         again = [layer for number, layer in enumerate(layers) if is_recomputed(number, every)]
         width = value_bytes(self.precision)
@@ -351,11 +398,11 @@ class ProfiledModel:
         samples = pruning.method in METHODS or self.sees_inputs or pruning.heal != "none"
         draws = samples and config.pruning.mask is None
         if draws and self.kept and not self.has_masks:
-            calibration = calibration_memory(whole, uncut, stored)
+            calibration = calibration_memory(full, uncut, stored)
         logits = self.profile.loss_logits if is_last else None
         each = LOSS_BYTES if self.profile.loss_sums == NO_SUMS else CUT_LOSS_BYTES
         scores = self.sees_gradients or config.pruning.method == "snip"
-        made = [4, SCORED_BYTES * (scores and self.on_host), GATHERED_BYTES * (whole is not self)]
+        made = [4, SCORED_BYTES * (scores and self.on_host), GATHERED_BYTES * (full is not self)]
         sums = [*(layer.sums for layer in layers), *[self.profile.loss_sums] * is_last]
         return StageLoad(
             layers="",
@@ -370,7 +417,7 @@ class ProfiledModel:
             state=stage_bytes(layers, self.profile.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
             building=calibration.drawn + max(made) * _largest(uncut),
-            saved=whole._saved(uncut, g_data),
+            saved=full._saved(uncut, g_data),
             held=activations.held,
             working=activations.working,
             logits=outputs / width * LOSS_BYTES if is_last else 0.0,
@@ -388,8 +435,7 @@ class ProfiledModel:
 
     def stored(self, weights: WeightKind) -> ProfiledModel:
         """The same training with pruned weights stored like this at rest."""
-        samo = self.config.samo.model_copy(update={"weights": weights})
-        return replace(self, config=self.config.model_copy(update={"samo": samo}))
+        return replace(self, config=self.config.with_values({"samo.weights": weights}))
 
     def _expanded(self, layer: LayerInfo, stored: StateFormat) -> int:
         """Bytes of a layer's weights that are sparse at rest, once dense."""
@@ -434,18 +480,17 @@ class ProfiledModel:
         )
         return max(pruned, default=-1)
 
-    def after_last_pruned(self, stored: StateFormat) -> Mapping[str, AfterLastPruned]:
-        """The layers after the last pruned layer, by its name; `stored` is the format of a layer's
-        state while masks are drawn."""
-        layers, logits = self.profile.layers, self.profile.loss_logits
-        after = list(map(_frozen, layers[self.last_pruned + 1 :]))
-        state = stage_bytes(after, self.profile.ties, {}, stored)
+    def after_last_pruned(self, stored: StateFormat) -> AfterLastPruned:
+        """The layers after the last pruned layer; `stored` is the format of a layer's state while
+        masks are drawn."""
+        logits, after = self.profile.loss_logits, self.profile.layers[self.last_pruned + 1 :]
+        frozen = list(map(_frozen, after))
+        state = stage_bytes(frozen, self.profile.ties, {}, stored).total
         loss = 0.0 if logits is None else _loss_bytes(LOSS_BYTES, logits, 1)
         each = _costs(after)
         widest = max((costs.widest for costs in each), default=0)
         passing = loss + sum(costs.saved + costs.outputs for costs in each) + 2 * widest
-        made = state.total + _made(after)
-        return {layers[self.last_pruned].name: AfterLastPruned(state.total, made, passing)}
+        return AfterLastPruned(state, state + _made(after), passing)
 
     def _kept(self, layer: LayerInfo) -> int:
         ties = self.profile.ties
@@ -465,64 +510,9 @@ def _trained(layer: LayerInfo) -> int:
 
 
 def _moved(layers: Sequence[LayerInfo]) -> float:
-    """Bytes that a sample's forward writes; the survey's `work` counts them in the same way."""
+    """Bytes that a sample's forward writes; `LayerInfo.work` counts them in the same way."""
     return float(sum(each.saved + each.outputs for each in _costs(layers)))
 
 
 def _costs(layers: Sequence[LayerInfo]) -> list[Activations]:
     return [layer.activations for layer in layers if layer.activations is not None]
-
-
-@dataclass(frozen=True)
-class Cutting:
-    """A model that can be sharded, as a configuration asks for it."""
-
-    config: Config
-    model: Model
-    profile: ModelProfile
-    """The survey of the full model."""
-    _profiles: dict[int, ModelProfile] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-
-    def shards(self, g_tensor: int) -> dict[str, TensorShard]:
-        """The last shard of each sharded parameter, by global name; empty for one rank.
-
-        ConfigError for a number of ranks that does not divide what is sharded, and for what does
-        not work with shards.
-        """
-        if g_tensor == 1:
-            return {}
-        fuses = self.config.pipeline.compile is True
-        where = self.config.where("layout.g_tensor")
-        check_plan(self.model.layers, self.model.name, where, fuses=fuses)
-        found: dict[str, TensorShard] = {}
-        for layer, info in zip(self.model.layers, self.profile.layers, strict=True):
-            shapes = {layer.local_name(p.name): p.shape for p in info.parameters}
-            of_layer = shards_of(layer, shapes, g_tensor - 1, g_tensor, where)
-            found.update((layer.full_name(name), shard) for name, shard in of_layer.items())
-        return found
-
-    def tp_shard(self, g_tensor: int) -> ModelProfile:
-        """The survey of the last rank, which holds most: of a vocabulary that does not divide it
-        has the larger part. ConfigError as `shards`."""
-        if g_tensor not in self._profiles:
-            found = self.profile
-            if self.shards(g_tensor):
-                last = Grid(1, 1, g_tensor).coords(g_tensor - 1)
-                dtype = DTYPES[self.config.precision]
-                found = profile_of_tp_shard(self.model, self.profile, last, dtype)
-            self._profiles[g_tensor] = found
-        return self._profiles[g_tensor]
-
-    def kept_of_tp_shard(self, g_tensor: int, kept: Mapping[str, int]) -> dict[str, int]:
-        """Kept entries of each pruned tensor on the last tensor-parallel rank, rounded up, if
-        `kept` of the full tensors is spread evenly over shards. In a run the thresholds of masks
-        decide."""
-        shapes, found = self.profile.shapes, {}
-        for parameter in (p for layer in self.tp_shard(g_tensor).layers for p in layer.parameters):
-            full, _, _ = parameter.name.partition("#")
-            if full in kept:
-                of_all = kept[full] * parameter.numel
-                found[parameter.name] = -(-of_all // math.prod(shapes[full]))
-        return found

@@ -41,8 +41,11 @@ from axsparse.runtime.grid import Grid
 
 KERNEL_BYTES = 4.3
 """Bytes that kernels read and write for each byte that a transformer's layer leaves behind or hands
-on: `benchmarks/published/transformer.py` counts 4.1 to 4.9 times as many as a survey, for GPT-3 XL
-to 13B."""
+on: `benchmarks/published/transformer.py` counts 4.1 to 4.9 times as many as `LayerInfo`, for
+GPT-3 XL to 13B."""
+
+PLAYED_REPLICAS = 4
+"""Replicas that are simulated if there is jitter: enough to distinguish layouts."""
 
 
 @dataclass(frozen=True)
@@ -254,19 +257,17 @@ def simulate_step(
     grid: Grid,
     schedule: Schedule,
     microbatches: int,
-    *,
-    most_replicas: int | None = None,
 ) -> StepRun:
     """Play one step of `microbatches` a replica.
 
     A stage reduces its gradients once all its replicas have finished their last backward. The
     norm of all gradients comes before any update, so the optimizer begins once all stages have
     reduced. Jitter depends on the replica alone: two schedules with the same microbatches see
-    the same delays. `most_replicas` bounds how many replicas are played with jitter; they are a
-    sample then, and the slowest of a sample is faster than the slowest of all.
+    the same delays. With jitter `PLAYED_REPLICAS` are played at most; they are a sample then, and
+    the slowest of a sample is faster than the slowest of all.
     """
     pipelines: dict[int, PipelineRun] = {}
-    for replica in _played(costs, cluster, grid, most_replicas):
+    for replica in _played(costs, cluster, grid):
         pipelines[replica] = simulate(
             lambda stage: schedule.policy(
                 stage=stage, g_inter=grid.g_inter, microbatches=microbatches
@@ -354,10 +355,10 @@ def durations(
     return Durations(forward, backward, weight if is_split else ())
 
 
-def _played(costs: StepCosts, cluster: Cluster, grid: Grid, most_replicas: int | None) -> list[int]:
+def _played(costs: StepCosts, cluster: Cluster, grid: Grid) -> list[int]:
     """The numbers of the replicas that are played."""
     if cluster.jitter:
-        return list(range(min(grid.g_data, most_replicas or grid.g_data)))
+        return list(range(min(grid.g_data, PLAYED_REPLICAS)))
     kinds: dict[tuple[MessageCost, ...], int] = {}
     for replica in range(min(grid.g_data, cluster.gpus_per_node)):
         kinds.setdefault(tuple(edges(costs, cluster, grid, replica)), replica)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from axsparse.config.section import counted
@@ -37,29 +38,26 @@ class Least:
 class Refusal:
     """The reason why no layout fits, and sufficient memory or devices."""
 
-    method: str
-    search_request: SearchRequest
+    request: SearchRequest
     rejected: Sequence[Rejection]
     least: Least
     fewest: int | None
     """The fewest devices of this memory that would do; None if no number does, or if the number of
     replicas is given, so that no others were tried."""
-    recomputes: bool
-    """Whether activations are recomputed."""
     baselines: Sequence[Baseline]
 
     @property
     def answer(self) -> str:
         """The answer in a line."""
-        search_request = self.search_request
-        rank_budget = short(search_request.rank_budget)
-        said = f"does not fit: {counted(search_request.gpus, 'device')} would do with "
+        request = self.request
+        rank_budget = short(request.rank_budget)
+        said = f"does not fit: {counted(request.gpus, 'device')} would do with "
         said += f"{short(self.least.nbytes)} GB"
         if self.fewest is not None:
             said += f", {self.fewest} with {rank_budget}"
-        elif search_request.may_leave:
+        elif request.may_leave:
             said += f"; no number of devices does with {rank_budget}"
-        return said + RECOMPUTED * self.recomputes
+        return said + RECOMPUTED * request.workload.recomputes
 
 
 class DoesNotFitError(ConfigError):
@@ -70,53 +68,54 @@ class DoesNotFitError(ConfigError):
         self.refusal = refusal
 
 
-def least_memory(search_request: SearchRequest) -> Least | None:
+def least_memory(request: SearchRequest) -> Least | None:
     """The least memory that the devices of the request need; None if they have no layout."""
-    layouts = list(_layouts(search_request, search_request.gpus))
+    layouts = list(_layouts(request, request.gpus))
     if not layouts:
         return None
 
     def fitting(rank_budget: float) -> tuple[Layout, Sequence[StageLoad]] | None:
-        tried = ((layout, _loads(search_request, layout, rank_budget)) for layout in layouts)
+        tried = ((layout, _loads(request, layout, rank_budget)) for layout in layouts)
         return next(((layout, loads) for layout, loads in tried if loads is not None), None)
 
-    overhead = search_request.cluster.overhead_bytes
+    overhead = request.cluster.overhead_bytes
     enough = min(
         max(stage.total for stage in layout.memory(loads, overhead))
         for layout in layouts
-        if (loads := _loads(search_request, layout, math.inf)) is not None
+        if (loads := _loads(request, layout, math.inf)) is not None
     )
     # Two digits are shown, and gigabytes without fractions.
     unit = min(1e9, 10.0 ** (math.floor(math.log10(enough)) - 1))
-    least = _first(lambda number: fitting(number * unit) is not None, math.ceil(enough / unit))
+    units = range(1, math.ceil(enough / unit))
+    least = 1 + bisect_left(units, True, key=lambda number: fitting(number * unit) is not None)
     found = fitting(least * unit)
     assert found is not None, "it was tried"
     return Least(least * unit, *found)
 
 
-def fewest_devices(search_request: SearchRequest) -> int | None:
+def fewest_devices(request: SearchRequest) -> int | None:
     """The fewest devices of this memory that fit the model, more than the request has; None if no
     number does."""
     known: dict[Layout, bool] = {}
 
     def layout_fits(layout: Layout) -> bool:
         if layout not in known:
-            known[layout] = _loads(search_request, layout, search_request.rank_budget) is not None
+            known[layout] = _loads(request, layout, request.rank_budget) is not None
         return known[layout]
 
     def fits(gpus: int) -> bool:
-        return any(map(layout_fits, _layouts(search_request, gpus)))
+        return any(map(layout_fits, _layouts(request, gpus)))
 
-    workload, batch = search_request.workload, search_request.global_batch_size
-    stages = max(search_request.g_inter or [workload.most_stages])
+    workload, batch = request.workload, request.global_batch_size
+    stages = max(request.g_inter or [workload.most_stages])
     # Each replica takes a sample of a batch at least.
-    most = stages * max(search_request.g_tensor) * batch
+    most = stages * max(request.g_tensor) * batch
     if not fits(most):
         return None
     # Tensor-parallel ranks that fit one node need not fit several, so that fewer may do than are
     # found first.
-    enough = _first(fits, most)
-    return next(n for n in range(search_request.gpus + 1, enough + 1) if n == enough or fits(n))
+    enough = 1 + bisect_left(range(1, most), True, key=fits)
+    return next(n for n in range(request.gpus + 1, enough + 1) if n == enough or fits(n))
 
 
 def short(nbytes: float) -> str:
@@ -124,55 +123,40 @@ def short(nbytes: float) -> str:
     return f"{nbytes / 1e9:.4g}"
 
 
-def _first(layout_fits: Callable[[int], bool], known: int) -> int:
-    """The smallest number from 1 on that a condition holds for, which holds from there on; it holds
-    for the known one."""
-    fails = 0
-    while known - fails > 1:
-        middle = (fails + known) // 2
-        if layout_fits(middle):
-            known = middle
-        else:
-            fails = middle
-    return known
-
-
-def _layouts(search_request: SearchRequest, gpus: int) -> Iterator[Layout]:
+def _layouts(request: SearchRequest, gpus: int) -> Iterator[Layout]:
     """The layouts of at most `gpus` devices, each under the schedule and at the microbatch size
     that need least memory; the ones of most stages first."""
-    batch = search_request.global_batch_size
-    size = min(search_request.microbatch_sizes or [1])
-    microbatches = -(-batch // size)
-    schedule = search_request.schedules[-1]  # the one of fewest microbatches in flight
-    for g_tensor in search_request.g_tensor:
+    batch = request.global_batch_size
+    size = min(request.microbatch_sizes or [1])
+    microbatches = request.microbatches(size)
+    schedule = request.schedules[-1]  # the one of fewest microbatches in flight
+    for g_tensor in request.g_tensor:
         of_stages = gpus // g_tensor
-        used = replace(search_request, gpus=of_stages * g_tensor)
+        used = replace(request, gpus=of_stages * g_tensor)
         if not of_stages or size > batch or why_not_g_tensor(used, g_tensor) is not None:
             continue
-        most = min(of_stages, search_request.workload.most_stages)
-        for stages in search_request.g_inter or range(most, 0, -1):
+        most = min(of_stages, request.workload.most_stages)
+        for stages in request.g_inter or range(most, 0, -1):
             if stages > most:
                 continue
-            for replicas in _replicas(search_request, gpus, stages * g_tensor, microbatches):
+            for replicas in _replicas(request, gpus, stages * g_tensor, microbatches):
                 grid = Grid(stages, replicas, g_tensor)
                 yield Layout(grid, schedule, size, -(-microbatches // replicas))
 
 
-def _replicas(
-    search_request: SearchRequest, gpus: int, each: int, microbatches: int
-) -> Iterator[int]:
+def _replicas(request: SearchRequest, gpus: int, each: int, microbatches: int) -> Iterator[int]:
     """The numbers of replicas of so many devices `each` that the layout search would try."""
     replicas = gpus // each
     if replicas * each == gpus and replicas <= microbatches:
         yield replicas
-    if search_request.may_leave:
+    if request.may_leave:
         yield -(-microbatches // -(-microbatches // replicas))
 
 
 def _loads(
-    search_request: SearchRequest, layout: Layout, rank_budget: float
+    request: SearchRequest, layout: Layout, rank_budget: float
 ) -> Sequence[StageLoad] | None:
     """The stages of a layout if they fit."""
-    workload = search_request.workload.tp_shard(layout.grid.g_tensor)
-    found = split_layers(workload, layout, search_request.cluster.overhead_bytes, rank_budget)
+    workload = request.workload.tp_shard(layout.grid.g_tensor)
+    found = split_layers(workload, layout, request.cluster.overhead_bytes, rank_budget)
     return None if isinstance(found, Rejection) else found

@@ -1,7 +1,6 @@
 """The trained model, described by sizes alone: the compute, memory and messages of each stage.
 
-`Workload` is the protocol by which the planner knows models: `surveyed_model` has any model whose
-layers have been profiled.
+`Workload` is the protocol by which the planner knows models, `ProfiledModel` that of a run.
 """
 
 from __future__ import annotations
@@ -111,6 +110,11 @@ class Workload(Protocol):
     @property
     def is_pruned(self) -> bool:
         """Whether backwards compress their gradients."""
+        ...
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether backwards recompute activations."""
         ...
 
     @property

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -45,7 +45,7 @@ from axsparse.planner.auto_layout import (
     splits_backward,
 )
 from axsparse.planner.layout_search import DEFAULT_EXTRA_IN_FLIGHT, Candidate
-from axsparse.planner.profiled_model import Cutting, ProfiledModel, state_format
+from axsparse.planner.profiled_model import ProfiledModel, state_format
 from axsparse.planner.stage_memory import (
     GPU_OVERHEAD,
     HOST_OVERHEAD,
@@ -117,6 +117,8 @@ class RunPlan:
     """Kept entries of each pruned tensor when state is built; an even spread if not known yet."""
     prediction: Prediction | None
     """The planner's memory and time; None for a model without an example."""
+    layout_reason: str | None
+    """Why there are this many stages; None if the configuration says so."""
     on_host: bool
     memory_budget: float
     """Bytes that this rank may take in addition to its process's at its start."""
@@ -237,31 +239,29 @@ def plan_run(
     kept = kept_at_start(config, targets) if saved is None else saved
     criterion = configured_criterion(config, score)
     optimizer = optimizer or optimizer_of(config.optimizer)
-    cutting = Cutting(config, model, profile)
     planned_model = ProfiledModel(
         config,
         profile,
-        config.name,
         kept,
         optimizer,
+        model,
         on_host=on_host,
         has_masks=saved is not None,
         sees_inputs=criterion.sees_inputs,
         sees_gradients=criterion.sees_gradients,
-        cutting=cutting,
     )
     grid, row, choice = _layout(config, planned_model, transport.size, grid, budget)
     extra_in_flight = _extra_in_flight(config, profile, row)
     is_auto = config.samo.weights == "auto"
     if is_auto:
         weights = _weights(profile, row)
-        config = _with(config, {"samo.weights": weights})
+        config = config.with_values({"samo.weights": weights})
         planned_model = planned_model.stored(weights)
     decided = _decided(
         config, grid, extra_in_flight, _compiled(config, model, grid, on_host=on_host)
     )
     groups = parameter_groups(config, profile, targets)
-    shards = cutting.shards(grid.g_tensor)
+    shards = planned_model.shards(grid.g_tensor)
     ties = _ties(profile, shards, grid.g_tensor)
     if draws:
         check_rounds(config, decided)
@@ -271,7 +271,7 @@ def plan_run(
     if config.layout.split != "auto":
         stages: Sequence[range] = split_by_hand(config.layout.split)
     else:
-        stages = balanced(config, decided, grid, largest, budget if is_limited else UNLIMITED)
+        stages = balanced(decided, grid, largest, budget if is_limited else UNLIMITED)
 
     def state_of(config: Config) -> list[int]:
         stored, layers = state_format(config, optimizer, grid.g_data), largest.profile.layers
@@ -279,17 +279,16 @@ def plan_run(
         return [stage_bytes(stage, ties, largest.kept, stored).total for stage in each]
 
     sizes = tuple(map(len, stages))
-    decided = _with(
-        decided, {"layout.split": sizes, "samo.zero_stage": int(_shares(decided, state_of))}
+    decided = decided.with_values(
+        {"layout.split": sizes, "samo.zero_stage": int(_shares(decided, state_of))}
     )
     prediction, dense_layers = None, frozenset[str]()
     if has_costs(profile):
-        reason = None if choice is None else choice.reason
         known = replace(planned_model, config=decided)
         if is_auto and decided.samo.weights == "sparse":
-            dense_layers = fitting_dense_layers(known, decided, grid, extra_in_flight, budget)
+            dense_layers = fitting_dense_layers(known, grid, budget)
             known = replace(known, dense_layers=dense_layers)
-        prediction = predict(known, cluster_of(config), decided, grid, extra_in_flight, reason)
+        prediction = predict(known, grid, cluster_of(config))
     return RunPlan(
         config=decided,
         model=model,
@@ -303,6 +302,7 @@ def plan_run(
         groups=groups,
         kept_at_start=kept,
         prediction=prediction,
+        layout_reason=None if choice is None else choice.reason,
         on_host=on_host,
         memory_budget=budget.for_model,
         shards=shards,
@@ -327,9 +327,9 @@ def _layout(
         check_grid(grid, ranks, num_layers)
         check_split(config, grid.g_inter, num_layers)
     else:
-        choice = chosen_layout(config, planned_model, cluster_of(config), ranks, budget)
+        choice = chosen_layout(planned_model, cluster_of(config), ranks, budget)
         if choice is not None:
-            config = _with(config, {"layout.g_inter": choice.row.layout.grid.g_inter})
+            config = config.with_values({"layout.g_inter": choice.row.layout.grid.g_inter})
         grid = resolve_grid(config, ranks, num_layers)
     check_batch(config, grid)
     if choice is not None:
@@ -337,7 +337,7 @@ def _layout(
     is_asked = config.layout.memory_per_rank != "auto" or config.samo.weights == "auto"
     if not is_asked or not has_costs(planned_model.profile):
         return grid, None, None
-    return grid, fitting_row(planned_model, config, grid, budget), None
+    return grid, fitting_row(planned_model, grid, budget), None
 
 
 def _extra_in_flight(config: Config, profile: ModelProfile, row: Candidate | None) -> int:
@@ -373,7 +373,7 @@ def _decided(
     written = config.by_key()
     asked = {key: value for key, value in automatic.items() if written[key] == "auto"}
     layout = {f"layout.{key}": getattr(grid, key) for key in ("g_inter", "g_data", "g_tensor")}
-    return _with(config, {**layout, "samo.gradient": _gradient(config, grid), **asked})
+    return config.with_values({**layout, "samo.gradient": _gradient(config, grid), **asked})
 
 
 def _compiled(config: Config, own: Model, grid: Grid, *, on_host: bool) -> bool | Literal["loss"]:
@@ -424,7 +424,7 @@ def _shares(config: Config, state_of: Callable[[Config], Sequence[int]]) -> bool
     asked = config.samo.zero_stage
     if asked != "auto":
         return bool(asked)
-    shared, full = (state_of(_with(config, {"samo.zero_stage": stage})) for stage in (1, 0))
+    shared, full = (state_of(config.with_values({"samo.zero_stage": stage})) for stage in (1, 0))
     return any(here < there for here, there in zip(shared, full, strict=True))
 
 
@@ -437,20 +437,6 @@ def _gradient(config: Config, grid: Grid) -> str:
     if config.samo.gradient != "auto":
         return config.samo.gradient
     return "half" if accumulates_in_half(num_microbatches(config.batch, grid.g_data)) else "fp32"
-
-
-def _with(config: Config, values: Mapping[str, Any]) -> Config:
-    """A copy with some leaves "section.key" set."""
-    sections: dict[str, dict[str, Any]] = {}
-    for key, value in values.items():
-        section, _, leaf = key.partition(".")
-        sections.setdefault(section, {})[leaf] = value
-    return config.model_copy(
-        update={
-            section: getattr(config, section).model_copy(update=leaves)
-            for section, leaves in sections.items()
-        }
-    )
 
 
 def parameter_groups(

@@ -132,8 +132,8 @@ def _planned(plan: RunPlan, memory_bytes: float) -> str:
         text += f" · a tensor-parallel rank sends {format_bytes(prediction.sum_bytes)} a step"
     if plan.memory_is_tight:
         text += ", which is tight: freed memory goes back at once, at some 8 % of the time"
-    if prediction.reason is not None:
-        text += f" · {prediction.reason}"
+    if plan.layout_reason is not None:
+        text += f" · {plan.layout_reason}"
     return text
 
 

@@ -25,7 +25,7 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.layout_search import Layout
-from axsparse.planner.profiled_model import CUT_LOSS_BYTES, Cutting, ProfiledModel
+from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel
 from axsparse.planner.stage_memory import HOST_OVERHEAD, is_recomputed
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
@@ -138,8 +138,7 @@ def planned(profiled: ModelProfile, name: str, stage: int, every: int) -> tuple[
     cut = CUTS[name][1]
     sections = {"checkpoint_activations": every}
     config = tiny_config(pipeline=sections, layout={"split": [cut, len(profiled.layers) - cut]})
-    cutting = Cutting(config.named(name), CUTS[name][0], profiled)
-    subject = ProfiledModel(config, profiled, name, {}, ADAMW, cutting=cutting)
+    subject = ProfiledModel(config, profiled, {}, ADAMW, CUTS[name][0])
     loads = subject.tp_shard(members_of(name)).stages(2, 1, microbatches=MICROBATCHES)
     assert loads is not None
     schedule = Schedule("message-driven", 1, "alternate", split_backward=True)

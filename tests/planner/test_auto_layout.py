@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.planner_cases import cluster
+from support.planner_cases import cluster, unpruned
 from support.runs import tiny_config, tiny_gpt
 
 from axsparse.config.load import configure
@@ -18,6 +18,7 @@ from axsparse.models.model_profile import profile
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.auto_layout import (
     LayoutDecision,
+    Prediction,
     fewest_stages,
     only_backward,
     predict,
@@ -28,7 +29,6 @@ from axsparse.planner.auto_layout import (
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout_search import Rejection
 from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
-from axsparse.planner.stage_memory import MemoryBudget
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 
@@ -36,9 +36,7 @@ MACHINE = cluster(overhead_bytes=0.0, jitter=0.0)
 
 
 def fewest(config: Config, stages: Sequence[int], rank_budget: float) -> LayoutDecision | Rejection:
-    planned_model = ProfiledModel(config, profile(tiny_gpt(config)), "tiny", {}, ADAMW)
-    search_request = run_request(planned_model, MACHINE, config, 4, stages, rank_budget)
-    return fewest_stages(search_request, MemoryBudget(rank_budget, 0.0))
+    return fewest_stages(run_request(unpruned(config), MACHINE, 4, stages, rank_budget))
 
 
 def chosen(rank_budget: float, **sections: Any) -> LayoutDecision | Rejection:
@@ -71,11 +69,10 @@ def test_sparse_weights_fit_fewer_stages_and_dense_ones_come_first() -> None:
     ]
     kept = {p.name: p.numel // 10 for p in pruned}
     assert kept
-    planned_model = ProfiledModel(config, profiled, "tiny", kept, ADAMW)
+    planned_model = ProfiledModel(config, profiled, kept, ADAMW)
 
     def found(nbytes: float) -> LayoutDecision:
-        search_request = run_request(planned_model, MACHINE, config, 2, [1, 2], nbytes)
-        decision = fewest_stages(search_request, MemoryBudget(nbytes, 0.0))
+        decision = fewest_stages(run_request(planned_model, MACHINE, 2, [1, 2], nbytes))
         assert isinstance(decision, LayoutDecision)
         return decision
 
@@ -148,10 +145,6 @@ def test_auto_always_arranges_all_ranks(ranks: int, num_layers: int) -> None:
     assert grid.g_inter <= num_layers
 
 
-def planned_model(config: Config) -> ProfiledModel:
-    return ProfiledModel(config, profile(tiny_gpt(config)), "tiny", {}, ADAMW)
-
-
 @pytest.mark.parametrize(
     ("pipeline", "expected"),
     [
@@ -178,7 +171,7 @@ def test_a_slack_that_is_left_open_is_the_default_or_else_none(
 ) -> None:
     config = tiny_config(pipeline=pipeline)
 
-    request = run_request(planned_model(config), MACHINE, config, 4, None, 1e9)
+    request = run_request(unpruned(config), MACHINE, 4, None, 1e9)
 
     assert request.schedules == expected
 
@@ -207,19 +200,16 @@ def test_which_backwards_a_configuration_allows(
 
 @pytest.mark.parametrize("machine", [None, MACHINE])
 def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> None:
-    config = tiny_config()
-    found = predict(planned_model(config), machine, config, Grid(2, 2), 1, "because")
-    other = predict(planned_model(config), MACHINE, config, Grid(2, 2), 1, None)
+    def predicted(machine: Cluster | None, **sections: Any) -> Prediction:
+        config = tiny_config(pipeline={"extra_in_flight": 1}, train={"steps": 20}, **sections)
+        return predict(unpruned(config), Grid(2, 2), machine)
+
+    found, other = predicted(machine), predicted(MACHINE)
 
     assert (found.step_seconds is None) == (machine is None)
     assert found.memory_bytes == other.memory_bytes > 0
-    assert found.reason == "because"
     # It is the peak before the first checkpoint.
-    peaks = set()
-    for every in (20, 1):
-        config = tiny_config(train={"steps": 20}, checkpoint={"every": every})
-        peaks.add(predict(planned_model(config), machine, config, Grid(2, 2), 1, None).memory_bytes)
-    assert len(peaks) == 1
+    assert predicted(machine, checkpoint={"every": 1}).memory_bytes == found.memory_bytes
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 0), (5, 2e9), (19, 2e9), (20, 0)])
@@ -229,7 +219,7 @@ def test_a_checkpoint_takes_memory_of_training_unless_it_is_the_last(
     config = tiny_config(train={"steps": 20}, checkpoint={"every": every, "staging_memory": 2.0})
 
     assert copied_bytes(config) == expected
-    [load] = planned_model(config).stages(1, 1) or []
+    [load] = unpruned(config).stages(1, 1) or []
     assert (load.saved > 0) == (expected > 0)
-    elsewhere = ProfiledModel(config, profile(tiny_gpt(config)), "tiny", {}, ADAMW, on_host=False)
+    elsewhere = unpruned(config, on_host=False)
     assert [load.saved for load in elsewhere.stages(1, 1) or []] == [0]

@@ -18,7 +18,7 @@ def planned(gpus: int, **sections: Any) -> tuple[Plan, int]:
     """The plan of a small GPT, and the number of its parameters."""
     config = tiny_config(**sections)
     asked = planned_model(config.with_origins("tiny", {}), MACHINE, tiny_gpt(config))
-    return asked.plan("start", MACHINE, gpus), asked.profile.num_params
+    return asked.plan("start", MACHINE, gpus), asked.dense.profile.num_params
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("search_request", "reasons"),
+    ("asked", "reasons"),
     [
         (
             {"global_batch_size": 48, "g_inter": [5, 48, 1], "microbatch_sizes": [1, 2]},
@@ -72,10 +72,8 @@ def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
         ),
     ],
 )
-def test_what_can_not_run_at_all_says_so(
-    search_request: dict[str, Any], reasons: list[str]
-) -> None:
-    found = planned("gpt3_xl", 0.1, **{"gpus": 48, "schedules": [schedule()], **search_request})
+def test_what_can_not_run_at_all_says_so(asked: dict[str, Any], reasons: list[str]) -> None:
+    found = planned("gpt3_xl", 0.1, **{"gpus": 48, "schedules": [schedule()], **asked})
 
     assert [r.reason for r in found.rejected] == reasons
 
@@ -84,10 +82,10 @@ def test_every_row_fits_and_counts_its_flops() -> None:
     found = made("gpt3_2.7b", 0.1, 64)
 
     for row in found.rows:
-        assert row.most_bytes == row.memory[row.fullest].total <= found.memory_bytes
+        assert row.most_bytes == row.memory[row.fullest].total <= found.request.rank_budget
         assert row.most_bytes == max(stage.total for stage in row.memory)
         assert row.layout.grid.g_data * row.layout.microbatches * row.layout.microbatch_size == 128
-        flops = 128 * found.workload.sample_flops
+        flops = 128 * found.request.workload.sample_flops
         assert row.percent_of_peak == pytest.approx(100 * flops / (row.seconds * 64 * 125e12))
 
 
@@ -130,11 +128,11 @@ def test_backwards_are_split_where_there_are_several_stages_unless_told(
 def test_devices_without_which_a_step_is_no_slower_are_left_over(
     gpus: int, batch: int, grid: tuple[int, int]
 ) -> None:
-    search_request: dict[str, Any] = {
+    request: dict[str, Any] = {
         **{"gpus": gpus, "global_batch_size": batch, "microbatch_sizes": [1]},
         **{"g_inter": [1], "schedules": [schedule()], "machine": BIG},
     }
-    found = planned("gpt3_xl", 0.1, **search_request, may_leave=True)
+    found = planned("gpt3_xl", 0.1, **request, may_leave=True)
 
     layout = found.recommended.layout
     assert (layout.grid.g_inter, layout.grid.g_data) == grid
@@ -143,30 +141,30 @@ def test_devices_without_which_a_step_is_no_slower_are_left_over(
     assert found.recommended.seconds == min(row.seconds for row in rows.values())
     if batch >= gpus:
         assert gpus in rows, "so everyone sees what it costs"
-        with_all = planned("gpt3_xl", 0.1, **search_request)
+        with_all = planned("gpt3_xl", 0.1, **request)
         assert with_all.recommended.layout.grid.g_data == gpus
         assert with_all.recommended.seconds >= found.recommended.seconds
 
 
 def test_the_number_of_stages_need_not_divide_that_of_devices() -> None:
     """Three stages are the fewest that hold the model; of seven devices they leave one."""
-    search_request: dict[str, Any] = {
+    request: dict[str, Any] = {
         **{"gpus": 7, "global_batch_size": 12, "microbatch_sizes": [1]},
         "schedules": [schedule()],
     }
-    with_all = planned("gpt3_2.7b", 0.1, **search_request)
+    with_all = planned("gpt3_2.7b", 0.1, **request)
     rank_budget = min(
-        row.most_bytes for row in planned("gpt3_2.7b", 0.1, gpus=3, **rest(search_request)).rows
+        row.most_bytes for row in planned("gpt3_2.7b", 0.1, gpus=3, **rest(request)).rows
     )
-    found = planned("gpt3_2.7b", 0.1, **search_request, rank_budget=rank_budget, may_leave=True)
+    found = planned("gpt3_2.7b", 0.1, **request, rank_budget=rank_budget, may_leave=True)
 
     assert with_all.recommended.layout.grid.g_inter in (1, 7)
     assert found.recommended.layout.grid.size == 6
-    assert f"{found.gpus - 6} device" in because(found)
+    assert f"{found.request.gpus - 6} device" in because(found)
 
 
-def rest(search_request: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in search_request.items() if key != "gpus"}
+def rest(request: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in request.items() if key != "gpus"}
 
 
 # -- tensor-parallel ranks
@@ -181,7 +179,7 @@ def test_every_layout_of_three_axes_is_a_row_or_rejected() -> None:
     for row in found.rows:
         assert row.layout.grid.size == 8
         assert row.percent_of_peak == pytest.approx(
-            100 * 8 * found.workload.sample_flops / (row.seconds * 8 * 1e9)
+            100 * 8 * found.request.workload.sample_flops / (row.seconds * 8 * 1e9)
         )
     reasons = {(each.g_inter, each.g_tensor): each.reason for each in found.rejected}
     assert reasons[1, 8].startswith("layout.g_tensor (default): 8 does not divide the 32 out")

@@ -1,4 +1,4 @@
-"""Plans of a thousand equal layers: each is surveyed and loaded once, whatever the cuts."""
+"""Plans of a thousand equal layers: each is profiled and loaded once, whatever the cuts."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_few_loads_are_made_and_they_are_those_of_the_stages(
     stages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory for a little more than an equal share, and less of it on the first stage."""
-    model = ProfiledModel(tiny_config(), profile(deep_model()), "deep", {}, ADAMW)
+    model = ProfiledModel(tiny_config(), profile(deep_model()), {}, ADAMW)
     limit = [1.3 * LAYERS / stages] * stages
     limit[0] = 0.9 * LAYERS / stages
     made, new_load = list[range](), ProfiledModel._new_load

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import replace
 from functools import cache
 from xml.etree import ElementTree
 
 import pytest
 from support.pages import body_of, figure_of
-from support.planner_cases import cluster, formula, of_three_axes, planned
+from support.planner_cases import cluster, of_three_axes, planned
 
 from axsparse.observe.trace_file import Span
 from axsparse.planner.html_page import page
-from axsparse.planner.layout_search import Candidate, Plan, Rejection, SearchRequest, plan
+from axsparse.planner.layout_search import Candidate, Plan, Rejection
 from axsparse.planner.plan_report import (
     MOST_ROWS,
     as_json,
@@ -31,10 +30,9 @@ from axsparse.planner.step_cost import STEP_PHASES
 
 
 @cache
-def answer(gpus: int = 64, density: float = 1.0, method: str = "dense", **constants: float) -> Plan:
+def answer(gpus: int = 64, density: float = 1.0, **constants: float) -> Plan:
     machine = cluster(**constants)
-    found = planned("gpt3_2.7b.yaml", density, machine, gpus=gpus, global_batch_size=128)
-    return replace(found, method=method)
+    return planned("gpt3_2.7b.yaml", density, machine, gpus=gpus, global_batch_size=128)
 
 
 def test_the_recommended_layout_comes_first_with_its_margin_and_the_rest_by_time() -> None:
@@ -42,7 +40,7 @@ def test_the_recommended_layout_comes_first_with_its_margin_and_the_rest_by_time
     text = list(lines([found], ["a note"]))
 
     used = gigabytes(found.recommended.most_bytes)
-    assert text[0] == f"fits: 8 stages × 8 replicas, {used} of 17.18 GB"
+    assert text[0] == f"fits: 8 stages × 8 replicas, {used} of 17.18 GB, recomputing activations"
     assert text[2] == "gpt3_2.7b.yaml (dense) in fp16 on 64 devices of summit, 17.2 GB each"
     rows = text[5 : 5 + min(MOST_ROWS, len(found.rows))]
     assert rows[0].split()[:3] == ["8", "×", "8"]
@@ -101,7 +99,7 @@ def test_neighbours_that_are_rejected_alike_share_a_line() -> None:
 
 
 def test_methods_are_compared_by_the_papers_reduction_and_scaling_against_the_fewest() -> None:
-    dense, samo, large = answer(), answer(density=0.1, method="samo"), answer(128)
+    dense, samo, large = answer(), answer(density=0.1), answer(128)
     compared, scaled = list(comparison([dense, samo])), list(scaling([dense, large]))
 
     first = dense.recommended.seconds
@@ -129,17 +127,16 @@ def test_json_has_all_and_is_json() -> None:
 
 
 @cache
-def drawn_plan(gpus: int = 16, name: str = "gpt", method: str = "samo") -> Plan:
-    search_request = SearchRequest(
-        workload=replace(formula("gpt3_xl.yaml", 0.1), name=name),
-        cluster=cluster(),
-        rank_budget=cluster().memory_bytes,
+def drawn_plan(gpus: int = 16, density: float = 0.1) -> Plan:
+    return planned(
+        "gpt3_xl.yaml",
+        density,
         gpus=gpus,
         global_batch_size=32,
         g_inter=[4],
         microbatch_sizes=[1],
+        split_backward=None,
     )
-    return replace(plan(search_request), method=method)
 
 
 def texts(figure: ElementTree.Element) -> list[str]:
@@ -165,7 +162,7 @@ def test_a_step_and_the_memory_of_every_stage_are_drawn_beside_the_terminals_tab
 
 
 def test_several_numbers_of_devices_have_a_scaling_curve_of_each_method() -> None:
-    plans = [drawn_plan(n, method=m) for n in (8, 16) for m in ("dense", "samo")]
+    plans = [drawn_plan(n, density) for n in (8, 16) for density in (1.0, 0.1)]
 
     assert "Strong scaling" not in page(plans[:1], [])
     figure = figure_of(page(plans, []), "Strong scaling")

@@ -1,4 +1,4 @@
-"""A surveyed model as a workload: its layers, its split, its state, and drawing its masks."""
+"""A profiled model as a workload: its layers, its split, its state, and drawing its masks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 from support.allocated import peak_of_torch
 from support.hf import SMALL_LLAMA
-from support.planner_cases import KEPT, SURVEY, cluster, layer, profiled
-from support.runs import VOCABULARY, tiny_config, tiny_gpt, token_data, train_in_process
+from support.planner_cases import KEPT, SURVEY, cluster, layer, profiled, unpruned
+from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.config.schema import Config
@@ -21,7 +21,7 @@ from axsparse.models.zoo.model_registry import named_model
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Candidate, SearchRequest, plan
-from axsparse.planner.profiled_model import CUT_LOSS_BYTES, Cutting, ProfiledModel
+from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel
 from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.step_cost import step_costs
 from axsparse.planner.workload import StageLoad, value_bytes
@@ -213,10 +213,7 @@ def gpt_of(g_tensor: int, **sections: Any) -> tuple[StageLoad, StageLoad]:
         **{"model": {"num_heads": 4, "tie_embeddings": False}, "samo": {"enabled": False}},
         **{"precision": "bf16", "checkpoint": {"every": 1}, **sections},
     )
-    model = tiny_gpt(asked)
-    info = profile(model, DTYPES[asked.precision])
-    cutting = Cutting(asked.named("tiny"), model, info)
-    planned_model = ProfiledModel(asked, info, "tiny", {}, ADAMW, cutting=cutting)
+    planned_model = unpruned(asked)
     loads = [each.stages(1, 1) for each in (planned_model, planned_model.tp_shard(g_tensor))]
     assert loads[0] is not None and loads[1] is not None
     return loads[0][0], loads[1][0]
@@ -256,17 +253,13 @@ def test_a_member_computes_its_part_and_sums_what_is_between_layers(
 
 
 def test_shards_keep_equal_parts_of_a_pruned_tensor() -> None:
-    asked = tiny_config(model={"num_heads": 4})
-    model = tiny_gpt(asked)
-    info = profile(model, DTYPES[asked.precision])
     kept = {"block0.fc1.weight": 1001, "block0.fc2.weight": 1002}
-    cutting = Cutting(asked.named("tiny"), model, info)
-    planned_model = ProfiledModel(asked, info, "tiny", kept, ADAMW, cutting=cutting)
+    planned_model = replace(unpruned(tiny_config(model={"num_heads": 4})), kept=kept)
 
     found = planned_model.tp_shard(2)
 
     assert found.kept == {"block0.fc1.weight#1": 501, "block0.fc2.weight#1": 501}
-    assert found.whole is planned_model
+    assert found.full is planned_model
     assert planned_model.tp_shard(1) is planned_model
 
 
@@ -352,7 +345,7 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
     model = replace(model, start=RandomStart(model), layers=layers)
     info = profile(model, DTYPES[asked.precision])
     kept = kept_at_start(asked, what_is_pruned(asked, info))
-    planned_model = ProfiledModel(asked, info, "tiny", kept, ADAMW, sees_inputs=score is not None)
+    planned_model = ProfiledModel(asked, info, kept, ADAMW, sees_inputs=score is not None)
     loads = planned_model.stages(1, 1)
     assert loads is not None
     peaks: list[int] = []
@@ -383,7 +376,7 @@ def test_the_stage_of_the_last_pruned_layer_builds_those_behind_it() -> None:
     assert [layer.kind for layer in info.layers[1:3]] == ["block", "block"]
     kept = kept_at_start(asked, what_is_pruned(asked, info))
 
-    loads = ProfiledModel(asked, info, "tiny", kept, ADAMW).stages(4, 1)
+    loads = ProfiledModel(asked, info, kept, ADAMW).stages(4, 1)
 
     assert loads is not None
     assert loads[1].state == loads[2].state
@@ -412,9 +405,7 @@ def test_scoring_by_gradients_takes_what_is_planned(
     )
     model = named_model(asked)
     info = profile(model, DTYPES[asked.precision])
-    loads = ProfiledModel(asked, info, "tiny", {}, ADAMW, sees_gradients=score is not None).stages(
-        1, 1
-    )
+    loads = ProfiledModel(asked, info, {}, ADAMW, sees_gradients=score is not None).stages(1, 1)
     assert loads is not None
     peaks: list[int] = []
 

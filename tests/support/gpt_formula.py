@@ -3,7 +3,7 @@
 Every stage has the same share of everything, fractions of layers included. Embedding and head are
 shared out as well: a head of 50,304 words would double the time of a stage of one or two layers.
 Bytes of state are the paper's, with gradients in both precisions and a copy of the weights: 20 a
-parameter dense, 2 + 24 f pruned. `surveyed_model` has real layers instead, and
+parameter dense, 2 + 24 f pruned. `ProfiledModel` has real layers instead, and
 `published` the layers of any transformer by formula.
 """
 
@@ -38,6 +38,8 @@ class GptFormula:
     density: float = 1.0
     """f: the fraction of the blocks' matrices that is kept; embeddings and head stay dense."""
     precision: Precision = "fp16"
+
+    recomputes = True
 
     @property
     def is_pruned(self) -> bool:

@@ -1,4 +1,4 @@
-"""A cluster of round numbers, the study's GPTs, costs by hand, and a survey of four layers."""
+"""A cluster of round numbers, the study's GPTs, costs by hand, and a profile of four layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.runs import tiny_config, tiny_gpt
 
 from axsparse.config.load import configure
 from axsparse.config.model_config import GptConfig, of_family
-from axsparse.config.schema import num_microbatches
+from axsparse.config.schema import Config, num_microbatches
 from axsparse.models.layer import Model
 from axsparse.models.layer_cost import Activations
 from axsparse.models.model_profile import LayerInfo, ModelProfile, ParameterInfo, profile
@@ -20,10 +20,11 @@ from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.planner.auto_layout import configured_schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import Layout, Plan, SearchRequest, plan
-from axsparse.planner.profiled_model import Cutting, ProfiledModel, state_format
+from axsparse.planner.profiled_model import ProfiledModel, state_format
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.precision import DTYPES
 from axsparse.samo.state_bytes import stage_bytes
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.training.trainer import Trainer
@@ -73,15 +74,13 @@ def schedule(name: ScheduleName = "message-driven", extra_in_flight: int = 1) ->
     return Schedule(name, extra_in_flight, "alternate")
 
 
-def planned(
-    config: str, density: float = 1.0, machine: Cluster = SUMMIT, **search_request: Any
-) -> Plan:
+def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **request: Any) -> Plan:
     """The plan of a bundled GPT, with full backwards and all memory of a device by default."""
-    search_request = {
+    request = {
         **{"split_backward": False, "rank_budget": machine.memory_bytes},
-        **search_request,
+        **request,
     }
-    return plan(SearchRequest(workload=formula(config, density), cluster=machine, **search_request))
+    return plan(SearchRequest(workload=formula(config, density), cluster=machine, **request))
 
 
 def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
@@ -112,9 +111,16 @@ SETTINGS = {
 def profiled(
     profile: ModelProfile = SURVEY, kept: dict[str, int] | None = None, **sections: Any
 ) -> ProfiledModel:
-    """The model of a survey, with some settings."""
+    """The model of a profile, with some settings."""
     config = tiny_config(**merged(SETTINGS, sections))
-    return ProfiledModel(config, profile, "four layers", KEPT if kept is None else kept, ADAMW)
+    return ProfiledModel(config, profile, KEPT if kept is None else kept, ADAMW)
+
+
+def unpruned(config: Config, info: ModelProfile | None = None, **facts: Any) -> ProfiledModel:
+    """The dense GPT of a configuration, or another profile of it."""
+    model = tiny_gpt(config)
+    info = info or profile(model, DTYPES[config.precision])
+    return ProfiledModel(config.named("tiny"), info, {}, ADAMW, model, **facts)
 
 
 def of_three_axes(
@@ -128,11 +134,7 @@ def of_three_axes(
     **constants: Any,
 ) -> Plan:
     """The plan of a GPT of four heads in so many bytes a device."""
-    config = tiny_config(model={"num_heads": 4}, samo={"enabled": False})
-    model = tiny_gpt(config)
-    info = profile(model)
-    cutting = Cutting(config.named("tiny"), model, info)
-    subject = ProfiledModel(config, info, "tiny", {}, ADAMW, cutting=cutting)
+    subject = unpruned(tiny_config(model={"num_heads": 4}, samo={"enabled": False}))
     machine = cluster(**{"peak_fp32": 1e9, "overhead_bytes": 0.0, "gpus_per_node": 8} | constants)
     return plan(
         SearchRequest(
@@ -161,7 +163,7 @@ def planned_bytes(trainer: Trainer, model: Model) -> tuple[int, int]:
     tensors = [tensor for layer in trainer.layers for tensor in layer.state.tensors]
     kept = {here.ties.get(tensor.name, tensor.name): tensor.kept for tensor in tensors}
     microbatches = num_microbatches(config.batch, grid.g_data)
-    loads = ProfiledModel(config, here, "member", kept, run.optimizer).stages(
+    loads = ProfiledModel(config, here, kept, run.optimizer).stages(
         grid.g_inter, grid.g_data, microbatches=microbatches
     )
     assert loads is not None

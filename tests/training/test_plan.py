@@ -285,9 +285,7 @@ def test_a_limit_of_memory_counts_what_a_member_has() -> None:
 
     assert fitting.coords.grid == Grid(1, 2, 2)
     assert tight.coords.grid == Grid(2, 1, 2)
-    assert tight.prediction is not None and "; with 1, stage 0 needs " in str(
-        tight.prediction.reason
-    )
+    assert "; with 1, stage 0 needs " in str(tight.layout_reason)
     assert auto(3, 1.0, layout={"g_inter": 3}, **deep).coords.grid == Grid(3, 1)
     with pytest.raises(ConfigError, match=r"layout.g_tensor .*: 2 does not divide the 3 ranks"):
         auto(3, 1.0, layout={"g_tensor": 2})
