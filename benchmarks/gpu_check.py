@@ -11,14 +11,13 @@
     beside       GPT-3 2.7B next to plain torch and FSDP2, in turn (`gpu_beside.py`)
     speed        GPT-3 2.7B with microbatches of 1 and 4: steps, part of the matrix peak, memory,
                  a profile
-    compare      SAMO against dense, in turn
     transport    staged links between ranks that share it; streams and phases; NCCL at size 1
     numerics     whole trainings of up to four ranks that share the GPU, against the oracle
     commands     what users type, on the GPU and on the CPU
     big          GPT-3 13B; dense 13B does not fit; the largest GPT that does
 
 A quarter of an hour on a GPU takes three calls of at most 290 seconds, by --quarter: 1 is `beside`,
-2 `big`, and 3 the least proven parts, `numerics`, `commands` and `compare`. A repeated call
+2 `big`, and 3 the least proven parts, `numerics` and `commands`. A repeated call
 continues with the missing ones.
 
 Parts run in this order, the most urgent first. None depends on what another has set up. Side by
@@ -67,17 +66,16 @@ from gpu_report import (
 
 HERE = Path(__file__).parent
 PARTS = (
-    *("step", "kernels", "bandwidth", "beside", "speed", "compare"),
+    *("step", "kernels", "bandwidth", "beside", "speed"),
     *("transport", "numerics", "commands", "big"),
 )
-QUARTERS = {1: ("beside",), 2: ("big",), 3: ("numerics", "commands", "compare")}
+QUARTERS = {1: ("beside",), 2: ("big",), 3: ("numerics", "commands")}
 QUARTER_SECONDS = 290.0
 SHARE_AIM = 0.8
 SHARED_NCCL = (2, 30)
 """From where two ranks may share a GPU over NCCL."""
 TRAININGS = {
     "speed": ("2.7b", "2.7b-4"),
-    "compare": ("compare",),
     "big": ("largest", "13b", "dense-13b"),
 }
 FAILURE_TEXT = 4_000
@@ -344,7 +342,6 @@ RUN: dict[str, Callable[[Around], Found]] = {
     "bandwidth": bandwidth,
     "beside": beside,
     "speed": trainings("speed"),
-    "compare": trainings("compare"),
     "big": trainings("big"),
 }
 

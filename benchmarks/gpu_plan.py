@@ -101,28 +101,19 @@ def planned(training: Training, method: Method) -> Planned:
     )
 
 
-def batches(size: int, number: int = MICROBATCHES) -> tuple[str, ...]:
-    """So many microbatches."""
-    return (f"batch.microbatch_size={size}", f"batch.global_batch_size={size * number}")
+def batches(size: int) -> tuple[str, ...]:
+    """The settings of a batch of `MICROBATCHES`."""
+    return (f"batch.microbatch_size={size}", f"batch.global_batch_size={size * MICROBATCHES}")
 
 
-def chosen(
-    training: Training,
-    methods: Sequence[Method],
-    room: float,
-    number: int = MICROBATCHES,
-    wanted: Sequence[int] = SIZES,
-) -> Training:
-    """The first batch of which all methods fit side by side, of the `wanted` microbatch sizes;
-    ConfigError if none does. Activations are recomputed only where the last size does not fit
-    otherwise."""
+def chosen(training: Training, room: float, wanted: Sequence[int] = SIZES) -> Training:
+    """The pruned training with the first of the `wanted` microbatch sizes that fits; ConfigError if
+    none does. Activations are recomputed only where the last size does not fit otherwise."""
     least = math.inf
     for again, sizes in ((0, wanted), (1, wanted[-1:])):
         for size in sizes:
-            tried = training.with_(
-                *batches(size, number), f"pipeline.checkpoint_activations={again}"
-            )
-            need = sum(planned(tried, method).memory.total for method in methods)
+            tried = training.with_(*batches(size), f"pipeline.checkpoint_activations={again}")
+            need = planned(tried, "samo").memory.total
             if need <= room:
                 return tried
             least = min(least, need)

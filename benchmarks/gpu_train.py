@@ -1,13 +1,11 @@
 """GPT-3 on one GPU: step time, part of the matrix peak, memory, and SAMO against dense.
 
-    python benchmarks/gpu_train.py [2.7b] [2.7b-4] [compare] [13b] [dense-13b] [largest]
+    python benchmarks/gpu_train.py [2.7b] [2.7b-4] [13b] [dense-13b] [largest]
         [--seconds 540] [--save benchmarks/results/gpu_train.json]
 
     2.7b, 13b    trains at 90 %: seconds, tokens/s, percentage of the matrix product that this GPU
                  does fastest, live bytes by category and the peak against the plan. 2.7b has
                  microbatches of 1 and a profile of one more step, 2.7b-4 has microbatches of 4
-    compare      2.7B dense and pruned, both on the GPU at once, which take steps in turn; with
-                 fewer layers where both do not fit
     dense-13b    does not fit: the plan says so, and an attempt ends with one line
     largest      the most layers of 13B's width that the plan lets fit, confirmed by three steps
 
@@ -23,7 +21,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import statistics
 import subprocess
 import sys
@@ -53,28 +50,24 @@ from gpu_report import (
     table,
 )
 
-from axsparse.planner.plan_model import Method
 from axsparse.planner.stage_memory import StageMemory
 from axsparse.runtime.errors import ConfigError
 
 HERE = Path(__file__).parent
-RUNS = ("2.7b", "2.7b-4", "compare", "13b", "dense-13b", "largest")
+RUNS = ("2.7b", "2.7b-4", "13b", "dense-13b", "largest")
 CONFIGS = {"2.7b": "gpt3_2.7b.yaml", "2.7b-4": "gpt3_2.7b.yaml", "13b": "gpt3_13b.yaml"}
 MICROBATCH = {"2.7b": (1,), "2.7b-4": (4,), "13b": (1,)}
 """The microbatch sizes of a run; of all others the largest that fits."""
 PEAK_AIMS = {"2.7b": 0.4}
 """The part of the matrix peak that a run has to reach; `PEAK_AIM` where it is not named."""
 PROFILED = ("2.7b",)
-PEAK_AIM, MEMORY_AIM, RATIO_AIM = 0.5, 1.1, 1.01
+PEAK_AIM, MEMORY_AIM = 0.5, 1.1
 PART_OF_PEAK = "part of the measured matrix peak"
 ROOM = 0.94
 """Part of the device that a plan may fill: torch's allocator does not fill every hole."""
 STEPS, WARM = 6, 2
 FEWER = {"13b": 3}
 """Steps of a run that is to show that it trains."""
-COMPARED = 8
-"""Microbatches where SAMO is compared with dense: with few of them the optimizer, of which SAMO has
-a tenth, would hide the cost of each compression."""
 
 
 @dataclass(frozen=True)
@@ -215,55 +208,7 @@ def phases(records: Sequence[dict[str, Any]]) -> dict[str, float]:
 def size(name: str, place: RankCoords) -> Found:
     start = pruned(Training(CONFIGS[name], (), FEWER.get(name, STEPS)), place)
     wanted = MICROBATCH.get(name, SIZES)
-    return alone(name, chosen(start, ["samo"], place.room, wanted=wanted), place)
-
-
-def compare(training: Training, place: RankCoords, rounds: int) -> Found:
-    """Dense and pruned in turn, both in memory, in an order drawn anew each round."""
-    name = "compare"
-    layers = both_fit(training, place.room)
-    if layers is not None:
-        training = with_layers(training, layers)
-    both = chosen(pruned(training, place), ["dense", "samo"], place.room, COMPARED)
-    both = both.with_(steps=rounds + WARM)
-    trainings = {"samo": both, "dense": both.with_("samo.enabled=false")}
-    seconds: dict[str, list[float]] = {"samo": [], "dense": []}
-    with (
-        Worker(trainings["samo"], place.folder, place.left) as samo,
-        Worker(trainings["dense"], place.folder, place.left) as dense,
-    ):
-        workers = {"samo": samo, "dense": dense}
-        for worker in workers.values():
-            worker.event("built")
-        for number in range(-WARM, rounds):
-            order = list(workers)
-            random.Random(number).shuffle(order)  # noqa: S311  an order of measuring is no secret
-            for which in order:
-                taken = workers[which].step()["seconds"]
-                if number >= 0:
-                    seconds[which].append(taken)
-        for worker in workers.values():
-            worker.event("done")
-        records = {which: worker.records()[WARM:] for which, worker in workers.items()}
-    ratios = [s / d for s, d in zip(seconds["samo"], seconds["dense"], strict=True)]
-    rows = [
-        Row(name, "seconds a step, dense", "info", spread(seconds["dense"], "s")),
-        Row(name, "seconds a step, SAMO", "info", spread(seconds["samo"], "s")),
-        judged(
-            name,
-            "SAMO's step against the dense one",
-            spread(ratios),
-            f"<= {RATIO_AIM}",
-            good=statistics.median(ratios) <= RATIO_AIM,
-        ),
-    ]
-    found = {which: phases(lines) for which, lines in records.items()}
-    return rows, {
-        "settings": both.all(),
-        "step seconds": seconds,
-        "ratios": ratios,
-        "phases, medians": found,
-    }
+    return alone(name, chosen(start, place.room, wanted), place)
 
 
 def does_not_fit(training: Training, place: RankCoords) -> Found:
@@ -300,23 +245,12 @@ def does_not_fit(training: Training, place: RankCoords) -> Found:
     return rows, {"settings": least.all(), "planned": need, "said": said}
 
 
-def both_fit(training: Training, room: float) -> int | None:
-    """With how many blocks a dense training fits next to a pruned one; None: with all it has."""
-    methods: tuple[Method, ...] = ("dense", "samo")
-    least = training.with_(*batches(1, COMPARED), "pipeline.checkpoint_activations=1")
-    if sum(planned(least, method).memory.total for method in methods) <= room:
-        return None
-    return max(1, most_layers(least, room, methods))
-
-
-def most_layers(training: Training, room: float, methods: Sequence[Method] = ("samo",)) -> int:
-    """The most blocks with which the plan lets all methods fit side by side; 0 if not even one
-    does."""
+def most_layers(training: Training, room: float) -> int:
+    """The most blocks that fit by the plan; 0 if not even one does."""
 
     @cache
     def need(layers: int) -> float:
-        own = with_layers(training, layers)
-        return sum(planned(own, method).memory.total for method in methods)
+        return planned(with_layers(training, layers), "samo").memory.total
 
     # Every block adds the same; looking at a deep model takes long.
     layers = max(0, 1 + int((room - need(1)) / (need(2) - need(1))))
@@ -370,9 +304,7 @@ def largest(training: Training, place: RankCoords) -> Found:
     raise ConfigError(f"{training.config}: not a single layer of it fits; take a larger device")
 
 
-def run_one(name: str, place: RankCoords, rounds: int) -> Found:
-    if name == "compare":
-        return compare(Training(CONFIGS["2.7b"], (), STEPS), place, rounds)
+def run_one(name: str, place: RankCoords) -> Found:
     if name == "dense-13b":
         return does_not_fit(Training(CONFIGS["13b"], (), 1), place)
     if name == "largest":
@@ -380,14 +312,14 @@ def run_one(name: str, place: RankCoords, rounds: int) -> Found:
     return size(name, place)
 
 
-def judge_runs(names: Sequence[str], place: RankCoords, rounds: int) -> Iterator[tuple[str, Found]]:
+def judge_runs(names: Sequence[str], place: RankCoords) -> Iterator[tuple[str, Found]]:
     """Each run's rows; one that fails is a row as well, and one without time is skipped."""
     for name in names:
         if place.left <= 0:
             yield name, ([Row(name, "training", "skip", "no time left; name fewer runs")], {})
             continue
         try:
-            yield name, run_one(name, place, rounds)
+            yield name, run_one(name, place)
         except (WorkerFailedError, ConfigError) as error:
             yield name, ([Row(name, "training", "fail", str(error)[:300])], {})
         except Exception as error:  # the other runs continue
@@ -434,7 +366,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("runs", nargs="*", metavar="RUN", help=f"of {', '.join(RUNS)}; all")
     parser.add_argument("--seconds", type=float, default=540.0, help="for all runs together")
-    parser.add_argument("--rounds", type=int, default=10, help="of compare")
     parser.add_argument("--save", type=Path, help="write JSON here")
     arguments = parser.parse_args(words)
     for name in arguments.runs:
@@ -455,7 +386,7 @@ def main(words: Sequence[str] | None = None) -> int:
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         place = RankCoords(device, Path(folder), ends)
-        for name, (own, detail) in judge_runs(arguments.runs, place, arguments.rounds):
+        for name, (own, detail) in judge_runs(arguments.runs, place):
             report.put(name, own, detail)
             print("\n".join(table(own)), flush=True)
             rows += own

@@ -145,6 +145,8 @@ class RunFile(Section):
         default_factory=dict
     )
     """Constants that replace the cluster's: fitted to the rows marked `fit`."""
+    training: RunTraining = RunTraining()
+    """How the rows trained that do not say it."""
     rows: Annotated[list[RunRow], Field(min_length=1)]
 
 
@@ -156,4 +158,11 @@ def bundled_tables() -> list[Path]:
 def load_runs(path: Path) -> RunFile:
     """Read a file of runs; OSError or ValueError for one that cannot be read."""
     given = yaml.load(path.read_text(encoding="utf-8"), Loader=YamlLoader)  # noqa: S506 - plain values
-    return RunFile.model_validate(given).model_copy(update={"name": path.stem})
+    runs = RunFile.model_validate(given)
+    rows = [
+        row
+        if "training" in row.model_fields_set
+        else row.model_copy(update={"training": runs.training})
+        for row in runs.rows
+    ]
+    return runs.model_copy(update={"name": path.stem, "rows": rows})
