@@ -209,33 +209,9 @@ def planned_model(
             "give Model(…, example=…)"
         )
     targets = what_is_pruned(config, profiled)
-    if targets is not None and not starts_pruned(config, targets):
-        notes.append(
-            f"{config.pruning.method} starts dense, and so it has to fit; --compare "
-            "dense,samo shows what the pruned part would need"
-        )
-    if config.samo.zero_stage == "auto":
-        notes.append(
-            "samo.zero_stage: auto: where there are several replicas, they share masters and "
-            "moments"
-        )
-    if config.samo.weights == "auto" and targets is not None:
-        notes.append(
-            "samo.weights: auto: pruned weights are dense at rest where a number of stages fits so"
-        )
+    notes += _notes(config, cluster, targets, score)
     criterion = None if score is None else configured_criterion(config, score)
-    if config.pruning.method == "custom" and score is None:
-        notes.append(
-            "custom: a score that takes inputs or gradient needs memory while it draws masks; "
-            "ax.plan_for(…, score=…) counts it"
-        )
     check_offload(config, has_gpu=cluster.host_bandwidth is not None)
-    if cluster.host_memory_bytes is not None:
-        notes.append(
-            f"of the host's {gigabytes(cluster.host_memory_bytes)} GB a rank takes up to "
-            f"{gigabytes(copied_bytes(config))} GB for copies of checkpoints "
-            "(checkpoint.staging_memory), and messages under way where they go through it"
-        )
     dense = ProfiledModel(
         config,
         profiled,
@@ -247,6 +223,38 @@ def planned_model(
         sees_gradients=criterion is not None and criterion.sees_gradients,
     )
     return PlannedModel(dense, targets, notes)
+
+
+def _notes(
+    config: Config, cluster: Cluster, targets: Targets | None, score: Score | None
+) -> Iterator[str]:
+    """Remarks on how the settings are planned."""
+    pruning = config.pruning
+    if targets is not None and not starts_pruned(config, targets):
+        yield (
+            f"{pruning.method} starts dense, and so it has to fit; --compare dense,samo shows what "
+            "the pruned part would need"
+        )
+    if config.samo.zero_stage == "auto":
+        yield (
+            "samo.zero_stage: auto: where there are several replicas, they share masters and "
+            "moments"
+        )
+    if config.samo.weights == "auto" and targets is not None:
+        yield (
+            "samo.weights: auto: pruned weights are dense at rest where a number of stages fits so"
+        )
+    if pruning.method == "custom" and score is None:
+        yield (
+            "custom: a score that takes inputs or gradient needs memory while it draws masks; "
+            "ax.plan_for(…, score=…) counts it"
+        )
+    if cluster.host_memory_bytes is not None:
+        yield (
+            f"of the host's {gigabytes(cluster.host_memory_bytes)} GB a rank takes up to "
+            f"{gigabytes(copied_bytes(config))} GB for copies of checkpoints "
+            "(checkpoint.staging_memory), and messages under way where they go through it"
+        )
 
 
 # Reason: these are the arguments of the Python API, all but the first three optional.
