@@ -32,8 +32,8 @@ from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster, Kind, Origin, Precision, to_yaml
 from axsparse.planner.profiled_model import ProfiledModel
+from axsparse.planner.stage_load import StageLoad
 from axsparse.planner.stage_memory import SMALL_BLOCKS
-from axsparse.planner.workload import StageLoad
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.errors import ConfigError, TrainingError, writing
 from axsparse.runtime.exchange import gather_texts, sum_by_owner, together

@@ -75,7 +75,7 @@ class DataConfig(Section):
             key = "blend" if self.blend else "validation"
             raise BrokenRule(key, f"is for data.source tokens, not {self.source}; leave it out")
         if self.blend and self.path is not None:
-            raise BrokenRule("blend", "set beside data.path; leave one of both out")
+            raise BrokenRule("blend", "given as well as data.path; leave one of them out")
         try:
             names = {path for path, weight in token_sources(self) if path and 0 < weight < inf}
         except ValueError:
@@ -296,7 +296,7 @@ class PruningConfig(Section):
             (early, "at_step", at, 0, draws),
             (early, "distribution", self.distribution, "uniform", draws),
             (("zeros",), "layers", list(self.layers), [], draws),
-            (("gradual",), "rewind_step", back, "never", "goes on with the weights it has"),
+            (("gradual",), "rewind_step", back, "never", "continues with the weights it has"),
         ):
             if self.method in methods and value != usual:
                 raise BrokenRule(

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from axsparse.planner.layout_search import Layout, SearchRequest
 from axsparse.planner.profiled_model import ProfiledModel, state_format
+from axsparse.planner.stage_load import StageLoad, value_bytes
 from axsparse.planner.stage_memory import StageMemory, stage_memory
-from axsparse.planner.workload import StageLoad, value_bytes
 from axsparse.samo.state_bytes import MOMENT_BYTES
 
 PAPER = "arXiv 1910.02054"
@@ -46,21 +46,21 @@ def baselines(
     [whole] = dense.stages(1, 1) or []
     size = layout.microbatch_size
     memory = stage_memory(whole, microbatch_size=size, in_flight=1, overhead=overhead)
-    weight, others, beside = memory.weight, memory.master + memory.optimizer, _other_bytes(memory)
+    weight, others, rest = memory.weight, memory.master + memory.optimizer, _other_bytes(memory)
     stored = state_format(dense.config, dense.optimizer, 1)
     width = value_bytes(dense.precision)
     # Of a tied weight there is one gradient, where we have one for each use.
     gradient = width * _trained(dense)
     k = stored.master_bytes + MOMENT_BYTES * stored.moments
     own = f"{width} + {width} + {k}"
-    found = [Baseline("dense, DDP", own, weight + gradient + others + beside)]
+    found = [Baseline("dense, DDP", own, weight + gradient + others + rest)]
     if gpus > 1:
         found += [
-            Baseline("dense, ZeRO-1", f"{own}/{gpus}", weight + gradient + others / gpus + beside),
+            Baseline("dense, ZeRO-1", f"{own}/{gpus}", weight + gradient + others / gpus + rest),
             Baseline(
                 "dense, ZeRO-3 or FSDP",
                 f"({own})/{gpus}",
-                (weight + gradient + others) / gpus + beside,
+                (weight + gradient + others) / gpus + rest,
             ),
         ]
     if layout.grid.g_inter > 1:

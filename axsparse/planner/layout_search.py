@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Literal
 from axsparse.config.section import counted
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
+from axsparse.planner.stage_load import StageLoad
 from axsparse.planner.stage_memory import StageMemory, needed, peak_in_flight, stage_memory
 from axsparse.planner.step_cost import StepCosts, StepRun, simulate_step, step_costs
-from axsparse.planner.workload import StageLoad, Workload
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import WeightKind
 
 if TYPE_CHECKING:
     from axsparse.planner.baselines import Baseline
+    from axsparse.planner.profiled_model import ProfiledModel
 
 
 DEFAULT_EXTRA_IN_FLIGHT = 1
@@ -71,8 +72,8 @@ class Layout:
 class SearchRequest:
     """A search request to the planner: the model, the devices, and the layouts to try."""
 
-    workload: Workload
-    sparse: Workload | None = None
+    workload: ProfiledModel
+    sparse: ProfiledModel | None = None
     """The same training with pruned weights that are sparse at rest, an option next to `workload`;
     None: weights are stored as `workload` says."""
     cluster: Cluster
@@ -355,7 +356,7 @@ def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list
 def _try_ways(request: SearchRequest, grid: Grid, size: int) -> list[Candidate | Rejection]:
     """One grid at one microbatch size, with pruned weights stored in every way that is open, the
     faster first."""
-    ways: list[tuple[WeightKind, Workload | None]] = [
+    ways: list[tuple[WeightKind, ProfiledModel | None]] = [
         ("dense", request.workload),
         ("sparse", request.sparse),
     ]
@@ -407,7 +408,7 @@ def _try_size(
 
 
 def split_layers(
-    workload: Workload, layout: Layout, overhead: float, rank_budget: float
+    workload: ProfiledModel, layout: Layout, overhead: float, rank_budget: float
 ) -> Sequence[StageLoad] | Rejection:
     """The loads of the stages, with their work balanced as well as `rank_budget` bytes a rank
     allow.

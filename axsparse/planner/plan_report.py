@@ -248,11 +248,11 @@ def rejections(found: Sequence[Rejection]) -> Iterator[str]:
         first, *others = alike
         stages = ", ".join(str(each.g_inter) for each in (first, *others))
         size = first.microbatch_size
-        beside = "" if size is None else f", microbatches of {size}"
+        sizes = "" if size is None else f", microbatches of {size}"
         plural = "" if stages == "1" else "s"
         if g_tensor > 1:
             plural += f" × {g_tensor} tensor-parallel ranks"
-        yield f"  {stages} stage{plural}{beside}: {reason}"
+        yield f"  {stages} stage{plural}{sizes}: {reason}"
 
 
 def table(cells_of: Iterable[Mapping[str, str]]) -> Iterator[str]:

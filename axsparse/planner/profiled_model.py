@@ -18,8 +18,8 @@ from axsparse.models.model_profile import LayerInfo, ModelProfile
 from axsparse.models.tensor_shard import TensorShard
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.cluster import Precision
+from axsparse.planner.stage_load import Fits, StageLoad, no_bytes, value_bytes
 from axsparse.planner.stage_memory import activation_memory, is_recomputed
-from axsparse.planner.workload import Fits, StageLoad, no_bytes, value_bytes
 from axsparse.pruning.input_statistics import METHODS, STATISTICS
 from axsparse.runtime.communication import NO_SUM
 from axsparse.runtime.grid import Grid
@@ -190,7 +190,11 @@ def copied_bytes(config: Config) -> float:
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """A model whose layers have been profiled, as a configuration trains it. A `Workload`."""
+    """A model whose layers have been profiled, as a configuration trains it.
+
+    The layout search asks for the loads of the stages of each layout. From these and a cluster's
+    constants follow memory (`stage_memory`) and time (`step_cost`).
+    """
 
     config: Config
     """The settings of the run, with the precision decided."""
@@ -228,15 +232,18 @@ class ProfiledModel:
 
     @property
     def name(self) -> str:
+        """The name that plans and messages show."""
         return self.config.name
 
     @property
     def precision(self) -> Precision:
+        """The precision of weights, activations and messages."""
         assert self.config.precision != "auto", "decided before profiling"
         return self.config.precision
 
     @property
     def is_pruned(self) -> bool:
+        """Whether backwards compress their gradients."""
         return bool(self.kept)
 
     @property
@@ -246,11 +253,13 @@ class ProfiledModel:
 
     @property
     def most_stages(self) -> int:
+        """The most stages that the model can be split into."""
         return len(self.profile.layers)
 
     @property
     def sample_flops(self) -> float:
-        """Three times the forward's flops, four times for recomputed layers."""
+        """Flops of a sample's forward and backward, by which the percentage of peak is counted:
+        three times the forward's, four times for recomputed layers."""
         every = self.config.pipeline.checkpoint_activations
         again = sum(
             layer.flops for n, layer in enumerate(self.profile.layers) if is_recomputed(n, every)
@@ -309,7 +318,14 @@ class ProfiledModel:
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[StageLoad] | None:
+        """The load of each of `g_inter` stages, first to last.
 
+        The model is split so that the stage with most work has as little as can be, among the
+        splits whose every stage passes `fits`. None if there is no such split; without `fits` there
+        always is one. `g_data` is the number of replicas, over which state may be sharded;
+        `microbatches`, per step and replica, may decide in which precision gradients add up.
+        `g_inter` is at most `most_stages`.
+        """
         known: dict[tuple[int, Contents], bool] = {}
 
         def fits_budget(stage: int, layers: range) -> bool:
@@ -399,7 +415,7 @@ class ProfiledModel:
         draws = samples and config.pruning.mask is None
         if draws and self.kept and not self.has_masks:
             calibration = calibration_memory(full, uncut, stored)
-        logits = self.profile.loss_logits if is_last else None
+        logits = self.profile.loss_logits
         each = LOSS_BYTES if self.profile.loss_sums == NO_SUMS else CUT_LOSS_BYTES
         scores = self.sees_gradients or config.pruning.method == "snip"
         made = [4, SCORED_BYTES * (scores and self.on_host), GATHERED_BYTES * (full is not self)]
@@ -420,7 +436,6 @@ class ProfiledModel:
             saved=full._saved(uncut, g_data),
             held=activations.held,
             working=activations.working,
-            logits=outputs / width * LOSS_BYTES if is_last else 0.0,
             outputs=outputs,
             calibration=calibration.peak,
             deferred=activations.deferred,
@@ -430,7 +445,7 @@ class ProfiledModel:
             backward_sums=sum(
                 [each.backward for each in sums] + [layer.sums.again for layer in again], NO_SUM
             ),
-            loss_bytes=no_bytes if logits is None else partial(_loss_bytes, each, logits),
+            loss_bytes=partial(_loss_bytes, outputs / width, each, logits) if is_last else no_bytes,
         )
 
     def stored(self, weights: WeightKind) -> ProfiledModel:
@@ -486,7 +501,7 @@ class ProfiledModel:
         logits, after = self.profile.loss_logits, self.profile.layers[self.last_pruned + 1 :]
         frozen = list(map(_frozen, after))
         state = stage_bytes(frozen, self.profile.ties, {}, stored).total
-        loss = 0.0 if logits is None else _loss_bytes(LOSS_BYTES, logits, 1)
+        loss = _loss_bytes(0.0, LOSS_BYTES, logits, 1)
         each = _costs(after)
         widest = max((costs.widest for costs in each), default=0)
         passing = loss + sum(costs.saved + costs.outputs for costs in each) + 2 * widest
@@ -501,8 +516,12 @@ class ProfiledModel:
         )
 
 
-def _loss_bytes(each: int, logits: Callable[[int], int], samples: int) -> float:
-    return float(each * logits(samples))
+def _loss_bytes(
+    outputs: float, each: int, logits: Callable[[int], int] | None, samples: int
+) -> float:
+    """Bytes of a loss that is given so many numbers of a sample, and computes logits itself."""
+    computed = 0.0 if logits is None else float(each * logits(samples))
+    return samples * outputs * LOSS_BYTES + computed
 
 
 def _trained(layer: LayerInfo) -> int:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.schedules import Schedule
-from axsparse.planner.workload import StageLoad
+from axsparse.planner.stage_load import StageLoad
 
 if TYPE_CHECKING:
     from axsparse.models.model_profile import LayerInfo
@@ -108,7 +108,7 @@ def stage_memory(
     state = load.state
     activations = microbatch_size * in_flight * load.held
     working = microbatch_size * load.working
-    logits = microbatch_size * load.logits + load.loss_bytes(microbatch_size)
+    logits = load.loss_bytes(microbatch_size)
     of_step = activations + working + logits
     return StageMemory(
         weight=state.weight + state.expanded,

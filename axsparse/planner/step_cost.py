@@ -31,13 +31,17 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.workload import StageLoad, Workload, value_bytes
+from axsparse.planner.stage_load import StageLoad, value_bytes
 from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
+
+if TYPE_CHECKING:
+    from axsparse.planner.profiled_model import ProfiledModel
 
 KERNEL_BYTES = 4.3
 """Bytes that kernels read and write for each byte that a transformer's layer leaves behind or hands
@@ -79,7 +83,7 @@ class StepCosts:
 
 
 def step_costs(
-    workload: Workload,
+    workload: ProfiledModel,
     loads: Sequence[StageLoad],
     cluster: Cluster,
     grid: Grid,
@@ -99,7 +103,7 @@ def step_costs(
 
 
 def stage_seconds(
-    workload: Workload,
+    workload: ProfiledModel,
     load: StageLoad,
     cluster: Cluster,
     microbatch_size: int,

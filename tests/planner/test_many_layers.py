@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
 from axsparse.planner.profiled_model import ProfiledModel
-from axsparse.planner.workload import StageLoad
+from axsparse.planner.stage_load import StageLoad
 from axsparse.samo.optim.adamw import ADAMW
 
 LAYERS = 1000
@@ -84,6 +84,6 @@ def test_few_loads_are_made_and_they_are_those_of_the_stages(
         fresh = new_load(model, numbers, 1, False)
         names = [f"l{numbers[0]}", f"l{numbers[-1]}"]
         assert load.layers == "–".join(dict.fromkeys(names))
-        assert (load.state, load.held, load.flops, load.logits) == (
-            *(fresh.state, fresh.held, fresh.flops, fresh.logits),
+        assert (load.state, load.held, load.flops, load.loss_bytes(1)) == (
+            *(fresh.state, fresh.held, fresh.flops, fresh.loss_bytes(1)),
         )

@@ -41,7 +41,7 @@ def test_the_recommended_layout_comes_first_with_its_margin_and_the_rest_by_time
 
     used = gigabytes(found.recommended.most_bytes)
     assert text[0] == f"fits: 8 stages × 8 replicas, {used} of 17.18 GB, recomputing activations"
-    assert text[2] == "gpt3_2.7b.yaml (dense) in fp16 on 64 devices of summit, 17.2 GB each"
+    assert text[2] == "gpt3_2.7b (dense) in fp16 on 64 devices of summit, 17.2 GB each"
     rows = text[5 : 5 + min(MOST_ROWS, len(found.rows))]
     assert rows[0].split()[:3] == ["8", "×", "8"]
     assert "+0.0" in rows[0].split()

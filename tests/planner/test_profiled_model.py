@@ -22,9 +22,9 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Candidate, SearchRequest, plan
 from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel
+from axsparse.planner.stage_load import StageLoad, value_bytes
 from axsparse.planner.stage_memory import stage_memory
 from axsparse.planner.step_cost import step_costs
-from axsparse.planner.workload import StageLoad, value_bytes
 from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Criterion, Score
 from axsparse.pruning.layer_pruning import CalibratedMasks
@@ -66,10 +66,12 @@ def test_a_stage_is_the_sum_of_its_layers() -> None:
     assert last.kept == 40 + 20 + 100
     assert last.temporary == 2 * 400
     assert (last.held, last.working) == (3 * 20 + 30, 700 + 2 * 50)
-    assert (loads[0].logits, last.logits) == (0, 30 / 2 * 8)
+    assert (loads[0].loss_bytes(1), last.loss_bytes(1)) == (0, LOSS_INPUTS)
     assert loads[0].outputs == 30
 
 
+LOSS_INPUTS = 30 / 2 * 8
+"""Bytes that the loss takes for the last layer's outputs of a sample."""
 FROZEN = 7 * 2
 """Bytes of a layer's frozen vector."""
 
@@ -197,10 +199,9 @@ def test_the_loss_takes_the_logits_that_it_holds_at_a_time_on_the_last_stage() -
     chunked = replace(SURVEY, loss_logits=lambda samples: min(1000, 300 * samples))
     loads = loads_of(2, profile=chunked, **CUT)
 
-    assert [load.loss_bytes(2) for load in loads] == [0, 8 * 600]
-    assert loads[1].loss_bytes(4) == 8 * 1000
+    assert [load.loss_bytes(2) for load in loads] == [0, 2 * LOSS_INPUTS + 8 * 600]
     found = stage_memory(loads[1], microbatch_size=4, in_flight=1, overhead=0.0)
-    assert found.logits == 4 * loads[1].logits + 8 * 1000
+    assert found.logits == 4 * LOSS_INPUTS + 8 * 1000
 
 
 # -- tensor-parallel ranks
@@ -243,7 +244,8 @@ def test_a_member_computes_its_part_and_sums_what_is_between_layers(
     # before the last of its two sums.
     sums = 2 * blocks + 1 + (every > 0) * blocks
     assert load.backward_sums == Sums(round(2 * sent * sums * activation), sums)
-    assert load.loss_bytes(2) == CUT_LOSS_BYTES * 2 * tokens * words / g_tensor
+    inputs = load.outputs / 2 * 8
+    assert load.loss_bytes(2) == 2 * inputs + CUT_LOSS_BYTES * 2 * tokens * words / g_tensor
     # Of recomputed blocks the inputs are held, which all tensor-parallel ranks have.
     assert load.held == whole.held if every else load.held < whole.held
     assert load.outputs == whole.outputs

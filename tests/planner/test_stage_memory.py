@@ -16,6 +16,7 @@ from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.planner.layout_search import Layout
+from axsparse.planner.stage_load import StageLoad
 from axsparse.planner.stage_memory import (
     ActivationMemory,
     activation_memory,
@@ -25,7 +26,6 @@ from axsparse.planner.stage_memory import (
     peak_in_flight,
     stage_memory,
 )
-from axsparse.planner.workload import StageLoad
 from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import StateBytes
 
@@ -88,8 +88,8 @@ def load_of(temporary: float = 0.0, building: float = 0.0, saved: float = 0.0) -
         state=StateBytes(weight=1, index=2, gradient=3, master=4, optimizer=5),
         held=10.0,
         working=100.0,
-        logits=1000.0,
         outputs=0.0,
+        loss_bytes=lambda samples: 1000.0 * samples,
         temporary=temporary,
         building=building,
         saved=saved,

@@ -12,6 +12,7 @@ from support.planner_cases import cluster, formula, schedule, uniform
 
 from axsparse.pipeline.schedules import ScheduleName
 from axsparse.pipeline.simulator import MessageCost
+from axsparse.planner.stage_load import StageLoad
 from axsparse.planner.stage_memory import most_in_flight
 from axsparse.planner.step_cost import (
     PLAYED_REPLICAS,
@@ -29,7 +30,6 @@ from axsparse.planner.step_cost import (
     stage_seconds,
     sum_seconds,
 )
-from axsparse.planner.workload import StageLoad
 from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import StateBytes
@@ -48,7 +48,6 @@ LOAD = StageLoad(
     saved=0.0,
     held=0.0,
     working=0.0,
-    logits=0.0,
     outputs=24.0,
 )
 ROUND = cluster(

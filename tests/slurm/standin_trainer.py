@@ -8,14 +8,8 @@ step, arguments, environment) and then the steps it made; `saved-R`, the last st
 
 STANDIN_STEPS         steps of the run
 STANDIN_STEP_SECONDS  a step's length
-STANDIN_WARN_AT       the step of a first start in which rank 0 has the scheduler warn the job, and
-                      all wait for it
-STANDIN_WARN_PID      whom the scheduler signals; 0 leaves that to the job, which finds `waits`
-                      in DIR once all ranks wait
-STANDIN_WARNED_CODE   what it leaves with then (75)
+STANDIN_WARN_AT       the step of a first start in which all ranks wait for the scheduler's warning
 STANDIN_KILL_AT       the step in which the last rank is killed, once
-STANDIN_DIES          then its node answers nobody any more, which a file here says
-STANDIN_EXIT          "STEP:CODE": all ranks leave so in that step
 """
 
 from __future__ import annotations
@@ -31,6 +25,8 @@ from pathlib import Path
 
 EVERY = 2
 """Steps between two saves."""
+WARNED_CODE = 75
+"""The exit code after a warning."""
 LONGEST_SECONDS = 120.0
 """How long a rank waits for the warning: far beyond what it takes."""
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK", "SLURM_PROCID")
@@ -57,74 +53,47 @@ def main() -> int:
             log.write(json.dumps(line) + "\n")
             log.flush()
 
-        tell(
-            {
-                "begin": begin,
-                "arguments": sys.argv[1:],
-                "folder": str(Path.cwd()),
-                "executable": os.environ.get("STANDIN_PYTHON", sys.executable),
-                "ranks": os.environ.get("AXSPARSE_RANKS"),
-                "node": os.environ.get("STANDIN_NODE"),
-            }
-        )
+        tell({"begin": begin})
         for step in range(begin + 1, _number("STANDIN_STEPS", 6) + 1):
             time.sleep(float(os.environ.get("STANDIN_STEP_SECONDS", "0")))
             tell(step)
             # Only a first start is warned: a rank that was killed while it saved for the warning
             # comes to this step once more, when nobody sends it again.
             if begin == 0 and step == _number("STANDIN_WARN_AT"):
-                if rank == 0:
-                    _wait_for_all(run_dir)
-                    if warned := _number("STANDIN_WARN_PID"):
-                        os.kill(warned, signal.SIGUSR1)
-                    else:
-                        (run_dir / "waits").touch()
                 if signal.sigtimedwait({signal.SIGUSR1}, LONGEST_SECONDS) is None:
                     return 1
                 _save(saved, step)
-                return _number("STANDIN_WARNED_CODE", 75)
+                return WARNED_CODE
             # Before the step in which all wait for it, the warning would end ranks anywhere.
             if step > _number("STANDIN_WARN_AT") and signal.SIGUSR1 in signal.sigpending():
                 _save(saved, step)
-                return _number("STANDIN_WARNED_CODE", 75)
+                return WARNED_CODE
             if step == _number("STANDIN_KILL_AT") and rank + 1 == int(os.environ["AXSPARSE_RANKS"]):
                 killed = run_dir / "killed"
                 if not killed.exists():
                     _wait_for_all(run_dir)
                     killed.touch()
-                    if "STANDIN_DIES" in os.environ:
-                        down = Path(os.environ["STANDIN_DIES"])
-                        (down / f"{os.environ['STANDIN_NODE']}.down").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
-            at, _, code = os.environ.get("STANDIN_EXIT", "").partition(":")
-            if str(step) == at:
-                return int(code)
             if step % EVERY == 0:
                 _save(saved, step)
     return 0
 
 
-def install(path: Path) -> Path:
-    """An interpreter at `path` that runs this instead of axsparse.train, and all else as usual."""
-    real = shlex.quote(sys.executable)
-    own = shlex.quote(str(Path(__file__).resolve()))
-    path.write_text(
-        f'#!/bin/sh\n[ "$2" = axsparse.train ] || exec {real} "$@"\n'
-        f'shift 2\nexport STANDIN_PYTHON="$0"\nexec {real} {own} "$@"\n'
-    )
-    path.chmod(0o755)
-    return path
-
-
-def install_with_mpirun(folder: Path) -> Path:
-    """Such an interpreter in a new folder, with the usual mpirun next to it."""
+def install(folder: Path) -> Path:
+    """An interpreter in a new folder that runs this instead of axsparse.train, and all else as
+    usual, with the usual mpirun next to it."""
     from support.mpirun import mpirun_path  # a rank finds no module of the tests
 
     folder.mkdir()
-    mpirun = folder / "mpirun"
-    mpirun.write_text(f'#!/bin/sh\nexec {shlex.quote(mpirun_path())} "$@"\n')
-    mpirun.chmod(0o755)
-    return install(folder / "python")
+    real, own = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).resolve()))
+    programs = {
+        "mpirun": f'exec {shlex.quote(mpirun_path())} "$@"',
+        "python": f'[ "$2" = axsparse.train ] || exec {real} "$@"\nshift 2\nexec {real} {own} "$@"',
+    }
+    for name, body in programs.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    return folder / "python"
 
 
 def _save(path: Path, step: int) -> None:

@@ -50,7 +50,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     # What most jobs run: it can be told to fail, and starts at once.
-    python = standin_trainer.install_with_mpirun(tmp_path / "bin")
+    python = standin_trainer.install(tmp_path / "bin")
     monkeypatch.setattr(sys, "executable", str(python))
     return folder
 
@@ -165,7 +165,6 @@ def test_slurm_tells_a_job_before_its_time_ends(
         capfd=capfd,
         edit=(*LAUNCHERS[launcher], ("save_at=90 ", "save_at=9999 ")),
         STANDIN_WARN_AT="3",
-        STANDIN_WARN_PID="0",
     )
     wait_for_end(job, END_SECONDS)
     following = str(int(job) + 1)

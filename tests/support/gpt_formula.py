@@ -10,10 +10,12 @@ parameter dense, 2 + 24 f pruned. `ProfiledModel` has real layers instead, and
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from functools import partial
+from operator import mul
 
 from axsparse.planner.cluster import Precision
-from axsparse.planner.workload import Fits, StageLoad, value_bytes
-from axsparse.runtime.errors import ConfigError
+from axsparse.planner.profiled_model import ProfiledModel
+from axsparse.planner.stage_load import Fits, StageLoad, value_bytes
 from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, tensor_bytes
 
 GRADIENT_BYTES = 2 + 4
@@ -26,10 +28,9 @@ MOMENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptFormula:
+class GptFormula(ProfiledModel):
     """A GPT with activation recomputation, trained by AdamW in mixed precision."""
 
-    name: str
     layers: int
     hidden: int
     heads: int
@@ -37,9 +38,14 @@ class GptFormula:
     vocabulary: int
     density: float = 1.0
     """f: the fraction of the blocks' matrices that is kept; embeddings and head stay dense."""
-    precision: Precision = "fp16"
 
-    recomputes = True
+    @property
+    def precision(self) -> Precision:
+        return "fp16"
+
+    @property
+    def recomputes(self) -> bool:
+        return True
 
     @property
     def is_pruned(self) -> bool:
@@ -81,16 +87,15 @@ class GptFormula:
     def num_params(self) -> int:
         return self.body_params + self.embedding_params
 
-    def tp_shard(self, members: int) -> GptFormula:
-        """See `Workload`. Layers are not sharded."""
-        if members > 1:
-            raise ConfigError(f"{self.name}: the formulas cut no layers; plan with 1 member")
+    def tp_shard(self, g_tensor: int) -> GptFormula:
+        """Layers are not sharded."""
+        assert g_tensor == 1
         return self
 
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[StageLoad] | None:
-        """See `Workload`. Loads are equal but for the loss. `g_data` and `microbatches` change
+        """Loads are equal but for the loss. `g_data` and `microbatches` change
         nothing: nothing is sharded, and gradients always add up in fp32."""
         assert g_data >= 1 and microbatches >= 1
         loads = [self._stage(stage, g_inter) for stage in range(g_inter)]
@@ -119,7 +124,7 @@ class GptFormula:
             saved=0.0,
             held=number * width * s * h,
             working=s * (34 * h + 5 * self.heads * s),
-            logits=6.0 * s * self.vocabulary if stage == g_inter - 1 else 0.0,
+            loss_bytes=partial(mul, 6.0 * s * self.vocabulary * (stage == g_inter - 1)),
             outputs=float(width * s * h),
             # Four matrices of a block read 7 h values a token and write 9 h.
             deferred=number * width * s * 16 * h,

@@ -39,9 +39,13 @@ def cluster(**constants: Any) -> Cluster:
 
 def formula(config: str, density: float = 1.0) -> GptFormula:
     """A bundled GPT as formulas."""
-    model = of_family(configure(config).model, GptConfig)
+    loaded = configure(config)
+    model = of_family(loaded.model, GptConfig)
     return GptFormula(
-        name=config,
+        config=loaded,
+        profile=ModelProfile([], ties={}),
+        kept={},
+        optimizer=ADAMW,
         layers=model.num_layers,
         hidden=model.hidden_size,
         heads=model.num_heads,

@@ -1,13 +1,10 @@
-"""The trained model, described by sizes alone: the compute, memory and messages of each stage.
-
-`Workload` is the protocol by which the planner knows models, `ProfiledModel` that of a run.
-"""
+"""The compute, memory and messages of one stage, by which the planner counts bytes and seconds."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from axsparse.planner.cluster import Precision
 from axsparse.runtime.communication import NO_SUM, Sums
@@ -53,8 +50,6 @@ class StageLoad:
     """Bytes of activations from a forward to its backward, for a sample."""
     working: float
     """Bytes of one layer's activations while its backward runs, for a sample."""
-    logits: float
-    """Bytes that the loss takes, for a sample; 0 before the last stage."""
     outputs: float
     """Bytes that go to the next stage and come back as gradients, for a sample."""
     sum_bytes: int | None = None
@@ -69,9 +64,8 @@ class StageLoad:
     weight_flops: float = 0.0
     """Flops of the weight gradients that a split backward leaves for later, for a sample."""
     loss_bytes: Callable[[int], float] = no_bytes
-    """Bytes that the loss takes in addition to `logits`, for a microbatch of so many samples: they
-    do not grow in proportion where the loss computes some of its logits at a time."""
-
+    """Bytes that the loss takes for a microbatch of so many samples. They do not grow in proportion
+    where the loss computes some of its logits at a time."""
     expanded: float = 0.0
     """Bytes of the weights that are sparse at rest, once dense: each microbatch writes them before
     its forward and before its backward."""
@@ -88,65 +82,6 @@ class StageLoad:
 
 Fits: TypeAlias = Callable[[int, StageLoad], bool]
 """`fits(stage, load)` says whether a rank has memory for this load on the stage of this number."""
-
-
-class Workload(Protocol):
-    """A model and the method by which it is trained, as the planner knows them.
-
-    The layout search asks for the loads of the stages of each layout. From these and a cluster's
-    constants follow memory (`stage_memory`) and time (`step_cost`). The answers never change.
-    """
-
-    @property
-    def name(self) -> str:
-        """The name that plans and messages show."""
-        ...
-
-    @property
-    def precision(self) -> Precision:
-        """The precision of weights, activations, messages and the reduction of gradients."""
-        ...
-
-    @property
-    def is_pruned(self) -> bool:
-        """Whether backwards compress their gradients."""
-        ...
-
-    @property
-    def recomputes(self) -> bool:
-        """Whether backwards recompute activations."""
-        ...
-
-    @property
-    def sample_flops(self) -> float:
-        """Flops of a sample's forward and backward through the model.
-
-        Recomputation is included. The percentage of peak is counted by this number.
-        """
-        ...
-
-    @property
-    def most_stages(self) -> int:
-        """The most stages that the model can be cut into."""
-        ...
-
-    def tp_shard(self, g_tensor: int) -> Workload:
-        """The workload of one of `g_tensor` tensor-parallel ranks of each stage, the one that holds
-        most. ConfigError if the model cannot be sharded so."""
-        ...
-
-    def stages(
-        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
-    ) -> list[StageLoad] | None:
-        """The load of each of `g_inter` stages, first to last.
-
-        The model is cut so that the stage with most work has as little as can be, among the cuts
-        whose every stage passes `fits`. None if there is no such cut; without `fits` there always
-        is one. `g_data` is the number of replicas, over which state may be sharded; `microbatches`,
-        per step and replica, may decide in which precision gradients add up. `g_inter` is at most
-        `most_stages`.
-        """
-        ...
 
 
 def value_bytes(precision: Precision) -> int:
