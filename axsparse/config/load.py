@@ -123,11 +123,6 @@ def _validated(settings: Mapping[str, Setting], name: str | None) -> Config:
     return config.with_origins(name, {key: one.origin for key, one in settings.items()})
 
 
-def bundled_configs() -> list[str]:
-    """Names of the bundled configs, sorted."""
-    return sorted(path.stem for path in packaged_folder("configs").glob("*.yaml"))
-
-
 def to_yaml(config: Config) -> str:
     """Every key in the schema's order; `configure` reads it back to an equal Config."""
     text: str = yaml.dump(

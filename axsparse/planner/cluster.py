@@ -160,11 +160,6 @@ _RULES: Sequence[tuple[str, Callable[[float], bool], frozenset[str]]] = (
 """Rules for constants: the first rule that has a constant's name counts."""
 
 
-def bundled_clusters() -> list[str]:
-    """Names of the bundled clusters, sorted."""
-    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
-
-
 def load_cluster(source: str) -> Cluster:
     """Read a cluster file by its path, or a bundled cluster by its name.
 

@@ -12,8 +12,9 @@ from support.commands import Axsparse
 from support.commands import axsparse as axsparse
 from support.exhaustive import by_default
 from support.mpirun import run_mpirun
+from support.package import BUNDLED
 
-from axsparse.config.load import bundled_configs, configure
+from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.models.model_profile import profile
 from axsparse.models.zoo.model_registry import model_without_weights
@@ -36,7 +37,7 @@ MACHINES = {
     "CPUs with 3 GB a rank": (3e9, True),
     "CPUs with 60 GB a rank": (60e9, True),
 }
-ALL = sorted({*bundled_configs()} - {"prune_llama"})  # whose weights have to be there
+ALL = sorted({*BUNDLED} - {"prune_llama"})  # whose weights have to be there
 QUICK = ("quickstart", "gpt3_xl", "gpt3_13b")
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from support.exhaustive import by_default
+from support.package import BUNDLED
 
-from axsparse.config.load import bundled_configs, configure
+from axsparse.config.load import configure
 from axsparse.config.model_config import GptConfig, of_family
-from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
 from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt
@@ -39,12 +39,8 @@ LLAMAS = {
 every_gpt3 = pytest.mark.parametrize("name", GPT3)
 
 
-def config_of(name: str) -> Config:
-    return configure(f"{name}.yaml")
-
-
 def test_these_are_all() -> None:
-    assert set(bundled_configs()) == {*("quickstart", "prune_llama", *GPT3, *STUDY, *LLAMAS)}
+    assert set(BUNDLED) == {*("quickstart", "prune_llama", *GPT3, *STUDY, *LLAMAS)}
 
 
 @pytest.mark.parametrize(
@@ -62,16 +58,13 @@ def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
     layers = model.num_layers + 2 if isinstance(model, GptConfig) else 28 + 3
 
     check_config(loaded)
-    check_batch(
-        loaded,
-        resolve_grid(loaded, ranks, layers),
-    )
+    check_batch(loaded, resolve_grid(loaded, ranks, layers))
 
 
 @every_gpt3
 def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -> None:
     layers, width, heads, parameters, _, _ = GPT3[name]
-    model = of_family(config_of(name).model, GptConfig)
+    model = of_family(configure(name).model, GptConfig)
 
     assert (model.num_layers, model.hidden_size, model.num_heads) == (layers, width, heads)
     assert (model.sequence_length, model.tie_embeddings, model.dropout) == (2048, True, 0.0)
@@ -85,10 +78,9 @@ def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -
 def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
     transformers: Any, name: str, parameters: int
 ) -> None:
-    loaded = configure(name)
-    config = loaded
+    config = configure(name)
 
-    assert profile(replace(named_model(loaded), example=None)).num_params == parameters
+    assert profile(replace(named_model(config), example=None)).num_params == parameters
     assert config.model.name == "hf"
     assert config.model.from_ is None
     assert (config.data.source, config.precision) == ("tokens", "auto")

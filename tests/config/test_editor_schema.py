@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import yaml
+from support.package import BUNDLED
 
-from axsparse.config.load import bundled_configs
 from axsparse.config.schema import FIELDS, editor_schema
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -38,7 +38,7 @@ def test_it_has_every_setting_with_its_meaning() -> None:
     assert all(field["description"] and "default" in field for field in found.values())
 
 
-@pytest.mark.parametrize("name", bundled_configs())
+@pytest.mark.parametrize("name", BUNDLED)
 def test_bundled_configurations_pass(name: str, validator: Any) -> None:
     text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
 

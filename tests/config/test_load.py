@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.config import load
-from axsparse.config.load import bundled_configs, configure, to_yaml
+from axsparse.config.load import configure, to_yaml
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import AxsparseError
 
@@ -36,7 +36,6 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     (folder / "quickstart.yaml").write_text("seed: 1\n", encoding="utf-8")
     (folder / "gpt3_2.7b.yaml").write_text("seed: 2\n", encoding="utf-8")
-    (folder / "notes.txt").write_text("no config", encoding="utf-8")
     monkeypatch.setattr(load, "PACKAGE", tmp_path / "tree" / "axsparse")
     monkeypatch.chdir(tmp_path)
     return folder
@@ -102,7 +101,6 @@ def test_a_bundled_config_is_found_by_name(bundled: Path, source: str) -> None:
     loaded = configure(source)
 
     assert (loaded.name, loaded.seed) == ("gpt3_2.7b", 2)
-    assert bundled_configs() == ["gpt3_2.7b", "quickstart"]
 
 
 def test_a_file_of_the_same_name_goes_before_a_bundled_config(bundled: Path) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import axsparse
 
 PACKAGE = Path(axsparse.__file__).parent
+BUNDLED = sorted(path.stem for path in (PACKAGE.parent / "configs").glob("*.yaml"))
+"""The names of the bundled configurations."""
 
 
 @cache
