@@ -251,7 +251,7 @@ def test_stages_that_are_asked_for_in_a_limited_memory_have_the_slack_of_their_p
     tight = auto(limit=roomy.prediction.memory_bytes / 1e9, **asked)
 
     assert (roomy.config.pipeline.extra_in_flight, tight.config.pipeline.extra_in_flight) == (1, 0)
-    assert tight.prediction is not None and tight.prediction.reason is None
+    assert tight.layout_reason is None
     assert auto(found=1e3, **asked).config.pipeline.extra_in_flight == 1
 
 
