@@ -34,7 +34,13 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
     if named is None or not isinstance(named.value, str):
         if inline is None or not isinstance(inline.value, Mapping) or not inline.value:
             return settings  # pydantic refuses other values
-        sizes = hf_sizes(f"{HF} ({inline.origin})", inline.value)
+        place = f"{HF} ({inline.origin})"
+        if has_others(folder_settings(place, inline.value)):
+            raise ConfigError(
+                f"{place}: {inline.value['model_type']} has more than a text model, which is read "
+                f"from a folder; set {FROM}"
+            )
+        sizes = hf_sizes(place, inline.value)
         more = {f"model.{name}": Setting(value, inline.origin) for name, value in sizes.items()}
         return {**more, **settings}
     weights = settings.get("model.weights")
@@ -211,13 +217,27 @@ DEEPEST = 10_000
 
 
 def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
-    """The settings as transformers has them; `where` is their place in messages.
+    """The settings of a language model as transformers has them: of a model that also takes
+    pictures, those of its text model. `where` is their place in messages.
 
-    Raises DataError for a model that transformers does not know, or that is not a causal language
+    Raises the errors of `folder_settings`.
+    """
+    return folder_settings(where, theirs).get_text_config()
+
+
+def has_others(settings: Any) -> bool:
+    """Whether a model, of these settings of transformers, has other parts than a language model."""
+    return settings.get_text_config() is not settings
+
+
+def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
+    """The settings of a folder as transformers has them; `where` is their place in messages.
+
+    Raises DataError for a model that transformers does not know, or that has no causal language
     model of real numbers.
     """
     kind = theirs.get("model_type")
-    configs, causal, version = _transformers()
+    configs, causal, images, version = _transformers()
     quantized = theirs.get("quantization_config")
     if quantized is not None:
         suggestion = "take the checkpoint before it was quantized"
@@ -231,13 +251,14 @@ def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"{where}: quantization_config is {shown(quantized)}, and weights here are real "
             f"numbers; {suggestion}"
         )
-    depth = theirs.get("num_hidden_layers")
-    if isinstance(depth, int) and depth > DEEPEST:
-        raise DataError(
-            f"{where}: num_hidden_layers is {depth}, more than the {DEEPEST:,} that can be built; "
-            "get it anew"
-        )
-    if not isinstance(kind, str) or kind not in causal:
+    for section in (theirs, theirs.get("text_config")):
+        depth = section.get("num_hidden_layers") if isinstance(section, Mapping) else None
+        if isinstance(depth, int) and depth > DEEPEST:
+            raise DataError(
+                f"{where}: num_hidden_layers is {depth}, more than the {DEEPEST:,} that can be "
+                "built; get it anew"
+            )
+    if not isinstance(kind, str) or not (kind in causal or kind in images):
         own_code = " (code of a folder is never run)" if "auto_map" in theirs else ""
         raise DataError(
             f"{where}: model_type is {shown(kind)}, which is no causal language model of the "
@@ -251,14 +272,15 @@ def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"{where}: transformers {version} refuses it: {' '.join(str(reason).split())[:200]}; "
             "get it anew"
         ) from reason
-    if settings.get_text_config() is not settings:
+    text = settings.get_text_config()
+    if has_others(settings) and not (kind in images and text.model_type in causal):
         raise DataError(
-            f"{where}: {kind} has a text_config beside others, and is no language model alone; "
-            "take the folder of its text model"
+            f"{where}: transformers has no causal language model of the text model in {kind} "
+            f"({text.model_type}); take a checkpoint of another model"
         )
-    if getattr(settings, "layerdrop", False):
+    if getattr(text, "layerdrop", False):
         raise DataError(
-            f"{where}: layerdrop is {shown(settings.layerdrop)}, by which training leaves layers "
+            f"{where}: layerdrop is {shown(text.layerdrop)}, by which training leaves layers "
             "out, and here each is run; set layerdrop to 0.0"
         )
     return settings
@@ -305,13 +327,13 @@ def hf_sizes(where: object, theirs: Mapping[str, Any]) -> dict[str, Any]:
     return sizes if longest is None else {"sequence_length": longest, **sizes}
 
 
-def _transformers() -> tuple[Any, Any, str]:
-    """The configurations and the names of the causal language models of transformers, by
-    model_type, and its version; MissingInputError if it is not installed, or too old."""
+def _transformers() -> tuple[Any, Any, Any, str]:
+    """The configurations and the names of the causal language models and of the models of texts and
+    images of transformers, by model_type, and its version; MissingInputError if it is not
+    installed, or too old."""
     try:
         import transformers
-        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        from transformers.models.auto import configuration_auto, modeling_auto
     except ImportError as reason:
         raise MissingInputError(
             f"{HF}: needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, which is not installed "
@@ -322,4 +344,9 @@ def _transformers() -> tuple[Any, Any, str]:
             f"{HF}: needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, and "
             f"{transformers.__version__} is installed; install it: pip install -U 'axsparse[hf]'"
         )
-    return CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, transformers.__version__
+    return (
+        configuration_auto.CONFIG_MAPPING,
+        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        transformers.__version__,
+    )

@@ -32,6 +32,8 @@ from axsparse.config.hf_config import (
     CONFIG_FILE,
     TORCH_DTYPE,
     config_json,
+    folder_settings,
+    has_others,
     model_settings,
     read_json,
     reject_other_sizes,
@@ -43,7 +45,7 @@ from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.start_weights import WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
-from axsparse.models.zoo.hf_models import PublishedNames, empty_model
+from axsparse.models.zoo.hf_models import HfFile, PublishedNames, empty_model, whole_of
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import (
     ConfigError,
@@ -77,10 +79,11 @@ Form = Literal["hf", "sparse", "torch"]
 COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    "generation_config.json",
+    *("generation_config.json", "processor_config.json", "preprocessor_config.json"),
+    *("video_preprocessor_config.json", "chat_template.json"),
 )
-"""Files of a Hugging Face folder that training does not change: its tokenizer's files, and the
-settings of how it generates."""
+"""Files of a Hugging Face folder that training does not change: the files of its tokenizer and
+of its processor of pictures, and the settings of how it generates."""
 TEMPLATES = "additional_chat_templates"
 """The folder next to them of chat templates with names, NAME.jinja."""
 _FOLDER_FILES = {WHOLE_FILE, SPARSE_FILE, CONFIG_FILE}
@@ -448,12 +451,19 @@ def _published(config: Family, known: Tensors) -> Tensors:
             tensors[gpt2_name(name)] = stored, partial(_turned, name, value)
         return tensors
     assert isinstance(config, HfConfig), f"{config.name} is no model of transformers"
-    names = PublishedNames(empty_model(config.hf))
+    causal = empty_model(config.hf)
+    names = PublishedNames(causal)
     for name, (header, value) in known.items():
         empty = torch.empty(header.shape, device="meta")
         for there, one in names.tensors(name, empty).items():
             stored = TensorHeader(header.dtype, tuple(one.shape))
             tensors[there] = stored, partial(names.one, name, there, value)
+    if whole_of(causal)[0] is not causal:
+        assert config.from_ is not None, "a text model among others is a folder's"
+        file = open_weights(config.from_)
+        for name in HfFile(file, causal).others:
+            header = TensorHeader(file.dtype(name), file.shapes[name])
+            tensors[name] = header, partial(file.read, name)
     return tensors
 
 
@@ -476,6 +486,8 @@ def hf_files(
         there = model_settings(source / CONFIG_FILE, config.name)
         reject_other_sizes(source / CONFIG_FILE, there, config)
         theirs = read_json(source / CONFIG_FILE)
+        if isinstance(config, HfConfig) and has_others(folder_settings(source, theirs)):
+            return {**_companions(source), CONFIG_FILE: (source / CONFIG_FILE).read_bytes()}, []
         settings = {key: value for key, value in theirs.items() if key != TORCH_DTYPE}
         return {**_companions(source), CONFIG_FILE: _json({**settings, "dtype": named})}, []
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -15,6 +16,7 @@ from support.commands import axsparse as axsparse
 from support.exhaustive import by_default
 from support.hf import saved_model, write_folder
 from support.mpirun import run_alone, run_mpirun
+from support.pictures import FAMILIES, saved_with_pictures
 from support.runs import VOCABULARY, job_alone
 
 from axsparse.cli import prune_folder
@@ -93,6 +95,50 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     stack = model.model.layers[1].mlp.experts.down_proj[3]
     assert torch.equal(stack, found["model.layers.1.mlp.experts.3.down_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("family", "heal", "ranks"),
+    by_default(
+        [("gemma3", "none", 1), ("llama4", "train", 2), ("mistral3", "adapters", 1)],
+        list(itertools.product(FAMILIES, ("none", "blocks", "adapters", "train"), (1, 2))),
+    ),
+)
+def test_of_a_folder_with_pictures_the_text_model_is_pruned_and_the_rest_stays(
+    family: str, heal: str, ranks: int, transformers: Any, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "texts_only")
+    saved_with_pictures(transformers, family, tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "texts_only" / name, tmp_path / "model" / name)
+    (tmp_path / "model" / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
+    before = open_weights(tmp_path / "model" / "model.safetensors")
+
+    more = ("--method", "magnitude", "--heal", heal, *JUDGED, "--set", "train.steps=2")
+    found = pruned(tmp_path, "out", *more, ranks=ranks)
+
+    for name in ("config.json", "preprocessor_config.json", "tokenizer.json"):
+        same = [(tmp_path / folder / name).read_bytes() for folder in ("model", "out")]
+        assert same[0] == same[1], name
+    assert {name: (tuple(one.shape), one.dtype) for name, one in found.items()} == {
+        name: (shape, before.dtype(name)) for name, shape in before.shapes.items()
+    }
+    entries = zeros = 0
+    for name, one in found.items():
+        if "language_model" not in name and "lm_head" not in name:
+            assert torch.equal(one, before.read(name)), name
+        elif re.search(r"layers\.\d+\..*(proj|gate_up_proj|down_proj)(\.weight)?$", name):
+            kept, was = one != 0, before.read(name)
+            entries, zeros = entries + one.numel(), zeros + int((~kept).sum())
+            assert was[kept].abs().min() >= was[~kept].abs().max() or one.dim() == 3, name
+            assert heal != "none" or torch.equal(one[kept], was[kept]), name
+    assert zeros / entries == pytest.approx(0.5, abs=0.01)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "out")
+    written = open_weights(tmp_path / "out" / "model.safetensors").shapes
+    model.save_pretrained(tmp_path / "again")
+    again = open_weights(tmp_path / "again" / "model.safetensors")
+    assert again.shapes == written
+    assert all(torch.equal(again.read(name), one) for name, one in found.items())
 
 
 @pytest.mark.exhaustive

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -349,9 +350,17 @@ class Forward:
 def _by_hidden(run: Callable[[Tensor, Arguments], Any], *args: Any, **kwargs: Any) -> Any:
     """Call a stand-in's function with the hidden states and the other arguments of a layer."""
     if args:
-        return run(args[0], (args[1:], kwargs))
+        return run(args[0], _as_empty((args[1:], kwargs)))
     others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    return run(kwargs["hidden_states"], ((), others))
+    return run(kwargs["hidden_states"], _as_empty(((), others)))
+
+
+def _as_empty(arguments: Arguments) -> Arguments:
+    """The same arguments, with empty mappings as ones that no layer can write to."""
+    given: Arguments = tree_map_only(
+        MutableMapping, lambda each: each or MappingProxyType({}), arguments
+    )
+    return given
 
 
 def _positions(starts: Tensor | None, device: torch.device) -> dict[str, Tensor]:
@@ -373,7 +382,7 @@ def _not_in_a_row(watched: _Watched, layers: int) -> str:
         for value in tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and value.requires_grad and number:
                 return f"layer {number} gets more than one result of the layers before it"
-            if not isinstance(value, (Tensor, bool, int, float, str, type(None))):
+            if not isinstance(value, (Tensor, bool, int, float, str, type(None), MappingProxyType)):
                 return f"layer {number} is given a {type(value).__name__}, which others may change"
     output = watched.output.last_hidden_state
     if not isinstance(output, Tensor) or not output.requires_grad:

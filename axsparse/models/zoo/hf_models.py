@@ -4,8 +4,10 @@ Any model that the installed transformers knows is taken, if it is embeddings, o
 norm and a head. The cut is found by watching the model's own forward, never by its name
 (`hf_forward`).
 
-Names of parameters are as in transformers' state dict. Shapes: B sequences of a microbatch, S
-tokens, E embedding width, H hidden size, V vocabulary.
+Of a model that also takes pictures, the text model is taken, and the folder's other tensors stay.
+
+Names of parameters are as in transformers' state dict of the causal language model. Shapes: B
+sequences of a microbatch, S tokens, E embedding width, H hidden size, V vocabulary.
 
 Layers pass two more tensors on to the next layer, next to the hidden states: `starts`, (B, S)
 integers, where the data separates documents: the position in the sequence at which the document of
@@ -28,7 +30,8 @@ from torch import Tensor, nn
 from axsparse.config.hf_config import (
     CONFIG_FILE,
     HF,
-    hf_settings,
+    folder_settings,
+    has_others,
     read_json,
     reject_other_heads,
     reject_other_settings,
@@ -339,22 +342,17 @@ class SplitModel:
 
 def empty_model(theirs: Mapping[str, Any]) -> Any:
     """transformers' model of some settings on the meta device; buffers that no file has are
-    computed on the CPU."""
-    from transformers import AutoModelForCausalLM
+    computed on the CPU. `whole_of` gives the model whose text model it is."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    settings = hf_settings("model.hf", theirs)
-
-    def build() -> nn.Module:
-        from_config: Any = AutoModelForCausalLM.from_config
-        made: nn.Module = from_config(settings)
-        return made
-
-    try:
-        causal: Any = on_meta(Layer("hf", build))
-    except Exception as reason:
-        raise unfit(
-            f"transformers cannot make it ({' '.join(str(reason).split())[:200]})"
-        ) from reason
+    settings = folder_settings("model.hf", theirs)
+    text, whole = settings.get_text_config(), None
+    if has_others(settings):
+        whole = _made(AutoModelForImageTextToText, settings)
+        head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
+        text.tie_word_embeddings = head.weight is embedding.weight
+    causal = _made(AutoModelForCausalLM, text)
+    vars(causal)[WHOLE] = whole  # no child, whose parameters would be the model's
     for slot in slots(causal):
         if not slot.persists and slot.tensor.is_meta:
             value = torch.zeros(slot.tensor.shape, dtype=slot.tensor.dtype)
@@ -367,6 +365,47 @@ def empty_model(theirs: Mapping[str, Any]) -> Any:
         if not slot.persists and slot.tensor.is_floating_point() and slot.tensor.isnan().any():
             raise unfit(f"transformers does not say how buffer {slot.name} is computed")
     return causal
+
+
+def _made(kind: Any, settings: Any) -> Any:
+    """A model of transformers on the meta device."""
+
+    def build() -> nn.Module:
+        made: nn.Module = kind.from_config(settings)
+        return made
+
+    try:
+        return on_meta(Layer("hf", build))
+    except Exception as reason:
+        raise unfit(
+            f"transformers cannot make it ({' '.join(str(reason).split())[:200]})"
+        ) from reason
+
+
+WHOLE = "axsparse_whole"
+"""The attribute of a text model that has the model which it is a part of, or None."""
+
+
+def whole_of(causal: Any) -> tuple[Any, dict[str, str]]:
+    """The model that a folder holds, and its names of the tensors of the language model in it, by
+    their names there; ConfigError if it lacks some. A language model alone is its own."""
+    whole, names = vars(causal).get(WHOLE), {name: name for name in causal.state_dict()}
+    if whole is None:
+        return causal, names
+    paths = [{id(module): path for path, module in m.named_modules()} for m in (causal, whole)]
+    for here, there in (
+        (causal.get_output_embeddings(), whole.get_output_embeddings()),
+        (causal.get_decoder(), whole.get_decoder()),
+    ):
+        own, full = paths[0][id(here)], paths[1][id(there)]  # empty for the model itself
+        names |= {
+            f"{own}.{name}".lstrip("."): f"{full}.{name}".lstrip(".") for name in here.state_dict()
+        }
+    shapes = [{name: one.shape for name, one in m.state_dict().items()} for m in (causal, whole)]
+    for name, there in names.items():
+        if shapes[1].get(there) != shapes[0][name]:
+            raise unfit(f"its text model has no {name} that is another name's")
+    return whole, names
 
 
 def _starts_and_loads(carried: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -404,18 +443,19 @@ class HfFile:
             rename_source_key,
         )
 
-        self._file, self._causal = file, causal
+        self._file = file
+        self._model, names = whole_of(causal)
         self.path, self.files = file.path, file.files
-        transforms: list[Any] = list(get_model_conversion_mapping(causal))
+        transforms: list[Any] = list(get_model_conversion_mapping(self._model))
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
         renamings = [one for one in transforms if not isinstance(one, WeightConverter)]
         self._converters = {pattern: one for one in converters for pattern in one.source_patterns}
         self._sources: dict[str, list[tuple[str, str | None]]] = {}
         """By name in the model, the tensors that make it, each with the pattern of its place."""
-        names = causal.state_dict()
+        known = self._model.state_dict()
         for name in sorted(file.shapes, key=dot_natural_key):
             to, pattern = rename_source_key(
-                name, renamings, converters, causal.base_model_prefix, names
+                name, renamings, converters, self._model.base_model_prefix, known
             )
             if pattern is None and to in self._sources:
                 raise DataError(
@@ -423,23 +463,33 @@ class HfFile:
                 )
             self._sources.setdefault(to, []).append((name, pattern))
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._made_with: dict[str, str] = {}
-        for to in self._sources:
-            for name, tensor in self._made(to, self._empty).items():
-                self.shapes[name], self._made_with[name] = tuple(tensor.shape), to
+        self.others: list[str] = []
+        """The names in the file of tensors of the model's other parts than the language model."""
+        self._made_with: dict[str, tuple[str, str]] = {}
+        own = {there: name for name, there in names.items()}
+        for to, sources in self._sources.items():
+            made = self._made(to, self._empty)
+            if not own.keys() & made and known.keys() >= made.keys():
+                self.others += [name for name, _ in sources]
+                continue
+            for there, tensor in made.items():
+                name = own.get(there, there)
+                self.shapes[name], self._made_with[name] = tuple(tensor.shape), (to, there)
 
     def dtype(self, name: str) -> torch.dtype:
         """The type in the file of the first tensor that a tensor of the model is made of."""
-        return self._file.dtype(self._sources[self._made_with[name]][0][0])
+        to, _ = self._made_with[name]
+        return self._file.dtype(self._sources[to][0][0])
 
     def read(self, name: str) -> Tensor:
         """The tensor of a name of the model."""
-        return self._made(self._made_with[name], self._file.read)[name]
+        to, there = self._made_with[name]
+        return self._made(to, self._file.read)[there]
 
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor is one that older versions of transformers saved, and nobody needs, such
         as a mask (1, 1, S, S) that attention has as its `bias`."""
-        patterns = self._causal._keys_to_ignore_on_load_unexpected or ()
+        patterns = self._model._keys_to_ignore_on_load_unexpected or ()
         if any(re.search(each, name) for each in (*patterns, *LEFT_OVER)):
             return True
         shape = self.shapes[name]
@@ -460,7 +510,7 @@ class HfFile:
             converter.add_tensor(to, name, place, partial(read, name))
         try:
             made: dict[str, Any] = converter.convert(
-                to, model=self._causal, config=self._causal.config
+                to, model=self._model, config=self._model.config
             )
         except (RuntimeError, ValueError, TypeError, IndexError, KeyError) as reason:
             raise DataError(
@@ -476,14 +526,16 @@ class PublishedNames:
 
     def __init__(self, causal: Any) -> None:
         """`causal` is the model, which may be on the meta device."""
-        self._causal = causal
+        self._model, self._names = whole_of(causal)
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
     def tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """The tensors of a folder that hold a tensor of the model, by name."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        made: dict[str, Tensor] = revert_weight_conversion(self._causal, {name: tensor})
+        made: dict[str, Tensor] = revert_weight_conversion(
+            self._model, {self._names.get(name, name): tensor}
+        )
         return made
 
     def one(self, name: str, there: str, read: Callable[[], Tensor]) -> Tensor:

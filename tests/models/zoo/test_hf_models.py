@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support import pictures
 from support.commands import lines_beside, refusal
 from support.exhaustive import by_default
 from support.hf import (
@@ -378,6 +379,32 @@ def test_models_that_do_not_tell_documents_apart_are_refused(
 
 
 # -- start values and costs -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", by_default(["gemma3", "llama4"], pictures.FAMILIES))
+def test_texts_mean_to_a_text_model_what_they_mean_to_the_model_around_it(
+    transformers: Any, family: str, tmp_path: Path
+) -> None:
+    theirs = pictures.saved_with_pictures(transformers, family, tmp_path).float()
+    config = config_from(tmp_path)
+
+    for stages in (1, 2):
+        found = our_logits(named_model(config), config, tokens(), stages)
+        assert torch.equal(found, hf_logits(theirs))
+
+
+def test_layers_that_share_keys_and_values_are_refused(transformers: Any, tmp_path: Path) -> None:
+    """Gemma 4 by another number of layers of its own."""
+    text = {
+        **{**pictures.FAMILIES["gemma4"]["text_config"], "num_hidden_layers": 4},
+        **{"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    }
+    settings = transformers.AutoConfig.for_model("gemma4_text", **text)
+    saved_model(transformers, settings, tmp_path)
+
+    with pytest.raises(AxsparseError, match="cannot be cut into layers") as caught:
+        profile(named_model(config_from(tmp_path)))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("tied", [False, True])
