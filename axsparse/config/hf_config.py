@@ -217,8 +217,8 @@ DEEPEST = 10_000
 
 
 def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
-    """The settings of a language model as transformers has them: of a model that also takes
-    pictures, those of its text model. `where` is their place in messages.
+    """The settings of a language model, or of the text model in one that also takes pictures, as
+    transformers has them; `where` is their place in messages.
 
     Raises the errors of `folder_settings`.
     """
