@@ -45,7 +45,7 @@ from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.start_weights import WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
-from axsparse.models.zoo.hf_models import HfFile, PublishedNames, empty_model, whole_of
+from axsparse.models.zoo.hf_models import HfFile, PublishedNames, empty_model, surrounding
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.runtime.errors import (
     ConfigError,
@@ -458,7 +458,7 @@ def _published(config: Family, known: Tensors) -> Tensors:
         for there, one in names.tensors(name, empty).items():
             stored = TensorHeader(header.dtype, tuple(one.shape))
             tensors[there] = stored, partial(names.one, name, there, value)
-    if whole_of(causal)[0] is not causal:
+    if surrounding(causal)[0] is not causal:
         assert config.from_ is not None, "a text model among others is a folder's"
         file = open_weights(config.from_)
         for name in HfFile(file, causal).others:

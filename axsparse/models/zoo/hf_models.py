@@ -342,7 +342,7 @@ class SplitModel:
 
 def empty_model(theirs: Mapping[str, Any]) -> Any:
     """transformers' model of some settings on the meta device; buffers that no file has are
-    computed on the CPU. `whole_of` gives the model whose text model it is."""
+    computed on the CPU. `surrounding` gives the model whose text model it is."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings = folder_settings("model.hf", theirs)
@@ -352,7 +352,7 @@ def empty_model(theirs: Mapping[str, Any]) -> Any:
         head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
         text.tie_word_embeddings = head.weight is embedding.weight
     causal = _made(AutoModelForCausalLM, text)
-    vars(causal)[WHOLE] = whole  # no child, whose parameters would be the model's
+    vars(causal)[SURROUNDING] = whole  # no child, whose parameters would be the model's
     for slot in slots(causal):
         if not slot.persists and slot.tensor.is_meta:
             value = torch.zeros(slot.tensor.shape, dtype=slot.tensor.dtype)
@@ -382,14 +382,14 @@ def _made(kind: Any, settings: Any) -> Any:
         ) from reason
 
 
-WHOLE = "axsparse_whole"
+SURROUNDING = "axsparse_surrounding"
 """The attribute of a text model that has the model which it is a part of, or None."""
 
 
-def whole_of(causal: Any) -> tuple[Any, dict[str, str]]:
+def surrounding(causal: Any) -> tuple[Any, dict[str, str]]:
     """The model that a folder holds, and its names of the tensors of the language model in it, by
     their names there; ConfigError if it lacks some. A language model alone is its own."""
-    whole, names = vars(causal).get(WHOLE), {name: name for name in causal.state_dict()}
+    whole, names = vars(causal).get(SURROUNDING), {name: name for name in causal.state_dict()}
     if whole is None:
         return causal, names
     paths = [{id(module): path for path, module in m.named_modules()} for m in (causal, whole)]
@@ -444,7 +444,7 @@ class HfFile:
         )
 
         self._file = file
-        self._model, names = whole_of(causal)
+        self._model, names = surrounding(causal)
         self.path, self.files = file.path, file.files
         transforms: list[Any] = list(get_model_conversion_mapping(self._model))
         converters = [one for one in transforms if isinstance(one, WeightConverter)]
@@ -526,7 +526,7 @@ class PublishedNames:
 
     def __init__(self, causal: Any) -> None:
         """`causal` is the model, which may be on the meta device."""
-        self._model, self._names = whole_of(causal)
+        self._model, self._names = surrounding(causal)
         self._last: tuple[str, dict[str, Tensor]] = "", {}
 
     def tensors(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
