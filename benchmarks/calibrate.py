@@ -141,19 +141,17 @@ def _reject_several_hosts(transport: Transport) -> None:
 
 def _profile(loaded: Config, steps: int, size: int, *, is_split: bool = False) -> Profile:
     """Train in one stage with microbatches of `size`; each rank by itself, all at the same time."""
-    changes = {
-        "batch": {"global_batch_size": MICROBATCHES * size, "microbatch_size": size},
-        "layout": {
-            **{"g_inter": 1, "g_data": 1, "split": "auto", "memory_per_rank": "auto"},
-            "g_tensor": 1,
-        },
-        "pipeline": {"schedule": "message-driven", "split_backward": is_split},
-    }
-    sections: dict[str, object] = {
-        section: getattr(loaded, section).model_copy(update=values)
-        for section, values in changes.items()
-    }
-    alone = loaded.model_copy(update={**sections, "transport": "auto"})
+    alone = loaded.with_values(
+        {
+            "batch.global_batch_size": MICROBATCHES * size,
+            "batch.microbatch_size": size,
+            **{f"layout.{axis}": 1 for axis in ("g_inter", "g_data", "g_tensor")},
+            **{f"layout.{key}": "auto" for key in ("split", "memory_per_rank")},
+            "pipeline.schedule": "message-driven",
+            "pipeline.split_backward": is_split,
+            "transport": "auto",
+        }
+    )
     job = Job(LocalTransport(LocalWorld[None](1), 0))
     trainer = build(
         job, named_model(alone), lambda: open_datasets(alone), alone, grid=Grid(1, 1), quiet=True

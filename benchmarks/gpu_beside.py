@@ -38,6 +38,8 @@ CONFIG = "gpt3_2.7b.yaml"
 BATCH, WARM, STEPS = 16, 5, 10
 DATASHEET = 989e12
 """FLOP/s of an H100 or H200 SXM in bf16 by NVIDIA's datasheet, by which published tables count."""
+MODEL_FLOPS = 6 * 2_651_673_600 + 12 * 32 * 2560 * 2048
+"""Of a token, forward and backward: 6 N + 12 · layers · hidden · sequence."""
 RATIO_AIM = 1.15
 TOKENS_AIM = {1: 29_000, 4: 33_000, 8: 33_000}
 """Tokens a second asked of the pruned model on an H100, at 4 or at 8, by microbatch size."""
@@ -148,7 +150,7 @@ def measure(place: RankCoords, report: Report) -> list[Row]:
 
 def judged_rows(part: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
     """A row for each run, and the pruned model's targets compared with the best dense peer."""
-    flops, tokens = model_flops(), BATCH * 2048
+    tokens = BATCH * 2048
     rows: list[Row] = []
     best: dict[str, tuple[float, str]] = {}
     for name, sizes in found.items():
@@ -161,7 +163,7 @@ def judged_rows(part: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
             rate = tokens / middle
             peak = each["peak"].get("allocated", 0) / 1e9
             said = (
-                f"{rate:,.0f} tokens/s, {flops * rate / DATASHEET:.1%} of 989 TFLOP/s, "
+                f"{rate:,.0f} tokens/s, {MODEL_FLOPS * rate / DATASHEET:.1%} of 989 TFLOP/s, "
                 f"{peak:.1f} GB; {spread(each['seconds'], 's')} a step"
             )
             if name == PRUNED:
@@ -198,7 +200,7 @@ def markdown(
         for size, each in sizes.items():
             if "seconds" in each:
                 rate = BATCH * 2048 / statistics.median(each["seconds"])
-                share, peak = model_flops() * rate / DATASHEET, each["peak"]["allocated"] / 1e9
+                share, peak = MODEL_FLOPS * rate / DATASHEET, each["peak"]["allocated"] / 1e9
                 cells = (name, size, f"{rate:,.0f}", f"{share:.0%}".replace("%", " %"))
                 rows.append((rate, name, f"| {' | '.join(cells)} | {peak:.0f} GB |"))
     rows.sort(reverse=True)
@@ -207,12 +209,6 @@ def markdown(
         row for n, (_, name, row) in enumerate(rows) if not (best and name in (*named[:n], UNFUSED))
     ]
     return [head, "|---|---|---|---|---|", *fastest, *PUBLISHED]
-
-
-def model_flops() -> float:
-    """Operations of a token, forward and backward: 6 N + 12 · layers · hidden · sequence."""
-    parameters = 2_651_673_600
-    return 6 * parameters + 12 * 32 * 2560 * 2048
 
 
 def main(words: Sequence[str] | None = None) -> int:

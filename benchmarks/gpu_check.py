@@ -103,13 +103,17 @@ class Around:
     def left(self) -> float:
         return self.ends - time.monotonic()
 
-    def script(self, name: str, *words: str, seconds: float | None = None) -> tuple[str, Any]:
-        """The results that a benchmark of this folder saved, and its error, empty if there was
-        none."""
+    def script(
+        self, name: str, *words: str, earlier: Mapping[str, Any] | None = None
+    ) -> tuple[str, Any]:
+        """What a benchmark of this folder has saved, and its error, empty if there was none;
+        `earlier` are details to which it adds."""
         saved = self.folder / f"{name}.json"
         saved.unlink(missing_ok=True)  # another run's
+        if earlier:
+            saved.write_text(json.dumps({"measured on": {}, "checks": [], "details": earlier}))
         command = [sys.executable, str(HERE / f"{name}.py"), *words, "--save", str(saved)]
-        ended = self.host.run(command, min(seconds or self.left, self.left))
+        ended = self.host.run(command, self.left)
         print(ended.stdout, end="", flush=True)
         if ended.code != 0:
             print(ended.stderr[-FAILURE_TEXT:], file=sys.stderr, flush=True)
@@ -131,12 +135,12 @@ def environment(around: Around) -> Found:
         for name in ("device", "driver", "torch", "CUDA", "NCCL", "CuPy", "MPI", "python", "cores")
         if seen.get(name) is not None
     ]
-    for name, mend in (
+    for name, remedy in (
         ("CuPy", "install the extra cuda12 or cuda13"),
         ("MPI", "give --mpi-wheel, or load the site's module"),
     ):
         if name not in seen:
-            rows.append(Row(part, name, "fail", f"cannot be imported; {mend}"))
+            rows.append(Row(part, name, "fail", f"cannot be imported; {remedy}"))
     if around.host.launcher() is None:
         rows.append(Row(part, "mpirun", "fail", "is not on PATH; give --mpi-wheel"))
     return rows, None
@@ -228,8 +232,8 @@ def has(test: ElementTree.Element, what: str) -> bool:
 # -- parts ----------------------------------------------------------------------------------
 
 
-def kernels(around: Around) -> Found:
-    return pytest(around, "kernels", ["test_kernels_on_gpu"])
+def tests(part: str, file: str) -> Callable[[Around], Found]:
+    return lambda around: pytest(around, part, [file])
 
 
 def bandwidth(around: Around) -> Found:
@@ -269,14 +273,6 @@ def step(around: Around) -> Found:
     return [*rows, *checked], {"tests": said, "doctor": findings}
 
 
-def numerics(around: Around) -> Found:
-    return pytest(around, "numerics", ["test_training_gpu"])
-
-
-def commands(around: Around) -> Found:
-    return pytest(around, "commands", ["test_commands_gpu"])
-
-
 def transport(around: Around) -> Found:
     part, what = "transport", "two ranks on one GPU by NCCL"
     version, skipped = around.seen.get("NCCL"), []
@@ -294,25 +290,13 @@ def transport(around: Around) -> Found:
 
 def beside(around: Around) -> Found:
     """`gpu_beside.py` adds to what an earlier call has saved."""
-    saved = around.folder / "gpu_beside.json"
-    if around.earlier:
-        saved.write_text(json.dumps({"measured on": {}, "checks": [], "details": around.earlier}))
     seconds = str(max(1, int(around.left) - 5))
-    ended = around.host.run(
-        [
-            *(sys.executable, str(HERE / "gpu_beside.py")),
-            *("--seconds", seconds, "--save", str(saved)),
-        ],
-        around.left,
-    )
-    print(ended.stdout, end="", flush=True)
-    if not saved.exists():
-        return [Row("beside", "gpu_beside", "fail", ended.last_words)], None
-    found = json.loads(saved.read_text(encoding="utf-8"))
-    rows = [Row(**row) for row in found["checks"]]
-    if ended.code != 0:
-        rows.append(Row("beside", "gpu_beside", "fail", ended.last_words))
-    return rows, found["details"].get("beside")
+    problem, saved = around.script("gpu_beside", "--seconds", seconds, earlier=around.earlier)
+    checks = [] if saved is None else saved["checks"]
+    rows = [Row(**row) for row in checks]
+    if problem or saved is None:
+        rows.append(Row("beside", "gpu_beside", "fail", problem))
+    return rows, saved and saved["details"].get("beside")
 
 
 def trainings(part: str) -> Callable[[Around], Found]:
@@ -335,10 +319,10 @@ def trainings(part: str) -> Callable[[Around], Found]:
 KEYS = ("outcome", "measured", "aim")
 RUN: dict[str, Callable[[Around], Found]] = {
     "step": step,
-    "kernels": kernels,
+    "kernels": tests("kernels", "test_kernels_on_gpu"),
     "transport": transport,
-    "commands": commands,
-    "numerics": numerics,
+    "commands": tests("commands", "test_commands_gpu"),
+    "numerics": tests("numerics", "test_training_gpu"),
     "bandwidth": bandwidth,
     "beside": beside,
     "speed": trainings("speed"),

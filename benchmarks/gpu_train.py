@@ -320,8 +320,6 @@ def judge_runs(names: Sequence[str], place: RankCoords) -> Iterator[tuple[str, F
             continue
         try:
             yield name, run_one(name, place)
-        except (WorkerFailedError, ConfigError) as error:
-            yield name, ([Row(name, "training", "fail", str(error)[:300])], {})
         except Exception as error:  # the other runs continue
             traceback.print_exc()
             said = f"{type(error).__name__}: {error}"

@@ -4,9 +4,9 @@
     make bench ARGS=--save           # also writes the file that is to be committed
 
 Compares with benchmarks/results/quick-<kind of machine>.json: the kind is processor, cores and
-version of torch. A figure is better or worse only beyond the
-spread of both (`figures.py`). Times are of CPU, or ratios of things measured in turn, wherever
-that says the same, since others may use the machine. Ends with 1 if a measurement failed.
+version of torch. A figure is better or worse only beyond the spread of both (`figures.py`). Times
+are of CPU, or ratios of things measured in turn, wherever that says the same, since others may use
+the machine. Ends with 1 if a measurement failed.
 """
 
 from __future__ import annotations
@@ -189,10 +189,7 @@ def bubble() -> Figures:
 
 LAYERS: Mapping[str, Callable[[], Figures]] = {
     found.__name__: found
-    for found in (
-        *(commands, planner, pruning, encodings),
-        *(step, checkpoints, replicas, bubble),
-    )
+    for found in (commands, planner, pruning, encodings, step, checkpoints, replicas, bubble)
 }
 """Measurements by name, in the order in which they are taken."""
 

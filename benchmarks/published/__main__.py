@@ -136,22 +136,14 @@ def rates(row: RunRow, seconds: float) -> tuple[float, float | None]:
     return samples * flops / seconds / row.devices / 1e12, published
 
 
-@dataclass(frozen=True)
-class LayoutDecision:
-    """Runs of one model with one batch on equally many devices, of which a planner chooses."""
-
-    rows: Sequence[CheckedRow]
-    """By predicted step, shortest first."""
-
-    @property
-    def place_of_best(self) -> int:
-        """At which place of the prediction the best published layout is, counted from 1."""
-        best = min(self.rows, key=lambda each: each.seconds + each.slower)
-        return self.rows.index(best) + 1
+def place_of_best(rows: Sequence[CheckedRow]) -> int:
+    """At which place of the predicted order the best published layout is, counted from 1."""
+    return rows.index(min(rows, key=lambda each: each.seconds + each.slower)) + 1
 
 
-def choices(rows: Sequence[CheckedRow]) -> list[LayoutDecision]:
-    """The groups of rows that are alternatives."""
+def choices(rows: Sequence[CheckedRow]) -> list[list[CheckedRow]]:
+    """The groups of rows of one model with one batch on equally many devices, of which a planner
+    chooses, each by predicted step, shortest first."""
     groups: dict[object, list[CheckedRow]] = {}
     for each in rows:
         if each.published is None:
@@ -160,9 +152,7 @@ def choices(rows: Sequence[CheckedRow]) -> list[LayoutDecision]:
         key = (each.row.model, each.row.batch.global_, each.row.devices, training)
         groups.setdefault(key, []).append(each)
     return [
-        LayoutDecision(sorted(group, key=lambda each: each.seconds))
-        for group in groups.values()
-        if len(group) > 1
+        sorted(group, key=lambda each: each.seconds) for group in groups.values() if len(group) > 1
     ]
 
 
@@ -176,10 +166,9 @@ def lines(check: Check) -> Iterator[str]:
     yield ""
     yield _summary(check)
     for choice in choices(check.rows):
-        first, names = choice.rows[0].row.name, len(choice.rows)
         yield (
-            f"choice of {names}: {first} is predicted best, the best published is at place "
-            f"{choice.place_of_best}"
+            f"choice of {len(choice)}: {choice[0].row.name} is predicted best, the best published "
+            f"is at place {place_of_best(choice)}"
         )
 
 
@@ -192,9 +181,9 @@ def _cells(each: CheckedRow) -> dict[str, str]:
     error, off = each.error, each.memory_error
     known = each.row.published
     mark = "fit" if each.row.fit else ""
-    verdict = "yes" if each.fits else "no"
+    fits = "yes" if each.fits else "no"
     if known.fits is not None and known.fits != each.fits:
-        verdict += f" (published {'yes' if known.fits else 'no'})"
+        fits += f" (published {'yes' if known.fits else 'no'})"
     return {
         "name": each.row.name,
         "unit": each.unit,
@@ -204,7 +193,7 @@ def _cells(each: CheckedRow) -> dict[str, str]:
         "GB": f"{each.memory.total / 1e9:.1f}",
         "published GB": "" if known.memory_gb is None else f"{known.memory_gb:g}",
         "GB error %": "" if off is None else f"{100 * off:+.1f}",
-        "fits": verdict,
+        "fits": fits,
     }
 
 
@@ -221,7 +210,7 @@ def _summary(check: Check) -> str:
 
 
 def _score(check: Check) -> dict[str, str]:
-    places = [choice.place_of_best for choice in choices(check.rows)]
+    places = map(place_of_best, choices(check.rows))
     missed = [each for each in check.predicted if abs(each.error or 0.0) == check.worst]
     return {
         "table": check.name,

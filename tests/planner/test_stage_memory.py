@@ -9,6 +9,7 @@ from typing import get_args
 
 import pytest
 from support.action_text import peak_in_flight as held_of
+from support.planner_cases import load_of
 
 from axsparse.models.layer_cost import Activations
 from axsparse.models.model_profile import LayerInfo
@@ -76,28 +77,14 @@ def test_what_is_deferred_piles_up_while_a_backward_frees_what_it_used(
     assert activations.deferred == deferred
 
 
-def load_of(temporary: float = 0.0, building: float = 0.0, saved: float = 0.0) -> StageLoad:
-    return StageLoad(
-        layers="",
-        flops=0.0,
-        moved=0.0,
-        again_flops=0.0,
-        again_moved=0.0,
-        trained=0,
-        kept=0,
-        state=StateBytes(weight=1, index=2, gradient=3, master=4, optimizer=5),
-        held=10.0,
-        working=100.0,
-        outputs=0.0,
-        loss_bytes=lambda samples: 1000.0 * samples,
-        temporary=temporary,
-        building=building,
-        saved=saved,
-    )
+HOLDING = {
+    "state": StateBytes(weight=1, index=2, gradient=3, master=4, optimizer=5),
+    **{"held": 10.0, "working": 100.0, "loss_bytes": lambda samples: 1000.0 * samples},
+}
 
 
 def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
-    load = load_of(temporary=10_000.0, building=12_259.0)
+    load = load_of(**HOLDING, temporary=10_000.0, building=12_259.0)
 
     found = stage_memory(load, microbatch_size=2, in_flight=3, overhead=100_000.0)
 
@@ -111,14 +98,14 @@ def test_a_stage_needs_state_activations_and_what_is_there_anyway() -> None:
     ("load", "total"),
     [
         # A tensor may take more to make than to train.
-        (load_of(temporary=10_000.0, building=50_000.0), 15 + 50_000),
+        (load_of(**HOLDING, temporary=10_000.0, building=50_000.0), 15 + 50_000),
         # Drawing masks may take more than all of training.
         (
-            replace(load_of(temporary=10_000.0), calibration=lambda samples: 45_000.0 * samples),
+            load_of(**HOLDING, temporary=10_000.0, calibration=lambda samples: 45_000.0 * samples),
             90_000,
         ),
         # Copies for a checkpoint come on top while training goes on.
-        (load_of(building=50_000.0, saved=700.0), 15 + 50_000 + 700),
+        (load_of(**HOLDING, building=50_000.0, saved=700.0), 15 + 50_000 + 700),
     ],
 )
 def test_the_peak_is_the_worst_moment(load: StageLoad, total: float) -> None:
@@ -173,7 +160,7 @@ def test_what_waits_for_weight_gradients_counts_by_its_own_bytes() -> None:
     layout = Layout(
         Grid(2, 1), Schedule("message-driven", 0, "alternate", split_backward=True), 3, 8
     )
-    load = replace(load_of(), deferred=5.0)
+    load = load_of(**HOLDING, deferred=5.0)
 
     found = [layout.stage_memory(stage, load, 0.0).activations for stage in range(2)]
 

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.action_text import peak_in_flight
-from support.planner_cases import cluster, formula, schedule, uniform
+from support.planner_cases import cluster, formula, load_of, schedule, uniform
 
 from axsparse.pipeline.schedules import ScheduleName
 from axsparse.pipeline.simulator import MessageCost
-from axsparse.planner.stage_load import StageLoad
 from axsparse.planner.stage_memory import most_in_flight
 from axsparse.planner.step_cost import (
     PLAYED_REPLICAS,
@@ -34,8 +33,7 @@ from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
 from axsparse.samo.state_bytes import StateBytes
 
-LOAD = StageLoad(
-    layers="two blocks",
+LOAD = load_of(
     flops=100.0,
     moved=30.0,
     again_flops=60.0,
@@ -43,11 +41,6 @@ LOAD = StageLoad(
     trained=500,
     kept=50,
     state=StateBytes(weight=1000, index=200, gradient=100, master=200, optimizer=400),
-    building=0.0,
-    temporary=0.0,
-    saved=0.0,
-    held=0.0,
-    working=0.0,
     outputs=24.0,
 )
 ROUND = cluster(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
 from typing import Any
 
 from support.cases import merged
@@ -21,11 +21,12 @@ from axsparse.planner.auto_layout import configured_schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import Layout, Plan, SearchRequest, plan
 from axsparse.planner.profiled_model import ProfiledModel, state_format
+from axsparse.planner.stage_load import StageLoad
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.precision import DTYPES
-from axsparse.samo.state_bytes import stage_bytes
+from axsparse.samo.state_bytes import StateBytes, stage_bytes
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.training.trainer import Trainer
 
@@ -53,6 +54,12 @@ def formula(config: str, density: float = 1.0) -> GptFormula:
         vocabulary=model.vocab_size,
         density=density,
     )
+
+
+def load_of(**sizes: Any) -> StageLoad:
+    """A load of these sizes, and of 0 for all others."""
+    zero = {each.name: 0 for each in fields(StageLoad) if each.default is MISSING}
+    return StageLoad(**{**zero, "layers": "", "state": StateBytes(), **sizes})
 
 
 def uniform(
