@@ -14,7 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from axsparse.config.schema import Config, num_microbatches
 from axsparse.config.section import counted
@@ -391,11 +391,6 @@ def _alone(batches: Batches, samples: int) -> Batches:
     return replace(batches, global_batch_size=samples, replica=0, g_data=1)
 
 
-def _loss_of(plan: RunPlan, targets: Tensor, outputs: tuple[Tensor, ...]) -> Tensor:
-    """The summed loss of a microbatch."""
-    return plan.model.loss(*outputs, targets.to(outputs[0].device))
-
-
 def _replicas(plan: RunPlan, transport: Transport) -> Replicas:
     """The ranks that hold the same layers as this one."""
     coords = plan.coords
@@ -499,7 +494,7 @@ def _calibration(
         options,
         plan.coords,
         transport,
-        partial(_loss_of, plan),
+        lambda targets, outputs: plan.model.loss(*outputs, targets.to(outputs[0].device)),
         samples,
         held_out,
         fit=fit if heals else None,

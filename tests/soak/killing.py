@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from soak.soaked import FREE, Status, Told
+from soak.soaked import FREE, Told, told
 from support.mpirun import ENVIRONMENT, mpirun_path
 
 from axsparse.training.checkpoint.checkpoint_folder import (
@@ -95,7 +95,7 @@ class Job:
         self.grid = grid
         self.ranks = int(grid[0]) * int(grid[2])
         self._mark = coords / f"status-{time.monotonic_ns()}"
-        self._status = Status.new(self._mark)
+        self._mark.mkdir()
         self._out = (coords / "out.txt").open("w+b")
         words = [
             str(self._mark),
@@ -116,13 +116,13 @@ class Job:
         )
 
     def told(self) -> list[Told]:
-        return [self._status.read(rank) for rank in range(self.ranks)]
+        return [told(self._mark, rank) for rank in range(self.ranks)]
 
     def kill(self, rank: int | None) -> None:
         """One rank, or all of them and the launcher."""
-        told = self.told()
-        doomed = [told[rank].process] if rank is not None and told[rank].process else []
-        for process in doomed or [*(one.process for one in told), self.process.pid]:
+        ranks = self.told()
+        doomed = [ranks[rank].process] if rank is not None and ranks[rank].process else []
+        for process in doomed or [*(one.process for one in ranks), self.process.pid]:
             if process:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -136,9 +136,9 @@ class Job:
             if time.monotonic() > end:
                 raise WrongError(f"ranks outlive the kill by {OUTLIVES_SECONDS:.0f} s")
             time.sleep(0.01)
-        for path in shared - {self._mark}:  # what killed jobs leave behind
+        for path in shared:  # what killed jobs leave behind
             path.unlink(missing_ok=True)
-        self._mark.unlink()
+        shutil.rmtree(self._mark)
         return code
 
     def said(self) -> str:
@@ -239,9 +239,10 @@ class Soak:
         """Start a run and leave it alone."""
         job = Job(run, grid, free, self.coords)
         job.process.wait(LIMIT_SECONDS)
+        phases = {one.phase for one in job.told()}
         job.wait()
         run.starts += 1
-        if {one.phase for one in job.told()} != {"ending"}:
+        if phases != {"ending"}:
             raise WrongError(f"a run that nobody kills failed:\n{job.said()}")
 
     def _prepare(self, run: Run) -> int:
@@ -281,20 +282,20 @@ class Soak:
             now = time.monotonic()
             if now - job.began > LIMIT_SECONDS:
                 raise WrongError(f"{job.grid} hangs:\n{job.said()}")
-            told = job.told()[0]
-            seen.setdefault(told.phase, now)
-            if told.phase == "training":
-                first = told.step if first is None else first
+            there = job.told()[0]
+            seen.setdefault(there.phase, now)
+            if there.phase == "training":
+                first = there.step if first is None else first
                 self._seconds["start-up"] = seen.get("resuming", now) - job.began
                 self._seconds["resuming"] = now - seen.get("resuming", now) or 0.2
-            is_far = first is not None and told.step >= first + steps
+            is_far = first is not None and there.step >= first + steps
             has_come = {
                 "start-up": True,
-                "resuming": told.phase in ("resuming", "training"),
+                "resuming": there.phase in ("resuming", "training"),
                 "training": is_far,
                 "saving": is_far and bool(_marks(run) - before),
             }[moment]
-            if has_come or told.phase == "ending":
+            if has_come or there.phase == "ending":
                 break
             time.sleep(0.001)
         end = time.monotonic() + self.draw.uniform(0, self._seconds[moment])

@@ -1,14 +1,12 @@
 """The training that is killed again and again, on one rank.
 
-It saves every third step and resumes by itself. A file that all ranks map shows its position to
-whoever is about to kill it.
+It saves every third step and resumes by itself. A file of each rank shows its position to whoever
+is about to kill it.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +23,6 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
 from axsparse.training.trainer import build
 
-_ENTRY = struct.Struct("=qqq")
-PHASES = ("", "start-up", "resuming", "training", "ending")
-MAX_RANKS = 8
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -38,33 +33,26 @@ class Told:
     process: int
     """0: it has not started."""
     phase: str
+    """Empty, "start-up", "resuming", "training" or "ending"."""
     step: int
     """Steps done."""
 
 
-class Status:
-    """The entries of all ranks; each writes its own."""
+def tell(status: Path, phase: str, step: int = 0) -> None:
+    """As the rank that the launcher made of this process."""
+    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    said = status / f"{rank}.new"
+    said.write_text(f"{os.getpid()} {phase} {step}")
+    said.rename(status / rank)
 
-    def __init__(self, path: Path) -> None:
-        with path.open("r+b") as file:
-            self._map = mmap.mmap(file.fileno(), MAX_RANKS * _ENTRY.size)
 
-    @classmethod
-    def new(cls, path: Path) -> Status:
-        """An empty one."""
-        path.write_bytes(bytes(MAX_RANKS * _ENTRY.size))
-        return cls(path)
-
-    def tell(self, phase: str, step: int = 0) -> None:
-        """As the rank that the launcher made of this process."""
-        rank = next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
-        entry = (os.getpid(), PHASES.index(phase), step)
-        _ENTRY.pack_into(self._map, rank * _ENTRY.size, *entry)
-
-    def read(self, rank: int) -> Told:
-        """The last report of a rank."""
-        process, phase, step = _ENTRY.unpack_from(self._map, rank * _ENTRY.size)
-        return Told(process, PHASES[phase], step)
+def told(status: Path, rank: int) -> Told:
+    """The last report of a rank."""
+    try:
+        process, phase, step = (status / str(rank)).read_text().split()
+    except FileNotFoundError:
+        return Told(0, "", 0)
+    return Told(int(process), phase, int(step))
 
 
 FREE: tuple[dict[str, Any], ...] = (
@@ -80,8 +68,8 @@ FREE: tuple[dict[str, Any], ...] = (
 def train(words: Sequence[str]) -> None:
     """STATUS RUN_DIR GRID STEPS GRADIENT SETTINGS: GRID is stages x replicas, GRADIENT the value of
     `samo.gradient`, SETTINGS a number of `FREE`."""
-    status = Status(Path(words[0]))
-    status.tell("start-up")
+    status = Path(words[0])
+    tell(status, "start-up")
     run(lambda job: _train(job, status, words[1:]))
 
 
@@ -99,14 +87,14 @@ def _config(run_dir: str, steps: int, gradient: str, free: Mapping[str, Any]) ->
     return tiny_config(run_dir=run_dir, **settings)
 
 
-def _train(job: Job, status: Status, words: Sequence[str]) -> None:
-    status.tell("resuming")
+def _train(job: Job, status: Path, words: Sequence[str]) -> None:
+    tell(status, "resuming")
     run_dir, grid, steps, gradient, free = words
     g_inter, g_data = (int(number) for number in grid.split("x"))
     config = _config(run_dir, int(steps), gradient, FREE[int(free)])
 
     def on_step(done: int, verdict: StepResult) -> None:
-        status.tell("training", done)
+        tell(status, "training", done)
 
     trainer = build(
         job,
@@ -116,9 +104,9 @@ def _train(job: Job, status: Status, words: Sequence[str]) -> None:
         grid=Grid(g_inter, g_data),
         resume="auto",
     )
-    status.tell("training", trainer.steps_done)
+    tell(status, "training", trainer.steps_done)
     trainer.train(on_step)
-    status.tell("ending", trainer.steps_done)
+    tell(status, "ending", trainer.steps_done)
 
 
 if __name__ == "__main__":

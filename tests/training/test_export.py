@@ -68,18 +68,6 @@ def newest(run: Path, step: int = STEPS) -> Checkpoint:
     return open_checkpoint(run / "checkpoints" / f"step-{step}")
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("original") / "run"
-    ran((1, 1), config_of(checkpoint={"every": 2}), run)
-    return run
-
-
-@pytest.fixture
-def run(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "run"))
-
-
 # -- the bits -------------------------------------------------------------------------------
 
 LAYOUTS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {

@@ -32,18 +32,11 @@ def config_of(**sections: Any) -> Config:
     return tiny_config(train={"steps": 3}, checkpoint={"every": 2}, **sections)
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("original") / "run"
-    ran((1, 1), config_of(), run)
-    return run
-
-
 @pytest.fixture
-def run(original: Path, tmp_path: Path) -> Path:
-    copy = Path(shutil.copytree(original, tmp_path / "run"))
-    shutil.rmtree(copy / "checkpoints" / "step-2")
-    return copy
+def run(run: Path) -> Path:
+    """With its last checkpoint only."""
+    shutil.rmtree(run / "checkpoints" / "step-2")
+    return run
 
 
 def folder_of(run: Path) -> Path:
