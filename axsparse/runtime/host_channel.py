@@ -238,6 +238,8 @@ class ChannelLink:
             # all that NCCL's stream has been given by then.
             while sending and sending[0].query():
                 sending.popleft()
+            if not sending:
+                continue
             way.advance()
             for number, one in enumerate(sending):
                 if one.header_sent is None:

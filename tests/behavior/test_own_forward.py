@@ -14,8 +14,8 @@ import torch
 from support import own_models
 from support.exhaustive import by_default
 from support.mpirun import run_mpirun
-from support.own_models import class_loss, images, noisy_images, square_loss, word_loss, words
-from support.runs import assert_bitwise, tiny_config, train_in_process
+from support.own_models import images, noisy_images, square_loss, word_loss, words
+from support.runs import assert_bitwise, summed_loss, tiny_config, train_in_process
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
@@ -28,16 +28,16 @@ STEPS, BATCH, MICROBATCH = 4, 8, 2
 LAYOUTS = [(1, 1), (2, 1), (1, 2)]
 Loss = Callable[[Tensor, Tensor], Tensor]
 MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
-    "Vit": (own_models.Vit, images, class_loss),
+    "Vit": (own_models.Vit, images, summed_loss),
     "Dit": (own_models.Dit, noisy_images, square_loss),
-    "ResNet": (own_models.ResNet, images, class_loss),
-    "EncoderVit": (own_models.EncoderVit, images, class_loss),
-    "Stages": (own_models.Stages, images, class_loss),
-    "Residual": (own_models.Residual, images, class_loss),
+    "ResNet": (own_models.ResNet, images, summed_loss),
+    "EncoderVit": (own_models.EncoderVit, images, summed_loss),
+    "Stages": (own_models.Stages, images, summed_loss),
+    "Residual": (own_models.Residual, images, summed_loss),
     "Gpt": (own_models.Gpt, words, word_loss),
     "TorchEncoder": (own_models.TorchEncoder, words, word_loss),
     "Denoiser": (own_models.Denoiser, noisy_images, square_loss),
-    "Windows": (own_models.Windows, images, class_loss),
+    "Windows": (own_models.Windows, images, summed_loss),
 }
 USUAL = [("Vit", (1, 1)), ("Dit", (2, 1)), ("ResNet", (1, 2)), ("Gpt", (2, 1))]
 

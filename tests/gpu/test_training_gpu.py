@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 from gpu.ranks_training import ON_CPU, Case, CaseFailedError, Outcome, case, joined, train_cases
-from support.dense_optimizers import lamb
-from support.oracle import Oracle, adamw, sgd
+from support.cases import merged, oracle_of
+from support.oracle import Oracle
 from support.runs import tiny_config, tiny_gpt, token_data
 from torch import Tensor
 
@@ -51,7 +51,6 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"name": "sgd", "learning_rate": 0.5},
     "lamb": {"name": "lamb", "eps": 1e-6},
 }
-JUDGES = {"adamw": adamw, "sgd": sgd, "lamb": lamb}
 EQUAL: dict[str, dict[str, Any]] = {
     # Cases of each layout that have the bits of `adamw`, and how they differ from it.
     "int32": {"samo": {"index": "int32"}},
@@ -80,12 +79,7 @@ OF_MEMBERS: dict[str, dict[str, Any]] = {
 
 
 def settings(*changes: dict[str, Any]) -> dict[str, Any]:
-    found = {**SHAPE, "optimizer": EPS}
-    for change in changes:
-        for key, value in change.items():
-            is_section = isinstance(value, dict)
-            found[key] = {**found.get(key, {}), **value} if is_section else value
-    return found
+    return merged(SHAPE, {"optimizer": EPS}, *changes)
 
 
 def cases(layout: Layout) -> list[Case]:
@@ -146,7 +140,7 @@ def asked(item: pytest.Item) -> set[str]:
 def judged(g_data: int, optimizer: str) -> Oracle:
     """An oracle of fp32 that has run."""
     config = tiny_config(**settings({"optimizer": OPTIMIZERS[optimizer]}))
-    oracle = Oracle(tiny_gpt(config), config, token_data(), g_data, JUDGES[optimizer])
+    oracle = oracle_of(config, g_data)
     oracle.run(STEPS)
     return oracle
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from support import own_models
 from support.commands import lines_beside, refusal
-from support.own_models import Looped, class_loss, images, noisy_images, words
+from support.own_models import Looped, images, noisy_images, words
+from support.runs import summed_loss
 from torch import Tensor, nn
 
 from axsparse.models.layer import Model
@@ -21,7 +22,7 @@ from axsparse.runtime.errors import ConfigError
 
 
 def cut(module: nn.Module, data: Callable[[], Any] = images) -> Model:
-    return from_module(module, class_loss, lambda samples: data().read(np.arange(samples))[0])
+    return from_module(module, summed_loss, lambda samples: data().read(np.arange(samples))[0])
 
 
 @pytest.mark.parametrize(

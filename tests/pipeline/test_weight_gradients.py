@@ -537,6 +537,58 @@ class Summing(torch.autograd.Function):
         return outer, None
 
 
+class Layers(nn.Module):
+    """A layer before a sum, and three behind it."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.before, self.wait = nn.Linear(SIZE, SIZE), wait
+        self.after = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply: Callable[..., Tensor] = Summing.apply
+        out: Tensor = self.after(apply(self.before(x), self.wait))
+        return out
+
+
+class Often(nn.Module):
+    """A layer that is called once in the first microbatch, which shows it so, and twice later."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self.linear, self.calls, self.wait = nn.Linear(SIZE, SIZE), 0, wait
+
+    def forward(self, x: Tensor) -> Tensor:
+        apply: Callable[..., Tensor] = Summing.apply
+        y: Tensor = self.linear(x)
+        if self.calls:
+            y = self.linear(apply(y, self.wait))
+        self.calls += 1
+        return y
+
+
+def deferred_after_sums(
+    make: Callable[[Callable[[], None]], nn.Module], polls: int, *, is_late: bool = False
+) -> list[int]:
+    """How many weight gradients wait after each sum; W runs late, or right after its backward."""
+    left: list[int] = []
+
+    def wait() -> None:
+        played.products.compute_deferred(Polled(polls))
+        deferred = played.products.deferred
+        assert deferred is not None and deferred._current is not None
+        left.append(len(deferred._current.each))
+
+    played = Played(make(wait), is_split=True)
+    if is_late:
+        played.play()
+        return left
+    for microbatch in range(MICROBATCHES):
+        played.backward(microbatch, played.forward(microbatch))
+        played.stage.weight_gradients(microbatch)
+    return left
+
+
 @pytest.mark.parametrize(
     ("polls", "is_late", "while_waiting"),
     [(1, False, 0), (2, False, 1), (3, False, 2), (9, False, 3), (9, True, 0)],
@@ -545,66 +597,14 @@ def test_split_backwards_compute_weight_gradients_until_a_sum_is_there(
     polls: int, is_late: bool, while_waiting: int
 ) -> None:
     """But none while an earlier microbatch waits, as it does where W runs late."""
-    left: list[int] = []
-
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before = nn.Linear(SIZE, SIZE)
-            self.after = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
-
-        def forward(self, x: Tensor) -> Tensor:
-            apply: Callable[..., Tensor] = Summing.apply
-            out: Tensor = self.after(apply(self.before(x), wait))
-            return out
-
-    def wait() -> None:
-        played.products.compute_deferred(Polled(polls))
-        deferred = played.products.deferred
-        assert deferred is not None and deferred._current is not None
-        left.append(len(deferred._current.each))
-
-    played = Played(Layers(), is_split=True)
-    if is_late:
-        played.play()
-    else:
-        for microbatch in range(MICROBATCHES):
-            played.backward(microbatch, played.forward(microbatch))
-            played.stage.weight_gradients(microbatch)
+    left = deferred_after_sums(Layers, polls, is_late=is_late)
 
     # The first backward shows which weights have one gradient.
     assert left == [0, *[3 - while_waiting] * (MICROBATCHES - 1)]
 
 
 def test_a_weight_waits_for_all_of_its_gradients_during_a_sum() -> None:
-    """A module is called once in the first microbatch, which shows it so, and twice later."""
-    left: list[int] = []
-
-    class Often(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.calls = nn.Linear(SIZE, SIZE), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            apply: Callable[..., Tensor] = Summing.apply
-            y = self.linear(x)
-            if self.calls:
-                y = self.linear(apply(y, wait))
-            self.calls += 1
-            return y  # type: ignore[no-any-return]
-
-    def wait() -> None:
-        played.products.compute_deferred(Polled(9))
-        deferred = played.products.deferred
-        assert deferred is not None and deferred._current is not None
-        left.append(len(deferred._current.each))
-
-    played = Played(Often(), is_split=True)
-    for microbatch in range(MICROBATCHES):
-        played.backward(microbatch, played.forward(microbatch))
-        played.stage.weight_gradients(microbatch)
-
-    assert left == [1] * (MICROBATCHES - 1)
+    assert deferred_after_sums(Often, 9) == [1] * (MICROBATCHES - 1)
 
 
 class Twice(nn.Module):

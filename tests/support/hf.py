@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import merged
 from support.images import write_safetensors
 from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
 from torch import Tensor, nn
@@ -116,9 +117,7 @@ def config_from(path: Path, **sections: Any) -> Config:
         "train": {"steps": STEPS, "eval_every": 0, "eval_steps": 0, "peak_flops": 1e9},
         "seed": 11,
     }
-    for key, value in sections.items():
-        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
-    return configure(settings)
+    return configure(merged(settings, sections))
 
 
 def ours_from(path: Path, **sections: Any) -> Model:

@@ -35,10 +35,6 @@ def words(samples: int = 16, length: int = 6) -> ArrayDataset:
     return ArrayDataset(tokens, tokens.roll(-1, 1))
 
 
-def class_loss(outputs: Tensor, classes: Tensor) -> Tensor:
-    return F.cross_entropy(outputs.float(), classes, reduction="sum")
-
-
 def word_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
