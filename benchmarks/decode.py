@@ -1,20 +1,25 @@
-"""How fast pruned models decode from their kept entries: python benchmarks/decode.py [--out NAME].
+"""How fast pruned models decode from their kept entries: python benchmarks/decode.py [--only TEXT].
 
 Everything takes turns in one process on one thread, in seconds of CPU. Products of one and four
 tokens: ours, torch's bf16 and fp32 linear layer, and a dense bf16 loop in the manner of ours, which
-is the yardstick of what sparsity alone gives. Models of random weights: the shapes of SmolLM2-135M
-and of a Llama with eight layers of 2,048, greedy, 64 tokens after a prompt of 32, in transformers;
-or, with --folder, a Hugging Face folder. Linear layers but the head are pruned at random.
+is the yardstick of what sparsity alone gives. Models, greedy, after a prompt of 32 tokens, in
+transformers: SmolLM2-135M (--folder, or random weights of its shapes), a Llama with eight layers of
+2,048 and one with sixteen (1.0B), at random. Linear layers but the head are pruned: the smallest
+weights of a folder, others at random. With --beside, llama.cpp decodes GGUF files of the folder's
+model meanwhile. Rows that are not measured anew stay in results/decode.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import json
 import os
+import subprocess
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,7 @@ import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
-from figures import Figure, figure, host_machine
+from figures import Figure, figure, host_machine, rounded
 from torch import Tensor
 
 from axsparse.samo.host.kept_matrix import KeptMatrix
@@ -35,7 +40,9 @@ SPARSITIES = (0.5, 0.7, 0.9)
 ROUNDS = 9
 OUT_OF_CACHE = 64_000_000
 """Bytes of weights, in bf16, that a round goes over."""
-PROMPT, TOKENS = 32, 64
+PROMPT = 32
+PLACES = 100
+"""Places of a text at which tokens are compared."""
 SMOLLM2: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -45,7 +52,7 @@ SMOLLM2: dict[str, Any] = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-LLAMA: dict[str, Any] = {
+LLAMA_8: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 8,
@@ -53,6 +60,13 @@ LLAMA: dict[str, Any] = {
     "num_key_value_heads": 8,
     "vocab_size": 32000,
 }
+LLAMA_1B = {**LLAMA_8, "num_hidden_layers": 16, "tie_word_embeddings": True}
+MODELS: Mapping[str, tuple[dict[str, Any], int]] = {
+    "SmolLM2-135M": (SMOLLM2, 64),
+    "Llama of 8 × 2,048": (LLAMA_8, 16),
+    "Llama of 16 × 2,048 (1.0B)": (LLAMA_1B, 16),
+}
+"""Settings, and tokens that are generated."""
 
 
 @numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
@@ -119,105 +133,173 @@ def products(shape: tuple[int, int], sparsity: float, tokens: int) -> dict[str, 
     }
 
 
-def seconds_a_token(model: Any, prompt: Tensor) -> float:
-    """CPU seconds of a token after the prompt."""
+def milliseconds_a_token(model: Any, prompt: Tensor, tokens: int) -> float:
+    """Milliseconds of CPU of a token after the prompt."""
     how: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     taken = []
-    for tokens in (1, 1 + TOKENS):
+    for number in (1, 1 + tokens):
         began = time.process_time()
-        model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, **how)
+        model.generate(prompt, max_new_tokens=number, min_new_tokens=number, **how)
         taken.append(time.process_time() - began)
-    return (taken[1] - taken[0]) / TOKENS
+    return 1e3 * (taken[1] - taken[0]) / tokens
 
 
-def models(base: Any, vocabulary: int, batch: int) -> dict[str, Any]:
+def prune(model: Any, sparsity: float, *, at_random: bool) -> Any:
+    """Prune the linear layers of a model, but its head."""
+    head = model.get_output_embeddings().weight
+    generator = torch.Generator().manual_seed(5)
+    for _, _, weight, _ in multiplied_weights(model):
+        if weight.shape != head.shape:
+            score, least = torch.rand(weight.shape, generator=generator), sparsity
+            if not at_random:
+                score = weight.abs().float()
+                least = float(score.flatten().kthvalue(int(sparsity * score.numel())).values)
+            weight.data.masked_fill_(score <= least, 0)
+    return model
+
+
+@torch.no_grad()
+def logits_by_token(model: Any, text: Tensor) -> Tensor:
+    """Logits at the last `PLACES` of a text, each computed alone with a cache."""
+    begin = text.shape[1] - PLACES
+    cache, found = model(text[:, :begin], use_cache=True).past_key_values, []
+    for place in range(begin, text.shape[1]):
+        step = model(text[:, place : place + 1], past_key_values=cache, use_cache=True)
+        found.append(step.logits[0, -1].float())
+    return torch.stack(found)
+
+
+def agreement(dense: Any, fast: Any, text: Tensor) -> dict[str, Any]:
+    """Of a text: places where both models choose one token, and both perplexities."""
+    theirs, ours = logits_by_token(dense, text), logits_by_token(fast, text)
+    targets = text[0, 1 - PLACES :]
+    losses = [F.cross_entropy(each[:-1], targets).exp().item() for each in (theirs, ours)]
+    return {
+        "same tokens of 100": int((theirs.argmax(1) == ours.argmax(1)).sum()),
+        "largest difference of logits": rounded((theirs - ours).abs().max().item()),
+        "perplexity, dense": rounded(losses[0]),
+        "perplexity": rounded(losses[1]),
+    }
+
+
+class Others:
+    """llama.cpp in a process of another Python, which takes turns by lines of text."""
+
+    def __init__(self, python: Path, files: list[Path], tokens: int) -> None:
+        self.names = [file.stem.rpartition(".")[2] for file in files]
+        script = Path(__file__).parent / "decode_llama_cpp.py"
+        self._process = subprocess.Popen(  # noqa: S603 - what the user names
+            [python, script, str(PROMPT), str(tokens), *files],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def milliseconds_a_token(self, name: str) -> float:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        assert stdin is not None and stdout is not None
+        print(self.names.index(name), file=stdin, flush=True)
+        return float(stdout.readline())
+
+
+# Reason: a model, how long it decodes, and who else does.
+def models(base: Any, batch: int, tokens: int, text: Tensor | None, others: Others | None) -> Any:
     """One model: milliseconds of a token, speed over transformers in bf16 and fp32, agreement."""
+    vocabulary, is_large = base.config.vocab_size, base.num_parameters() > 900e6
     prompt = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(3))
-    head = base.get_output_embeddings().weight
-    contenders: dict[str, Any] = {"bf16": base, "fp32": copy.deepcopy(base).float()}
-    found: dict[str, Any] = {}
+    contenders: dict[str, Any] = {"bf16": base}
+    rows: dict[str, Any] = {"bf16": {}}
+    if not is_large:
+        contenders["fp32"], rows["fp32"] = copy.deepcopy(base).float(), {}
     for sparsity in SPARSITIES:
-        dense = copy.deepcopy(base)
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for _, name, weight, _ in multiplied_weights(dense):
-                if weight.shape != head.shape:
-                    drawn = torch.rand(weight.shape, generator=generator)
-                    base_weight = base.get_parameter(name)
-                    weight.copy_(base_weight.masked_fill(drawn < sparsity, 0))
-        text = torch.randint(vocabulary, (1, 96), generator=generator)
-        with torch.no_grad():
-            wanted = [dense(text[:, : 1 + n]).logits[0, -1].argmax() for n in range(80, 96)]
-        fast: Any = accelerate(dense)
-        cache: Any = None
-        same = 0
-        with torch.no_grad():
-            cache = fast(text[:, :80], use_cache=True).past_key_values
-            for n in range(80, 96):
-                step = fast(text[:, n : n + 1], past_key_values=cache, use_cache=True)
-                same += int(step.logits[0, -1].argmax() == wanted[n - 80])
+        dense = prune(copy.deepcopy(base), sparsity, at_random=text is None)
+        name, fast = f"{sparsity:.0%}", accelerate(copy.deepcopy(dense))
+        rows[name] = {} if text is None or batch > 1 else agreement(dense, fast, text)
         weights = [one for one in fast.parameters() if isinstance(one, PrunedWeight)]
-        found[f"{sparsity:.0%}"] = {
-            "same tokens of 16": same,
-            "bytes of pruned layers / dense": round(
-                sum(one.compressed_bytes for one in weights)
-                / sum(2 * one.numel() for one in weights),
-                4,
-            ),
-        }
-        contenders[f"{sparsity:.0%}"] = fast
-    taken: dict[str, list[float]] = {name: [] for name in contenders}
+        held, whole = sum(one.compressed_bytes for one in weights), sum(w.numel() for w in weights)
+        rows[name]["bytes of pruned layers / dense"] = rounded(held / (2 * whole))
+        contenders[name] = fast
+    for name, model in contenders.items():
+        parameters = list(model.parameters())
+        rows[name]["MB"] = rounded(
+            sum(getattr(one, "compressed_bytes", one.nbytes) for one in parameters) / 1e6
+        )
+    turns = {
+        name: partial(milliseconds_a_token, model, prompt, tokens)
+        for name, model in contenders.items()
+    }
+    if others is not None:
+        for name in others.names:
+            turns[name], rows[name] = partial(others.milliseconds_a_token, name), {}
+    taken: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(3):
-        for name, model in contenders.items():
-            taken[name].append(1e3 * seconds_a_token(model, prompt))
-    rows: dict[str, Any] = {"bf16": {}, "fp32": {}, **found}
+        for name, run in turns.items():
+            taken[name].append(run())
     for name, values in taken.items():
         rows[name]["ms a token"] = figure("ms", values).row()
-        for other in ("bf16", "fp32"):
+        for other in {"bf16", "fp32"} & {*rows}:
             ratios = [theirs / ours for theirs, ours in zip(taken[other], values, strict=True)]
             rows[name][f"speed over {other}"] = figure("×", ratios).row()
     return rows
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__)
-    arguments.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    arguments.add_argument("--folder", type=Path, help="a Hugging Face folder in place of SmolLM2")
-    given = arguments.parse_args()
+def made(settings: Mapping[str, Any], folder: Path | None) -> tuple[Any, Tensor | None]:
+    """A dense model in bf16, and a text if it is of a folder."""
     import transformers
 
-    torch.set_num_threads(1)
-    quiet: Any = transformers.logging.set_verbosity_error
-    quiet()
-    found: dict[str, Any] = {"machine": host_machine(), "products": {}, "models": {}}
-    for tokens in (1, 4):
-        for shape in SHAPES:
-            for sparsity in SPARSITIES:
-                row = products(shape, sparsity, tokens)
-                name = f"{shape[0]}×{shape[1]}, {sparsity:.0%}, {tokens} tokens"
-                found["products"][name] = row
-                print(name, {key: one["median"] for key, one in row.items() if type(one) is dict})
-    for name, settings in (("SmolLM2-135M", SMOLLM2), ("Llama of 8 × 2,048", LLAMA)):
+    silence: Any = transformers.logging.set_verbosity_error
+    silence()
+    kind: Any = transformers.AutoModelForCausalLM
+    if folder is None:
         torch.manual_seed(7)
-        base: Any
-        if given.folder is not None and settings is SMOLLM2:
-            base = transformers.AutoModelForCausalLM.from_pretrained(
-                given.folder, dtype=torch.bfloat16
-            )
-        else:
-            config = transformers.LlamaConfig(**settings, bos_token_id=0, eos_token_id=None)
-            build: Any = transformers.AutoModelForCausalLM.from_config
-            base = build(config, dtype=torch.bfloat16)
-        for batch in (1, 4):
-            row = models(base.eval(), settings["vocab_size"], batch)
-            found["models"][f"{name}, batch {batch}"] = row
-            print(
-                name,
-                batch,
-                json.dumps({key: one["ms a token"]["median"] for key, one in row.items()}),
-            )
+        config = transformers.LlamaConfig(**settings, bos_token_id=0, eos_token_id=None)
+        return kind.from_config(config, dtype=torch.bfloat16).eval(), None
+    words: Any = transformers.AutoTokenizer.from_pretrained(folder)
+    page = (Path(__file__).parent.parent / "docs/explanation/samo.md").read_text("utf-8")
+    text = words(page[:4000], return_tensors="pt")["input_ids"][:, : PROMPT + PLACES]
+    return kind.from_pretrained(folder, dtype=torch.bfloat16).eval(), text
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    add = arguments.add_argument
+    add("--out", type=Path, default=Path(__file__).parent / "results")
+    add("--only", nargs="+", default=[""], help="rows whose names have one of these texts")
+    add("--folder", type=Path, help="a Hugging Face folder of SmolLM2-135M")
+    add("--beside", type=Path, nargs="+", help="a Python with llama-cpp-python, and GGUF files")
+    given = arguments.parse_args()
+    torch.set_num_threads(1)
     path = given.out / "decode.json"
-    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    known: Any = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    found = {"machine": host_machine(), "products": {}, "models": {}}
+    if known.get("machine") == found["machine"]:
+        found = known
+
+    def save(kind: str, name: str, row: Any) -> None:
+        found[kind][name] = row
+        print(name, json.dumps(row, ensure_ascii=False), flush=True)
+        path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def is_asked(name: str) -> bool:
+        return any(text in name for text in given.only)
+
+    for tokens, shape, sparsity in itertools.product((1, 4), SHAPES, SPARSITIES):
+        name = f"{shape[0]}×{shape[1]}, {sparsity:.0%}, {tokens} tokens"
+        if is_asked(name):
+            save("products", name, products(shape, sparsity, tokens))
+    for name, (settings, tokens) in MODELS.items():
+        batches = [batch for batch in (1, 4) if is_asked(f"{name}, batch {batch}")]
+        is_folder = settings is SMOLLM2 and given.folder is not None
+        base, text = (
+            made(settings, given.folder if is_folder else None) if batches else (None, None)
+        )
+        for batch in batches:
+            others = None
+            if is_folder and batch == 1 and given.beside:
+                others = Others(given.beside[0], given.beside[1:], tokens)
+            row = models(base, batch, tokens, text, others)
+            save("models", f"{name}, batch {batch}", row)
 
 
 if __name__ == "__main__":

@@ -187,7 +187,7 @@ def continued(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=tokens,
-        streamer=Streamer(tokenizer, skip_prompt=True),
+        streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
         **settings,
     )

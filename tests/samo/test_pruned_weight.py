@@ -66,7 +66,7 @@ def test_transformers_models_compute_the_same(kind: str, sparsity: float) -> Non
     tokens = torch.randint(300, (1, 12))
     with torch.no_grad():
         exact, ours, theirs = (each(tokens).logits.float() for each in (expected, model, dense))
-        # A few tokens are multiplied from kept entries, the prompt of forty dense.
+        # A prompt of more tokens than are multiplied at once.
         long = torch.randint(300, (1, 40))
         torch.testing.assert_close(model(long).logits, dense(long).logits, atol=0.02, rtol=0.02)
     assert (ours - exact).abs().max() <= 1.5 * (theirs - exact).abs().max()

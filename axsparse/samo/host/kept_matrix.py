@@ -11,7 +11,8 @@ that is for each entry, f = k/n: 2·f + 1/8 or 3·f bytes beside the 2 of dense 
 smaller below f = 1/8; a distance above 255 takes entries of value zero in between.
 
 Up to `MOST_TOKENS` tokens are multiplied from the kept entries, by loops that add in fp32 and round
-once; for more, such as a prompt, the matrix is expanded and multiplied dense.
+once. More, such as a prompt, are multiplied so many at a time, or with the expanded matrix where
+the processor is quick at that.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from axsparse.samo.host.compiled_loops import Array, Loop, can_compile, cpu_features
+from axsparse.samo.host.compiled_loops import (
+    Array,
+    Loop,
+    can_compile,
+    cpu_features,
+    has_bf16_loops,
+)
 
 Encoding = Literal["mask", "list"]
 MULTIPLY_MASKED, MULTIPLY_LISTED = (
     Loop("axsparse.samo.host.decode_loops", name) for name in ("multiply_masked", "multiply_listed")
 )
 MOST_TOKENS = 16
-"""Tokens that are multiplied from the kept entries; a dense product is as quick for more."""
+"""Tokens that are multiplied at once from the kept entries."""
 WORD = 64
 """Columns of a word of the mask."""
 ROWS = 2
@@ -111,8 +118,12 @@ class KeptMatrix:
         rows, columns = self.shape
         tokens = x.numel() // columns if columns else 0
         kind = x.dtype
-        if not 0 < tokens <= MOST_TOKENS or not has_loops():
+        if not tokens or not has_loops() or (tokens > MOST_TOKENS and multiplies_dense(kind)):
             return functional.linear(x, self.dense().to(kind), bias)
+        if tokens > MOST_TOKENS:
+            parts = x.reshape(tokens, columns).split(MOST_TOKENS)
+            products = torch.cat([self.multiply(part, bias) for part in parts])
+            return products.view(*x.shape[:-1], rows)
         if bias is not None:
             is_recorded = bias.requires_grad and torch.is_grad_enabled()
             if bias.dtype is not kind or is_recorded or not bias.is_contiguous():
@@ -170,6 +181,13 @@ def _workers(number: int) -> ThreadPoolExecutor:
 def has_loops() -> bool:
     """Whether loops over kept entries can be compiled and run here."""
     return can_compile()
+
+
+@cache
+def multiplies_dense(dtype: torch.dtype) -> bool:
+    """Whether a dense product with many tokens is as quick as one with kept entries: in bf16, only
+    on processors that multiply it."""
+    return dtype is not torch.bfloat16 or has_bf16_loops() or not has_vectors()
 
 
 @cache

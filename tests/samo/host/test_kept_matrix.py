@@ -112,6 +112,15 @@ def test_processors_without_vectors(tmp_path: Path) -> None:
     assert done.stdout.split() == ["False", "True"]
 
 
+@pytest.mark.parametrize("is_quick", [False, True])
+def test_many_tokens(is_quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_matrix, "multiplies_dense", lambda _: is_quick)
+    dense, x = pruned(20, 30, 0.5), torch.randn(3, 13, 30)
+    bias = torch.randn(20)
+    wanted = F.linear(x, dense.float(), bias)
+    torch.testing.assert_close(KeptMatrix(dense).multiply(x, bias), wanted)
+
+
 def test_without_loops_the_matrix_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_matrix, "has_loops", lambda: False)
     dense = pruned(20, 30, 0.5)
