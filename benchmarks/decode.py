@@ -5,7 +5,7 @@ tokens: ours, torch's bf16 and fp32 linear layer, and a dense bf16 loop in the m
 is the yardstick of what sparsity alone gives. Models, greedy, after a prompt of 32 tokens, in
 transformers: SmolLM2-135M (--folder, or random weights of its shapes), a Llama with eight layers of
 2,048 and one with sixteen (1.0B), at random. Linear layers but the head are pruned: the smallest
-weights of a folder, others at random. With --beside, llama.cpp decodes GGUF files of the folder's
+weights of a folder, others at random. With --beside, others decode GGUF files of the folder's
 model meanwhile. Rows that are not measured anew stay in results/decode.json.
 """
 
@@ -152,7 +152,7 @@ def prune(model: Any, sparsity: float, *, at_random: bool) -> Any:
         if weight.shape != head.shape:
             score, least = torch.rand(weight.shape, generator=generator), sparsity
             if not at_random:
-                score = weight.abs().float()
+                score = weight.detach().abs().float()
                 least = float(score.flatten().kthvalue(int(sparsity * score.numel())).values)
             weight.data.masked_fill_(score <= least, 0)
     return model
@@ -183,11 +183,11 @@ def agreement(dense: Any, fast: Any, text: Tensor) -> dict[str, Any]:
 
 
 class Others:
-    """llama.cpp in a process of another Python, which takes turns by lines of text."""
+    """llama.cpp or OpenVINO in a process of another Python, which takes turns by lines of text."""
 
     def __init__(self, python: Path, files: list[Path], tokens: int) -> None:
-        self.names = [file.stem.rpartition(".")[2] for file in files]
-        script = Path(__file__).parent / "decode_llama_cpp.py"
+        self.files = {file.stem.rpartition(".")[2]: file for file in files}
+        script = Path(__file__).parent / "decode_beside.py"
         self._process = subprocess.Popen(  # noqa: S603 - what the user names
             [python, script, str(PROMPT), str(tokens), *files],
             stdin=subprocess.PIPE,
@@ -199,7 +199,7 @@ class Others:
     def milliseconds_a_token(self, name: str) -> float:
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
-        print(self.names.index(name), file=stdin, flush=True)
+        print([*self.files].index(name), file=stdin, flush=True)
         return float(stdout.readline())
 
 
@@ -230,8 +230,9 @@ def models(base: Any, batch: int, tokens: int, text: Tensor | None, others: Othe
         for name, model in contenders.items()
     }
     if others is not None:
-        for name in others.names:
-            turns[name], rows[name] = partial(others.milliseconds_a_token, name), {}
+        for name in others.files:
+            turns[name] = partial(others.milliseconds_a_token, name)
+            rows[name] = {"MB": rounded(others.files[name].stat().st_size / 1e6)}
     taken: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(3):
         for name, run in turns.items():
@@ -267,7 +268,12 @@ def main() -> None:
     add("--out", type=Path, default=Path(__file__).parent / "results")
     add("--only", nargs="+", default=[""], help="rows whose names have one of these texts")
     add("--folder", type=Path, help="a Hugging Face folder of SmolLM2-135M")
-    add("--beside", type=Path, nargs="+", help="a Python with llama-cpp-python, and GGUF files")
+    add(
+        "--beside",
+        type=Path,
+        nargs="+",
+        help="a Python with llama-cpp-python or openvino-genai, and GGUF files",
+    )
     given = arguments.parse_args()
     torch.set_num_threads(1)
     path = given.out / "decode.json"
