@@ -140,5 +140,10 @@ def _prepare(arguments: argparse.Namespace) -> None:
             exclude=tuple(arguments.exclude),
         ),
     )
+    prepare_and_show(request, arguments.workers)
+
+
+def prepare_and_show(request: Request, workers: int) -> None:
+    """Prepare tokens, and show on stdout how far it is."""
     with contextlib.closing(make_console(sys.stdout)) as console:
-        prepare(request, arguments.workers, console)
+        prepare(request, workers, console)

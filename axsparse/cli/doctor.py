@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import shutil
-import socket
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,16 +16,9 @@ from typing import Any, NoReturn
 
 from axsparse.cli.parser import CommandParser, say
 from axsparse.config.section import counted
+from axsparse.runtime import process
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
-from axsparse.runtime.process import (
-    BLOCKS,
-    are_scattered,
-    exit_process,
-    installed_mpi,
-    speaks,
-    write_line,
-)
 
 DESCRIPTION = """\
 Check whether this machine is fit for training; under a launcher, whether all ranks are.
@@ -70,13 +62,13 @@ def main(argv: Sequence[str]) -> NoReturn:
         facts = {"rank": transport.rank, "problem": problem, **look(arguments.run_dir)}
         texts = gather_texts(transport.world, transport.backoff, json.dumps(facts))
     except Exception as failure:  # any failure has to end the other ranks, which wait
-        write_line(f"error: doctor: rank {transport.rank}: {failure}")
+        process.write_line(f"error: doctor: rank {transport.rank}: {failure}")
         transport.abort(EXIT_INTERNAL)
     lines = [*findings([json.loads(text) for text in texts])]
-    if transport.rank == 0 and (speaks() or problem is None):
+    if transport.rank == 0 and (process.speaks() or problem is None):
         say("\n".join(lines))
     transport.close()
-    exit_process(int(any(line.startswith(WRONG) for line in lines)))
+    process.exit_process(int(any(line.startswith(WRONG) for line in lines)))
 
 
 def look(run_dir: Path) -> Facts:
@@ -96,10 +88,10 @@ def look(run_dir: Path) -> Facts:
     with contextlib.suppress(Exception):  # CuPy's own errors have no common base
         cupy = str(importlib.import_module("cupy").__version__) if gpus else None
     return {
-        **{"host": socket.gethostname(), "Python": platform.python_version(), "CuPy": cupy},
+        **{"host": platform.node(), "Python": platform.python_version(), "CuPy": cupy},
         **{"axsparse": __version__, "torch": torch.__version__, "CUDA": torch.version.cuda},
         "MPI": mpi_library() if "mpi4py.MPI" in sys.modules else None,
-        "wheels": installed_mpi(),
+        "wheels": process.installed_mpi(),
         "mpirun": first if own.exists() and first and Path(first) != own else None,
         "uuids": [gpu.uuid for gpu in gpus],
         "threads": os.environ.get("OMP_NUM_THREADS"),
@@ -124,8 +116,8 @@ def findings(ranks: Sequence[Facts]) -> Iterator[str]:
         yield f"{SLOW} MPI: {first['mpirun']} is not the environment's → take the mpirun there"
     if len(first["wheels"]) > 1:
         yield f"{WRONG} MPI: {' and '.join(first['wheels'])} → pip uninstall all but one"
-    if are_scattered(hosts):
-        yield f"{WRONG} placement: neighbouring ranks on different hosts → {BLOCKS}"
+    if process.are_scattered(hosts):
+        yield f"{WRONG} placement: neighbouring ranks on different hosts → {process.BLOCKS}"
     for host in dict.fromkeys(hosts):
         yield from _of_host(host, [rank for rank in ranks if rank["host"] == host])
 

@@ -16,7 +16,6 @@ import math
 import os
 import shlex
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -26,11 +25,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from axsparse.cli.data import prepare_and_show
 from axsparse.cli.parser import override, say
 from axsparse.cli.prune_order import PAGE, PRUNED, PruneOrder, goes_by_layers
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
-from axsparse.data.preparation import Request, prepare
+from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
 from axsparse.data.tokenizers import SEPARATOR, in_folder
 from axsparse.models.adapters import INNER, OUTER, merged, with_adapters
@@ -38,7 +38,7 @@ from axsparse.models.layer import Model, StartValues
 from axsparse.models.start_weights import FromFile
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.observe.metrics import perplexity
-from axsparse.runtime.console import format_bytes, format_seconds, make_console
+from axsparse.runtime.console import format_bytes, format_seconds
 from axsparse.runtime.errors import writing
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.files.atomic import new_path
@@ -304,8 +304,7 @@ def _prepare(order: PruneOrder) -> None:
         tokenizer=tokenizer,
         separator=end or SEPARATOR,
     )
-    with contextlib.closing(make_console(sys.stdout)) as console:
-        prepare(request, len(os.sched_getaffinity(0)), console)
+    prepare_and_show(request, len(os.sched_getaffinity(0)))
 
 
 def write_page(folder: Path, text: str) -> None:
