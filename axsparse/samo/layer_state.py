@@ -344,18 +344,14 @@ class LayerState:
 
     def accumulate(self, tensor: TensorState, dense: Tensor) -> None:
         """Add a dense gradient's kept entries; the first of a step replaces the last step's."""
-        dense_D = dense.reshape(-1)
-        if self.is_exact:
-            on_device = tensor.index.on_device
-            if on_device is None:
-                self.accumulate_kept(tensor, tensor.index.gather(dense_D, 0, tensor.kept))
-                return
-            sums_K, adds = self.sums_of(tensor), tensor.accumulated
-            add_exact(on_device, dense_D, sums_K, tensor.unit, tensor.most, accumulate=adds)
-            tensor.accumulated = True
-            return
-        gradient_K = self.gradient_of(tensor)
-        self.backend.compress(tensor.index, dense_D, gradient_K, adds=tensor.accumulated)
+        dense_D, index, adds = dense.reshape(-1), tensor.index, tensor.accumulated
+        sums_K = self.sums_of(tensor)
+        if not self.is_exact:
+            self.backend.compress(index, dense_D, sums_K, adds=adds)
+        elif index.on_device is not None:
+            add_exact(index.on_device, dense_D, sums_K, tensor.unit, tensor.most, accumulate=adds)
+        else:
+            self.accumulate_kept(tensor, index.gather(dense_D, 0, tensor.kept))
         tensor.accumulated = True
 
     def accumulate_small(self, gradients: Sequence[tuple[TensorState, Tensor]]) -> None:

@@ -15,7 +15,6 @@ offloading (Singh and Bhatele 2022, section IV-D) moves.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -23,14 +22,6 @@ from axsparse.runtime.communication import Backoff, Event
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.samo.layer_state import LayerState, StateBuffers
 from axsparse.samo.state_bytes import STAGED, aligned_bytes
-
-
-@dataclass(frozen=True)
-class _Staging:
-    """A layer's values on the GPU, and the event after which they are there."""
-
-    here: StateBuffers
-    arrived: Event
 
 
 class Offload:
@@ -60,17 +51,17 @@ class Offload:
         coming = self._bring(layers[0], 0) if layers else None
         for number, layer in enumerate(layers):
             assert coming is not None
-            visit = coming
+            here, arrived = coming
             if number + 1 < len(layers):
                 coming = self._bring(layers[number + 1], number + 1)
             compute = self._device.compute
-            compute.wait(visit.arrived)
+            compute.wait(arrived)
             state = layer.optimizer_state
-            with state.staged(visit.here):
+            with state.staged(here):
                 yield layer
             self._down.wait(compute.record())
-            for rest, here in zip(state.stored().tensors, visit.here.tensors, strict=True):
-                self._down.copy(rest, here)
+            for rest, updated in zip(state.stored().tensors, here.tensors, strict=True):
+                self._down.copy(rest, updated)
             self._free[number % STAGED] = self._down.record()
 
     def finish_copies(self) -> None:
@@ -79,7 +70,8 @@ class Offload:
         while not all(event is None or event.query() for event in self._free):
             self._backoff.pause()
 
-    def _bring(self, layer: LayerState, number: int) -> _Staging:
+    def _bring(self, layer: LayerState, number: int) -> tuple[StateBuffers, Event]:
+        """Begin to copy a layer's values to the GPU; the event says that they are there."""
         free = self._free[number % STAGED]
         # Before the first visit, the compute stream may still use this memory for something else.
         self._up.wait(self._device.compute.record() if free is None else free)
@@ -91,4 +83,4 @@ class Offload:
             at += aligned_bytes([rest.nbytes])
         master = None if stored.master is None else put.pop(0)
         here = StateBuffers(master, dict(zip(stored.moments, put, strict=True)))
-        return _Staging(here, self._up.record())
+        return here, self._up.record()
