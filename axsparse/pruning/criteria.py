@@ -72,7 +72,7 @@ class Criterion:
     1. Add its name to the type of `score`, and a branch to `scores`. It may use the name, the
        shape and the weights of the tensor, and `seed`; nothing that differs between ranks.
     2. Add the name to `PruningConfig.method` in `config/schema.py` and describe it there. Let
-       `configured_criterion` return the criterion for it, and refuse a second score.
+       `configured_criterion` return the criterion for it, and reject a second score.
     3. If it looks at nothing but weights, add the method to `FROM_START` in `targets.py`; if it
        prunes once, to `ONCE` in `config/schema.py`.
     4. Add it to `tests/pruning/test_criteria.py` (exact counts, the same mask for the same name),
@@ -144,7 +144,7 @@ class Criterion:
     ) -> Tensor:
         """The flat bool mask of a tensor, True where an entry is kept.
 
-        `keep` is the number of entries to keep, or the cut down to which they are kept. `within`
+        `keep` is the number of entries to keep, or the threshold above which they stay. `within`
         has the flat positions that may be kept; without it all may. Among equal scores, lower
         positions are kept. A `pattern` decides by itself and ignores `keep`. Each matrix of a
         stack keeps its share of the number. Raises what `scores` raises.
@@ -160,8 +160,8 @@ class Criterion:
         numel = scores.numel()
         if within is not None:
             scores = scores[within]
-        cut = keep if isinstance(keep, Threshold) else threshold_of(scores, keep, keys)
-        selected = select(scores, keys, cut)
+        threshold = keep if isinstance(keep, Threshold) else threshold_of(scores, keep, keys)
+        selected = select(scores, keys, threshold)
         del scores  # frees their memory before the mask takes a byte an entry
         kept = selected.mask()
         if within is None:

@@ -236,10 +236,10 @@ def _skeleton(
                 )
         else:
             given = built[name]
-        odd = mismatched_values(given, trained=name in trained)
-        if odd:
+        wrong = mismatched_values(given, trained=name in trained)
+        if wrong:
             raise ConfigError(
-                f"parameter {full}: its start value is {odd}; mend the layer's init or "
+                f"parameter {full}: its start value is {wrong}; mend the layer's init or "
                 "build, or what it starts from"
             )
         return given.float().contiguous()

@@ -33,7 +33,7 @@ class Offload:
         self._backoff = backoff
         self._up, self._down = device.stream(), device.stream()
         self._free: list[Event | None] = [None] * STAGED
-        """For each place, the event after which its last visit's values are back on the host."""
+        """For each place, the event after which the values that it had are back on the host."""
         stored = [layer.optimizer_state.stored().tensors for layer in layers]
         size = max((aligned_bytes(one.nbytes for one in tensors) for tensors in stored), default=0)
         where = layers[0].backend.device if layers else torch.device("cpu")
@@ -73,7 +73,7 @@ class Offload:
     def _bring(self, layer: LayerState, number: int) -> tuple[StateBuffers, Event]:
         """Begin to copy a layer's values to the GPU; the event says that they are there."""
         free = self._free[number % STAGED]
-        # Before the first visit, the compute stream may still use this memory for something else.
+        # Before the first copy, the compute stream may still use this memory for something else.
         self._up.wait(self._device.compute.record() if free is None else free)
         room, stored, at = self._places[number % STAGED], layer.optimizer_state.stored(), 0
         put = []

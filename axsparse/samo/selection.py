@@ -1,7 +1,7 @@
 """Exact selection of the largest scores, without sorting and without a copy of them.
 
 Scores become 32-bit integers of the same order. A histogram of their upper halves finds the bin
-that the cut falls into, and a histogram of the lower halves in that bin finds the exact cut.
+that the threshold falls into, and a histogram of the lower halves in that bin finds the threshold.
 Histograms of several tensors, on several ranks, are added to select among all of them. Scores may
 be on any device; only the histograms are copied to the host.
 """
@@ -104,9 +104,9 @@ def threshold_bin(counts: Tensor, keep: int) -> tuple[int, int]:
 
 
 def find_threshold(count: Callable[[int | None], Tensor], keep: int) -> Threshold:
-    """The cut that keeps exactly `keep` of all scores.
+    """The threshold that keeps exactly `keep` of all scores.
 
-    `count(upper)` is their `histogram`, summed over tensors and ranks; the cut's `ties`
+    `count(upper)` is their `histogram`, summed over tensors and ranks; the threshold's `ties`
     are of all of them.
     """
     if keep == 0:
@@ -116,21 +116,24 @@ def find_threshold(count: Callable[[int | None], Tensor], keep: int) -> Threshol
     return Threshold((upper - HALF) * BINS + lower, ties)
 
 
-def equal_to(scores: Tensor, keys: Keys, key: int) -> int:
-    """How many scores have exactly this key."""
-    return sum(int((part == key).sum()) for part in _chunks(scores, keys))
+def counts_at(scores: Tensor, keys: Keys, key: int) -> Tensor:
+    """How many scores have larger keys, and how many exactly this one, int64 `(2,)` on the host."""
+    counts = torch.zeros(2, dtype=torch.int64, device=scores.device)
+    for part in _chunks(scores, keys):
+        counts += torch.stack([(part > key).sum(), (part == key).sum()])
+    return counts.cpu()
 
 
 def threshold_of(scores: Tensor, keep: int, keys: Keys) -> Threshold:
-    """The cut that keeps the `keep` largest scores of one tensor, at most all of them."""
+    """The threshold that keeps the `keep` largest scores of one tensor, at most all of them."""
     keep = min(keep, scores.numel())
     return find_threshold(lambda upper: histogram(scores, keys, upper), keep)
 
 
-def select(scores: Tensor, keys: Keys, cut: Threshold) -> Bits:
-    """The packed mask that a cut gives of scores on the host; the scores can be freed before the
+def select(scores: Tensor, keys: Keys, threshold: Threshold) -> Bits:
+    """The packed mask that a threshold gives of scores on the host, which can be freed before the
     mask is unpacked."""
-    packed = [np.packbits(kept.numpy()) for kept in _kept(scores, keys, cut)]
+    packed = [np.packbits(kept.numpy()) for kept in _kept(scores, keys, threshold)]
     return Bits(np.concatenate([*packed, np.empty(0, np.uint8)]), scores.numel())
 
 
@@ -144,13 +147,13 @@ def largest(scores: Tensor, keep: int, keys: Keys = by_value) -> Tensor:
     return torch.cat([*parts, scores.new_empty(0, dtype=torch.bool)])
 
 
-def _kept(scores: Tensor, keys: Keys, cut: Threshold) -> Iterator[Tensor]:
-    """The mask that a cut gives, in chunks."""
-    ties = cut.ties
+def _kept(scores: Tensor, keys: Keys, threshold: Threshold) -> Iterator[Tensor]:
+    """The mask that a threshold gives, in chunks."""
+    ties = threshold.ties
     for part in _chunks(scores, keys):
-        kept = part > cut.key
+        kept = part > threshold.key
         if ties:
-            equal = (part == cut.key).nonzero().view(-1)[:ties]
+            equal = (part == threshold.key).nonzero().view(-1)[:ties]
             kept[equal] = True
             ties -= equal.numel()
         yield kept

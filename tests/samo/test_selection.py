@@ -11,10 +11,9 @@ from torch import Tensor
 from axsparse.samo import selection
 from axsparse.samo.selection import (
     Keys,
-    Threshold,
     by_magnitude,
     by_value,
-    equal_to,
+    counts_at,
     find_threshold,
     histogram,
     largest,
@@ -56,7 +55,7 @@ def test_the_largest_are_those_of_a_stable_sort(
 
 @examples
 @given(st.lists(few_values, min_size=1, max_size=4), st.data())
-def test_histograms_of_several_tensors_add_up_to_the_cut_of_all(
+def test_histograms_of_several_tensors_add_up_to_the_threshold_of_all(
     tensors: list[list[float]], data: st.DataObject
 ) -> None:
     scores = [torch.tensor(values, dtype=torch.float32) for values in tensors]
@@ -66,9 +65,9 @@ def test_histograms_of_several_tensors_add_up_to_the_cut_of_all(
     def count(upper: int | None) -> Tensor:
         return torch.stack([histogram(one, by_value, upper) for one in scores]).sum(0)
 
-    cut = find_threshold(count, keep)
+    threshold = find_threshold(count, keep)
 
-    above = int(select(everything, by_value, Threshold(cut.key, 0)).mask().sum())
-    assert above + cut.ties == keep
-    assert keep == 0 or 0 < cut.ties <= equal_to(everything, by_value, cut.key)
-    assert torch.equal(select(everything, by_value, cut).mask(), largest(everything, keep))
+    above, equal = counts_at(everything, by_value, threshold.key).tolist()
+    assert above + threshold.ties == keep
+    assert keep == 0 or 0 < threshold.ties <= equal
+    assert torch.equal(select(everything, by_value, threshold).mask(), largest(everything, keep))

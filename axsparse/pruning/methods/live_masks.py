@@ -19,7 +19,7 @@ from axsparse.runtime.grid import RankCoords
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Masks, Shape, Weight, kept_positions, prune_in_place
-from axsparse.samo.selection import Keys, Threshold, equal_to, find_threshold, histogram, select
+from axsparse.samo.selection import Keys, Threshold, counts_at, find_threshold, histogram
 from axsparse.samo.tensor_state import TensorState
 
 
@@ -99,11 +99,11 @@ class ScoredMasks:
 
     criterion: Criterion
     kept: Mapping[str, int]
-    cuts: Mapping[str, Threshold] = field(default_factory=dict)
-    """The cuts of the tensors that share one threshold."""
+    thresholds: Mapping[str, Threshold] = field(default_factory=dict)
+    """For tensors that share one threshold, the threshold with each one's ties."""
 
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
-        keep = self.cuts.get(name, self.kept[name])
+        keep = self.thresholds.get(name, self.kept[name])
         return self.criterion.mask(name, shape, weight, keep, within)
 
 
@@ -163,18 +163,17 @@ def scored_masks(
             counts += histogram(*one.scores(criterion), upper)
         return total(counts)
 
-    cut = find_threshold(count, keep)
+    threshold = find_threshold(count, keep)
+    key, ties = threshold.key, threshold.ties
     numbers = {name: number for number, name in enumerate(common)}
-    at_cut = torch.zeros(2, len(common), dtype=torch.int64)
+    counts = torch.zeros(2, len(common), dtype=torch.int64)
     for one in among:
-        scores, keys = one.scores(criterion)
-        above = select(scores, keys, Threshold(cut.key, 0)).mask().sum()
-        at_cut[:, numbers[one.name]] = torch.tensor([above, equal_to(scores, keys, cut.key)])
-    above_all, equal_all = total(at_cut.view(-1)).view(2, -1).tolist()
+        counts[:, numbers[one.name]] = counts_at(*one.scores(criterion), key)
+    above_all, equal_all = total(counts.view(-1)).view(2, -1).tolist()
     # Among equal scores, entries of earlier tensors stay, then entries at lower positions.
-    cuts, ties = {}, cut.ties
+    thresholds = {}
     for name, above, equal in zip(common, above_all, equal_all, strict=True):
         taken = min(ties, equal)
         ties -= taken
-        kept[name], cuts[name] = above + taken, Threshold(cut.key, taken)
-    return ScoredMasks(criterion, kept, cuts)
+        kept[name], thresholds[name] = above + taken, Threshold(key, taken)
+    return ScoredMasks(criterion, kept, thresholds)
