@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from axsparse.observe.charts import (
     PICTURE_STYLE,
@@ -23,6 +25,7 @@ STYLE = f".picture {{{PICTURE_STYLE}}}\n"
 """The styles that the site's pages need in addition to their own."""
 NUMEL = 4096 * 4096
 STAGES, MICROBATCHES = 4, 8
+DECODED = Path(__file__).parents[2] / "benchmarks/results/decode.json"
 SLOW = 3.0
 """How much longer the one slow forward takes."""
 
@@ -89,4 +92,17 @@ def _schedules() -> Iterator[str]:
         yield f'<div class="wide">{svg(Timeline(title, spans, longest, ""))}</div>'
 
 
-_PICTURES = {"state-bytes": _state_bytes, "schedules": _schedules}
+def _decoding() -> Iterator[str]:
+    """Tokens a second and memory of pruned models, as benchmarks/decode.py measured them."""
+    found = json.loads(DECODED.read_text(encoding="utf-8"))["models"]
+    for name, contenders in found.items():
+        batch = int(name.rpartition(" ")[2])
+        rows = []
+        for contender, row in contenders.items():
+            speed = 1e3 * batch / row["ms a token"]["median"]
+            label = contender.replace("%", " % zeros")
+            rows.append((label, (speed,), f"{speed:.1f} tokens/s, {row['MB']:.0f} MB"))
+        yield from chart_html(Bars(f"{name}: tokens a second", rows, SERIES_COLOURS[:1]))
+
+
+_PICTURES = {"state-bytes": _state_bytes, "schedules": _schedules, "decoding": _decoding}
