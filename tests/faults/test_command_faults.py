@@ -49,8 +49,9 @@ def write_tokens(folder: Path, tokens: int = 400) -> None:
         splits[split] = {"documents": 1, "tokens": tokens, **digests}
     sidecar = {
         **{"format": "axsparse tokens", "version": 1, "axsparse": "0", "request": ""},
-        **{"tokenizer": {"kind": "bytes"}, "vocab_size": 300, "separator": 0, "dtype": "uint16"},
+        **{"tokenizer": {"kind": "bytes"}, "vocab_size": 300, "largest_id": 299, "separator": 0},
         **{"sources": {"files": 1, "bytes": 1, "left_out": {}, "examples": []}, "settings": {}},
+        "dtype": "uint16",
         **splits,
     }
     (folder / "tokens.json").write_text(json.dumps(sidecar))
