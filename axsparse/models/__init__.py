@@ -1,1 +1,1 @@
-"""Models as lists of layers: their declaration, and their survey."""
+"""Models as lists of layers: their declaration, and their profile."""

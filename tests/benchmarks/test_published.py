@@ -117,7 +117,7 @@ def test_the_page_has_the_scoreboard_as_it_is_printed() -> None:
 # -- the parts, by hand ---------------------------------------------------------------------
 
 
-def test_a_survey_and_the_formulas_of_published_runs_predict_alike() -> None:
+def test_a_profile_and_the_formulas_of_published_runs_predict_alike() -> None:
     loaded = configure("gpt3_2.7b", ["model.num_layers=4"])
     asked = planned_model(loaded, selene()).workload("dense")
     [load] = asked.stages(1, 1) or []

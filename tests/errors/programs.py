@@ -293,7 +293,7 @@ def with_buffer(value: Tensor) -> Callable[[], nn.Module]:
 
 
 def profiled(*layers: Any, ties: Sequence[tuple[str, str]] = ()) -> model_profile.ModelProfile:
-    """The survey of a model; builds alone become layers a, b and c with an init."""
+    """The profile of a model; builds alone become layers a, b and c with an init."""
     named = zip("abc"[: len(layers)], layers, strict=True)
     made = [
         each if isinstance(each, Layer) else Layer(name, each, init=random_init)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.allocated import peak_of_torch
 from support.hf import SMALL_LLAMA
-from support.planner_cases import KEPT, SURVEY, cluster, layer, profiled, unpruned
+from support.planner_cases import FOUR_LAYERS, KEPT, cluster, layer, profiled, unpruned
 from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
 from torch import Tensor
 
@@ -107,7 +107,7 @@ def test_more_replicas_have_less_to_save_each_and_a_tied_weight_is_saved_once() 
 def test_state_is_what_a_run_would_build(shards: bool) -> None:
     loads = loads_of(2, 3, samo={"zero_stage": int(shards), "index": "mask"})
     expected = stage_bytes(
-        SURVEY.layers,
+        FOUR_LAYERS.layers,
         {},
         KEPT,
         StateFormat(
@@ -158,7 +158,7 @@ def test_stages_are_balanced_by_work_unless_that_does_not_fit() -> None:
 def test_the_second_use_of_a_weight_is_kept_like_the_first_and_a_dense_model_is_not_pruned() -> (
     None
 ):
-    tied = ModelProfile(SURVEY.layers, ties={"c.weight": "b.weight"})
+    tied = ModelProfile(FOUR_LAYERS.layers, ties={"c.weight": "b.weight"})
     loads = loads_of(2, profile=tied, kept={"b.weight": 40}, **CUT)
 
     assert loads[1].kept == 40 + 40 + 100
@@ -168,7 +168,7 @@ def test_the_second_use_of_a_weight_is_kept_like_the_first_and_a_dense_model_is_
 
 def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
     machine = cluster(peak_bf16=1e9, overhead_bytes=0.0)
-    heavy = ModelProfile([*SURVEY.layers[:3], layer("d", 10, 2e5)], ties={})
+    heavy = ModelProfile([*FOUR_LAYERS.layers[:3], layer("d", 10, 2e5)], ties={})
 
     def planned(rank_budget: float, split: object = "auto") -> Candidate:
         return plan(
@@ -196,7 +196,7 @@ def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
 
 
 def test_the_loss_takes_the_logits_that_it_holds_at_a_time_on_the_last_stage() -> None:
-    chunked = replace(SURVEY, loss_logits=lambda samples: min(1000, 300 * samples))
+    chunked = replace(FOUR_LAYERS, loss_logits=lambda samples: min(1000, 300 * samples))
     loads = loads_of(2, profile=chunked, **CUT)
 
     assert [load.loss_bytes(2) for load in loads] == [0, 2 * LOSS_INPUTS + 8 * 600]

@@ -107,7 +107,7 @@ def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
     )
 
 
-SURVEY = ModelProfile(
+FOUR_LAYERS = ModelProfile(
     [layer("a", 10, 1e3), layer("b", 40, 4e3, 700), layer("c", 20, 2e3), layer("d", 10, 3e3)],
     ties={},
 )
@@ -120,7 +120,7 @@ SETTINGS = {
 
 
 def profiled(
-    profile: ModelProfile = SURVEY, kept: dict[str, int] | None = None, **sections: Any
+    profile: ModelProfile = FOUR_LAYERS, kept: dict[str, int] | None = None, **sections: Any
 ) -> ProfiledModel:
     """The model of a profile, with some settings."""
     config = tiny_config(**merged(SETTINGS, sections))
