@@ -221,10 +221,9 @@ def _adapt(
 
 def _merged_value(weights: Weights, start: StartValues, name: str) -> Tensor | None:
     """The value of a parameter or buffer of the model with merged adapters."""
-    stem = name.rpartition(".")[0]
-    inner, outer = f"{stem}.{INNER}", f"{stem}.{OUTER}"
+    inner, outer = f"{name}_{INNER}", f"{name}_{OUTER}"
     value = start.read(name)
-    if value is not None and name.endswith(".weight") and inner in weights.parameters:
+    if value is not None and inner in weights.parameters:
         return merged(value.float(), weights.dense(inner), weights.dense(outer))
     return weights.dense(name) if weights.is_trained(name) else value
 

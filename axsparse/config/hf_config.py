@@ -251,7 +251,7 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"{where}: quantization_config is {shown(quantized)}, and weights here are real "
             f"numbers; {suggestion}"
         )
-    for section in (theirs, theirs.get("text_config")):
+    for section in (theirs, *theirs.values()):
         depth = section.get("num_hidden_layers") if isinstance(section, Mapping) else None
         if isinstance(depth, int) and depth > DEEPEST:
             raise DataError(

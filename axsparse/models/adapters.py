@@ -4,6 +4,7 @@ A matrix W, which stays as it is, multiplies as
 
     W + [W ≠ 0] · (B A)        W: (out, in), B: (out, rank), A: (rank, in)
 
+or for each of a stack, (experts, out, in) or (experts, in, out),
 and B and A are trained. The sum is computed in fp32 and rounded once. Only entries that are not
 zero change, so that a merged matrix has the zeros of the pruned one. A begins with entries of
 variance 1 / rank and B with zeros: at first an optimizer that moves entries of B by its learning
@@ -15,24 +16,24 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from axsparse.models.layer import InitFunction, Layer, Model
 from axsparse.runtime.errors import ConfigError
 
 INNER, OUTER = "adapter_in", "adapter_out"
-"""The parameters A and B of a linear layer."""
+"""The ends of the names of A and B, which begin with the name of their matrix."""
 
 
 def with_adapters(model: Model, matrices: Collection[str], rank: int) -> Model:
     """The model in which the matrices of these global names have adapters.
 
     In addition to the adapters only vectors are trained, such as norms and biases; all matrices are
-    frozen. ConfigError for a matrix that is no weight of a plain linear layer, when its layer is
-    built.
+    frozen. ConfigError, when its layer is built, for a matrix that is no weight of a linear layer
+    or of experts.
     """
     return replace(model, layers=[_adapted(layer, matrices, rank) for layer in model.layers])
 
@@ -45,16 +46,22 @@ def merged(weight: Tensor, inner: Tensor, outer: Tensor) -> Tensor:
     return torch.where((before == 0) | (after == 0), before, after).to(weight.dtype)
 
 
-class AdaptedLinear(nn.Linear):
-    """A linear layer with an adapter; `_adapt` makes it of a plain one."""
+class Adapted(nn.Module):
+    """Base class of modules some of whose matrices have adapters; `_adapt` makes them of others."""
 
-    adapter_in: nn.Parameter
-    adapter_out: nn.Parameter
+    adapted: tuple[str, ...] = ()
+    """The names of the matrices."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """The output of a linear layer with the merged matrix."""
-        weight = merged(self.weight, self.adapter_in, self.adapter_out)
-        return F.linear(input, weight, self.bias)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the module with merged matrices."""
+        own: dict[str, Any] = self._parameters
+        before = {name: own[name] for name in self.adapted}
+        for name, weight in before.items():
+            own[name] = merged(weight, own[f"{name}_{INNER}"], own[f"{name}_{OUTER}"])
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            own.update(before)
 
 
 def _adapted(layer: Layer, matrices: Collection[str], rank: int) -> Layer:
@@ -67,7 +74,7 @@ def _adapted(layer: Layer, matrices: Collection[str], rank: int) -> Layer:
             for name, _ in list(child.named_parameters(recurse=False)):
                 full = layer.full_name(f"{path}.{name}".lstrip("."))
                 if full in matrices:
-                    _adapt(full, child, rank)
+                    _adapt(full, child, name, rank)
         return module
 
     draw = layer.init
@@ -76,24 +83,29 @@ def _adapted(layer: Layer, matrices: Collection[str], rank: int) -> Layer:
 
 def _init(draw: InitFunction) -> InitFunction:
     def init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        last = name.rpartition(".")[2]
-        if last == OUTER:
+        if name.endswith(OUTER):
             return torch.zeros(shape)
-        if last == INNER:
-            return torch.randn(shape, generator=generator).mul_(float(shape[0]) ** -0.5)
+        if name.endswith(INNER):
+            return torch.randn(shape, generator=generator).mul_(float(shape[-2]) ** -0.5)
         return draw(name, shape, generator)
 
     return init
 
 
-def _adapt(name: str, linear: nn.Module, rank: int) -> None:
-    """Give a linear layer an adapter, in place."""
-    if type(linear) is not nn.Linear or not name.endswith(".weight"):
+def _adapt(full: str, module: nn.Module, name: str, rank: int) -> None:
+    """Give a matrix of a module, or each of a stack, an adapter, in place."""
+    weight = module.get_parameter(name)
+    if not isinstance(module, nn.Linear) and not hasattr(module, "input_dim"):
         raise ConfigError(
-            f"--heal adapters: {name} is the weight of no plain linear layer; name it in "
-            "pruning.exclude, or choose another way to heal"
+            f"--heal adapters: {full} is the weight of no linear layer, and of no experts; name "
+            "it in pruning.exclude, or choose another way to heal"
         )
-    linear.__class__ = AdaptedLinear
-    inner = torch.randn(rank, linear.in_features) * rank**-0.5
-    linear.register_parameter(INNER, nn.Parameter(inner))
-    linear.register_parameter(OUTER, nn.Parameter(torch.zeros(linear.out_features, rank)))
+    if not isinstance(module, Adapted):
+        kind = type(module)
+        module.__class__ = type(f"Adapted{kind.__name__}", (Adapted, kind), {})
+    module.adapted = (*module.adapted, name)  # type: ignore[assignment]
+    *experts, first, last = weight.shape
+    inner = torch.randn(*experts, rank, last) * rank**-0.5
+    module.register_parameter(f"{name}_{INNER}", nn.Parameter(inner))
+    outer = torch.zeros(*experts, first, rank)
+    module.register_parameter(f"{name}_{OUTER}", nn.Parameter(outer))

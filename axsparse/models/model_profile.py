@@ -428,12 +428,13 @@ def _module_of(layer: Layer) -> nn.Module:
             # A module with memory, despite the meta device, may be the same one in every call.
             again = () if all(p.is_meta for p in own) else _built(layer).parameters()
         except Exception as reason:
-            made = getattr(getattr(layer.build, "func", None), "__module__", "")
-            suggestion = "mend the function that makes the module"
-            if made.startswith("axsparse."):  # which copies a module of the user's
-                suggestion = "give a module that copy.deepcopy can copy"
+            made = str(getattr(getattr(layer.build, "func", layer.build), "__module__", ""))
+            suggestion = "; mend the function that makes the module"
+            if made.startswith("axsparse."):  # a module of ours, or a copy of one of the user's
+                is_ours = made.startswith(("axsparse.models.zoo.", "axsparse.models.adapters"))
+                suggestion = "" if is_ours else "; give a module that copy.deepcopy can copy"
             raise ConfigError(
-                f"layer {layer.name}: its build raised {one_line(reason)}; {suggestion}"
+                f"layer {layer.name}: its build raised {one_line(reason)}{suggestion}"
             ) from reason
     if not isinstance(module, nn.Module):
         raise ConfigError(

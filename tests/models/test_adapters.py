@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.runs import mlp, random_init
 from torch import nn
 
-from axsparse.models.adapters import AdaptedLinear, merged, with_adapters
+from axsparse.models.adapters import Adapted, merged, with_adapters
 from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
 from axsparse.runtime.errors import ConfigError
@@ -29,20 +31,21 @@ def test_the_forward_is_that_of_the_merged_matrix_and_matrices_are_frozen() -> N
     model = with_adapters(mlp(), ["hidden1.0.weight"], rank=2)
     module = model.layers[1].build()
     linear = module.get_submodule("0")
-    assert isinstance(linear, AdaptedLinear)
+    assert isinstance(linear, Adapted)
+    assert isinstance(linear, nn.Linear)
     x = torch.randn(5, linear.in_features)
     plain = nn.functional.linear(x, linear.weight, linear.bias)
     assert torch.equal(linear(x), plain)  # it begins as it was
 
     with torch.no_grad():
         linear.weight[:, ::2] = 0
-        linear.adapter_out.normal_()
+        linear.weight_adapter_out.normal_()
     module(x).sum().backward()
 
-    change = (linear.weight != 0) * (linear.adapter_out @ linear.adapter_in)
+    change = (linear.weight != 0) * (linear.weight_adapter_out @ linear.weight_adapter_in)
     expected = nn.functional.linear(x, linear.weight + change, linear.bias)
     torch.testing.assert_close(linear(x), expected)
-    assert linear.adapter_in.grad is not None
+    assert linear.weight_adapter_in.grad is not None
     assert linear.weight.grad is None
     assert linear.bias.grad is not None
     assert not any(p.requires_grad for p in model.layers[0].build().parameters() if p.dim() > 1)
@@ -58,17 +61,56 @@ def test_start_values_are_those_of_the_layer_and_of_the_adapter() -> None:
         return init(name, shape, torch.Generator().manual_seed(1))
 
     shapes = {p.name: p.shape for p in profile(model).layers[0].parameters}
-    assert {"hidden0.0.adapter_in", "hidden0.0.adapter_out"} <= shapes.keys()
-    assert torch.equal(draw("0.adapter_out", 8, 4), torch.zeros(8, 4))
-    assert float(draw("0.adapter_in", 4, 1000).std()) == pytest.approx(0.5, abs=0.05)
+    assert {"hidden0.0.weight_adapter_in", "hidden0.0.weight_adapter_out"} <= shapes.keys()
+    assert torch.equal(draw("0.weight_adapter_out", 8, 4), torch.zeros(8, 4))
+    assert float(draw("0.weight_adapter_in", 4, 1000).std()) == pytest.approx(0.5, abs=0.05)
     assert torch.equal(
         draw("0.weight", 8, 4), random_init("0.weight", (8, 4), torch.Generator().manual_seed(1))
     )
+
+
+class Experts(nn.Module):
+    """Two experts, each with some of the tokens; inputs come before outputs."""
+
+    input_dim = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(2, 4, 3))
+        self.down = nn.Parameter(torch.randn(2, 3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.up).relu() @ self.down
+
+
+def test_experts_have_an_adapter_each() -> None:
+    layer = Layer("one", lambda: nn.Sequential(Experts()))
+    module = with_adapters(Model([layer], mlp().loss), ["one.0.up", "one.0.down"], 2).layers[0]
+    experts: Any = module.build().get_submodule("0")
+    with torch.no_grad():
+        experts.up[:, ::2] = 0
+        experts.up_adapter_out.normal_()
+        experts.down_adapter_out.normal_()
+    x = torch.randn(2, 5, 4)
+
+    experts(x).sum().backward()
+
+    up, down = (
+        weight + (weight != 0) * torch.stack([o @ i for o, i in zip(outer, inner, strict=True)])
+        for weight, outer, inner in (
+            (experts.up, experts.up_adapter_out, experts.up_adapter_in),
+            (experts.down, experts.down_adapter_out, experts.down_adapter_in),
+        )
+    )
+    torch.testing.assert_close(experts(x), (x @ up).relu() @ down)
+    assert experts.up_adapter_in.grad.abs().sum() > 0
+    assert experts.up.grad is None
+    assert isinstance(experts.up, nn.Parameter)  # and not the merged one
 
 
 def test_other_matrices_than_those_of_linear_layers_are_refused_by_name() -> None:
     layer = Layer("one", lambda: nn.Sequential(nn.Conv1d(2, 3, 1)))
     model = with_adapters(Model([layer], mlp().loss), ["one.0.weight"], rank=2)
 
-    with pytest.raises(ConfigError, match=r"one\.0\.weight is the weight of no plain linear layer"):
+    with pytest.raises(ConfigError, match=r"one\.0\.weight is the weight of no linear layer, and"):
         model.layers[0].build()

@@ -46,6 +46,7 @@ from axsparse.models.layer_cost import Tracer
 from axsparse.models.model_profile import profile
 from axsparse.models.sequential import filled_modules
 from axsparse.models.stand_ins import Part
+from axsparse.models.zoo.hf_models import SplitModel
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.targets import what_is_pruned
 from axsparse.runtime.errors import AxsparseError, ConfigError
@@ -405,6 +406,18 @@ def test_layers_that_share_keys_and_values_are_refused(transformers: Any, tmp_pa
     with pytest.raises(AxsparseError, match="cannot be cut into layers") as caught:
         profile(named_model(config_from(tmp_path)))
     assert "\n" not in str(caught.value)
+
+
+def test_to_someone_who_made_no_function_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(split: SplitModel, part: Part) -> nn.Module:
+        raise ValueError("no memory")
+
+    fail.__module__ = SplitModel.build.__module__
+    monkeypatch.setattr(SplitModel, "build", fail)
+
+    with pytest.raises(ConfigError) as caught:
+        profile(small_llama())
+    assert str(caught.value) == "layer model.embed_tokens: its build raised ValueError: no memory"
 
 
 @pytest.mark.parametrize("tied", [False, True])
