@@ -103,7 +103,7 @@ def _adapt(full: str, module: nn.Module, name: str, rank: int) -> None:
     if not isinstance(module, Adapted):
         kind = type(module)
         module.__class__ = type(f"Adapted{kind.__name__}", (Adapted, kind), {})
-    module.adapted = (*module.adapted, name)  # type: ignore[assignment]
+    vars(module)["adapted"] = (*vars(module).get("adapted", ()), name)
     *experts, first, last = weight.shape
     inner = torch.randn(*experts, rank, last) * rank**-0.5
     module.register_parameter(f"{name}_{INNER}", nn.Parameter(inner))
