@@ -34,9 +34,9 @@ def pages_taken(of_turns):
     turn()
     return of_turns([turn() for _ in range(5)])
 
-# Where memory is short the system itself takes kept pages in some of the turns.
-print(pages_taken(max))
-print(keep_freed_blocks(), pages_taken(min), give_back_at_once(), pages_taken(max))
+# Kept memory is used again before any is mapped, so that giving back comes first. Where memory is
+# short the system itself takes kept pages in some of the turns.
+print(give_back_at_once(), pages_taken(max), keep_freed_blocks(), pages_taken(min))
 for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"):
     os.environ[name] = "1048576"
     print(keep_freed_blocks(), give_back_at_once())
@@ -61,7 +61,7 @@ def told() -> list[str]:
 
 
 def test_resident_memory_is_what_is_held_now_and_the_peak_stays(told: list[str]) -> None:
-    held, peak, after = map(int, told[9:])
+    held, peak, after = map(int, told[8:])
     assert held == pytest.approx(50e6, rel=0.1)
     assert peak > 0.9 * held
     assert after < 10e6
@@ -69,12 +69,11 @@ def test_resident_memory_is_what_is_held_now_and_the_peak_stays(told: list[str])
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries cannot be told")
 def test_freed_blocks_are_kept_until_they_have_to_be_given_back(told: list[str]) -> None:
-    by_itself, (can_keep, kept, can_give_back, given_back) = int(told[0]), told[1:5]
+    can_give_back, given_back, can_keep, kept = told[:4]
 
-    assert by_itself > 10_000
-    assert (can_keep, can_give_back) == ("True", "True")
-    assert int(kept) < by_itself / 50 < int(given_back)
-    assert told[5:9] == ["False"] * 4, "what the user sets in the environment stays"
+    assert (can_give_back, can_keep) == ("True", "True")
+    assert int(kept) < 500 < 20_000 < int(given_back)
+    assert told[4:8] == ["False"] * 4, "what the user sets in the environment stays"
 
 
 def test_the_peak_stands_in_where_the_system_does_not_say(tmp_path: Path) -> None:
