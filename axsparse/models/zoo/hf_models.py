@@ -61,7 +61,7 @@ from axsparse.models.zoo.hf_experts import (
     records_gates,
 )
 from axsparse.models.zoo.hf_forward import Forward, unfit
-from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.runtime.errors import ConfigError, DataError, one_line
 
 PLANNED = {
     "colwise": TpStyle("colwise"),
@@ -377,8 +377,9 @@ def _made(kind: Any, settings: Any) -> Any:
     try:
         return on_meta(Layer("hf", build))
     except Exception as reason:
-        raise unfit(
-            f"transformers cannot make it ({' '.join(str(reason).split())[:200]})"
+        raise ConfigError(
+            f"model.hf: transformers cannot make this model ({one_line(reason)[:200]}); mend its "
+            "settings"
         ) from reason
 
 
