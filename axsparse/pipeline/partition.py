@@ -59,10 +59,10 @@ def _can_be_split(layers: int, stages: int, fits: Fits) -> bool:
     """Whether some cut fits, whatever its stages cost."""
     starts = [0]
     for stage in range(stages - 1):
-        last = layers - (stages - 1 - stage)
+        last, width = layers - (stages - 1 - stage), 1
         ends: list[int] = []
         for start in starts:
-            width = _count_fitting(fits, stage, start, range(start + 1, last + 1))
+            width = _count_fitting(fits, stage, start, range(start + 1, last + 1), width)
             # Earlier starts have reached all ends from here to the last one found.
             ends += range(max([start, *ends[-1:]]) + 1, start + width + 1)
             if start + width == last:
@@ -71,9 +71,19 @@ def _can_be_split(layers: int, stages: int, fits: Fits) -> bool:
     return bool(starts) and fits(stages - 1, range(starts[-1], layers))
 
 
-def _count_fitting(fits: Fits, stage: int, start: int, ends: range) -> int:
-    """How many of these ends a stage may have."""
-    return bisect_left(ends, True, key=lambda end: not fits(stage, range(start, end)))
+def _count_fitting(fits: Fits, stage: int, start: int, ends: range, guess: int = 1) -> int:
+    """How many of these ends a stage may have, by bisection from a guess on."""
+    least, most, step = 0, len(ends), 1
+    at = min(max(guess, 1), most)
+    while least < most:
+        if fits(stage, range(start, ends[at - 1])):
+            least, at = at, min(at + step, most)
+        else:
+            most, at = at - 1, max(at - step, least + 1)
+        step *= 2
+        if not least < at <= most:
+            at, step = (least + most + 1) // 2, 1
+    return least
 
 
 class _Within:
@@ -83,6 +93,7 @@ class _Within:
         self.before = before
         self.layers = len(before) - 1
         self._fits = fits
+        self._widths: dict[int, int] = {}
 
         def cost_from(start: int) -> Callable[[float], float]:
             return lambda until: until - before[start]
@@ -97,7 +108,10 @@ class _Within:
         if self._fits is None:
             return self._reaches[start]
         ends = range(start + 1, self._reaches[start] + 1)
-        return start + _count_fitting(self._fits, stage, start, ends)
+        # Neighbouring layers are often equal, so that as many fit as from the start before.
+        guess = self._widths.get(stage, 1)
+        width = self._widths[stage] = _count_fitting(self._fits, stage, start, ends, guess)
+        return start + width
 
     def earliest(self, stages: int) -> list[int]:
         """For each stage the first end behind which the other stages may still reach all layers."""
