@@ -168,8 +168,8 @@ class Batches:
         sample, position = divmod(first, flat.numel() // len(tokens))
         raise DataError(
             f"data ({self.dataset.name}): sample {samples[sample]}, position {position}: "
-            f"{int(flat[first])} is no word of a vocabulary of {words}, 0 to {words - 1}; mend the "
-            "sample, or make the vocabulary of model and data larger"
+            f"{int(flat[first])} is no word of a vocabulary of {words}, 0 to {words - 1}; correct "
+            "the sample, or make the vocabulary of model and data larger"
         )
 
     def count_targets(self, microbatch: Microbatch) -> int:

@@ -150,7 +150,7 @@ class ChatTemplate:
             if isinstance(reason, TemplateSyntaxError) and named is None:
                 raise ConfigError(
                     f"--tokenizer: the chat template of {self._folder} is no Jinja (line "
-                    f"{reason.lineno}: {why}); mend it"
+                    f"{reason.lineno}: {why}); correct it"
                 ) from None
             if type(reason) is TemplateError:  # by raise_exception
                 return f"a chat that the template rejects ({why})"

@@ -146,7 +146,7 @@ def in_folder(path: Path) -> tuple[Path, str | None]:
     end = read_json(beside).get("eos_token") if beside.exists() else None
     name = end.get("content") if isinstance(end, dict) else end
     if not (name is None or isinstance(name, str)):
-        raise DataError(f"{beside}: eos_token is {name!r}, not the text of a token; mend it")
+        raise DataError(f"{beside}: eos_token is {name!r}, not the text of a token; correct it")
     return file, name
 
 

@@ -429,7 +429,7 @@ def _module_of(layer: Layer) -> nn.Module:
             again = () if all(p.is_meta for p in own) else _built(layer).parameters()
         except Exception as reason:
             made = str(getattr(getattr(layer.build, "func", layer.build), "__module__", ""))
-            suggestion = "; mend the function that makes the module"
+            suggestion = "; correct the function that makes the module"
             if made.startswith("axsparse."):  # a module of ours, or a copy of one of the user's
                 is_ours = made.startswith(("axsparse.models.zoo.", "axsparse.models.adapters"))
                 suggestion = "" if is_ours else "; give a module that copy.deepcopy can copy"

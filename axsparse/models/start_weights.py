@@ -214,8 +214,8 @@ class FromFile:
         odd = mismatched_values(tensor, trained=self.trained[name]) if name in self.trained else ""
         if odd:
             raise DataError(
-                f"{self.file.path}: {there!r} is {odd}; mend the file, or let {name} of the model "
-                f"begin anew (model.new: [{name}], in Python new=)"
+                f"{self.file.path}: {there!r} is {odd}; correct the file, or let {name} of the "
+                f"model begin anew (model.new: [{name}], in Python new=)"
             )
         return self.convert(name, tensor)
 

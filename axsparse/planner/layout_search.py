@@ -114,7 +114,7 @@ class SearchRequest:
         return -(-self.global_batch_size // size)
 
     def sizes(self, replicas: int) -> Sequence[int]:
-        """The microbatch sizes to try on so many replicas, smallest first: by default the powers of
+        """The microbatch sizes to try on `replicas`, smallest first: by default the powers of
         two that divide the batch and leave each replica a microbatch."""
         if self.microbatch_sizes is not None:
             return self.microbatch_sizes

@@ -519,7 +519,7 @@ class ProfiledModel:
 def _loss_bytes(
     outputs: float, each: int, logits: Callable[[int], int] | None, samples: int
 ) -> float:
-    """Bytes of a loss that is given so many numbers of a sample, and computes logits itself."""
+    """Bytes of a loss: its inputs, `outputs` numbers a sample, and the logits that it computes."""
     computed = 0.0 if logits is None else float(each * logits(samples))
     return samples * outputs * LOSS_BYTES + computed
 

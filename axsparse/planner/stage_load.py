@@ -64,8 +64,8 @@ class StageLoad:
     weight_flops: float = 0.0
     """Flops of the weight gradients that a split backward leaves for later, for a sample."""
     loss_bytes: Callable[[int], float] = no_bytes
-    """Bytes that the loss takes for a microbatch of so many samples. They do not grow in proportion
-    where the loss computes some of its logits at a time."""
+    """Bytes of the loss, by the samples of a microbatch. They do not grow in proportion where the
+    loss computes some of its logits at a time."""
     expanded: float = 0.0
     """Bytes of the weights that are sparse at rest, once dense: each microbatch writes them before
     its forward and before its backward."""

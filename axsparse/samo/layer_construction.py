@@ -239,7 +239,7 @@ def _skeleton(
         wrong = mismatched_values(given, trained=name in trained)
         if wrong:
             raise ConfigError(
-                f"parameter {full}: its start value is {wrong}; mend the layer's init or "
+                f"parameter {full}: its start value is {wrong}; correct the layer's init or "
                 "build, or what it starts from"
             )
         return given.float().contiguous()

@@ -289,7 +289,7 @@ def test_weights_to_rewind_to_are_saved_where_the_first_stage_trains_nothing(
 MODEL = "arrays): sample 13, position 2: 70 is no word of a vocabulary of 10, 0 to 9"
 DATA = "arrays): sample 13, position 2: 8 is no word of a vocabulary of 6, 0 to 5"
 TARGET = "arrays): sample 13, position 0: -1 is no word of a vocabulary of 6, 0 to 5"
-MEND = "; mend the sample, or make the vocabulary of model and data larger"
+MEND = "; correct the sample, or make the vocabulary of model and data larger"
 
 
 def word_model() -> Model:

@@ -144,7 +144,7 @@ def test_a_folder_names_its_tokenizer_and_the_token_that_ends_a_text(tmp_path: P
         assert in_folder(tmp_path) == (file, end)
     for text, problem in (
         ("[", "tokenizer_config.json: cannot be read as JSON"),
-        ('{"eos_token": 5}', "eos_token is 5, not the text of a token; mend it"),
+        ('{"eos_token": 5}', "eos_token is 5, not the text of a token; correct it"),
     ):
         settings.write_text(text)
         with pytest.raises(DataError, match=re.escape(problem)):

@@ -132,7 +132,7 @@ def test_a_mistake_ends_with_its_code_and_its_line(
     if row.fix is not None:
         old, new = row.fix
         assert any(old in line for line in row.source), f"{old!r} is not in the row"
-        mended = [line.replace(old, new) for line in row.source]
-        left = ended(mended, tmp_path, capsys)
+        corrected = [line.replace(old, new) for line in row.source]
+        left = ended(corrected, tmp_path, capsys)
         # A key that was meant may want another value.
         assert not agrees(left, row.line) if row.is_renamed else left == ""

@@ -297,6 +297,19 @@ def masks_in_torch(model: Any, method: str, config: Config, sparsity: float) -> 
     return masks
 
 
+def masks_of_the_reference(
+    theirs: Any, method: str, config: Config, layout: tuple[int, int]
+) -> dict[str, Tensor]:
+    """The masks of a folder's model, which have to be those of the method in plain torch."""
+    found = kept_of(*layout, named_model(config), config)
+    with torch.no_grad():
+        expected = masks_in_torch(theirs, method, config, 0.5)
+    assert found.keys() == expected.keys()
+    for name, mask in expected.items():
+        assert torch.equal(found[name], mask), name
+    return found
+
+
 @pytest.mark.parametrize(
     ("kind", "method", "layout"),
     by_default(
@@ -314,16 +327,10 @@ def test_each_expert_is_pruned_by_the_tokens_that_were_routed_to_it(
 ) -> None:
     theirs = saved_experts(transformers, kind, tmp_path)
     config = tiny_config(model=model_of(theirs, tmp_path), **settings(method=method, sparsity=0.5))
-    model = named_model(config)
 
-    found = kept_of(*layout, model, config)
-    with torch.no_grad():
-        expected = masks_in_torch(theirs, method, config, 0.5)
+    found = masks_of_the_reference(theirs, method, config, layout)
 
-    assert found.keys() == expected.keys()
     assert sum(".experts." in name for name in found) == 2 * 2
-    for name, mask in expected.items():
-        assert torch.equal(found[name], mask), name
 
 
 LINEAR: dict[str, dict[str, Any]] = {
@@ -349,14 +356,8 @@ def test_whatever_multiplies_is_pruned_by_its_inputs(
     kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     theirs = saved_model(transformers, kinds[kind](**sizes, **LINEAR[kind]), tmp_path)
     config = tiny_config(model=model_of(theirs, tmp_path), **settings(method=method, sparsity=0.5))
-    model = named_model(config)
 
-    found = kept_of(*layout, model, config)
-    with torch.no_grad():
-        expected = masks_in_torch(theirs, method, config, 0.5)
-
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], mask) for name, mask in expected.items())
+    masks_of_the_reference(theirs, method, config, layout)
 
 
 def test_experts_that_no_token_met_are_said_once(

@@ -378,8 +378,8 @@ def _made(kind: Any, settings: Any) -> Any:
         return on_meta(Layer("hf", build))
     except Exception as reason:
         raise ConfigError(
-            f"model.hf: transformers cannot make this model ({one_line(reason)[:200]}); mend its "
-            "settings"
+            f"model.hf: transformers cannot make this model ({one_line(reason)[:200]}); correct "
+            "its settings"
         ) from reason
 
 

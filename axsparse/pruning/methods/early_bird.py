@@ -55,7 +55,7 @@ class MaskConvergence:
     """
 
     interval: int
-    """Rounds come every so many steps, from `start_step` on."""
+    """The number of steps between rounds, from `start_step` on."""
     start_step: int
     max_steps: int
     threshold: float
@@ -68,7 +68,7 @@ class MaskConvergence:
     """How many steps had succeeded at the last round; None before the first round."""
 
     def due(self, successful_steps: int) -> bool:
-        """Whether a round is due after so many successful steps: at the first time only where a
+        """Whether a round is due after `successful_steps`: at the first time only where a
         step that overflows has the same number come twice."""
         since = successful_steps - self.start_step
         return since >= 0 and since % self.interval == 0 and successful_steps != self.last_step

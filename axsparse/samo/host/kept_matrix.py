@@ -11,8 +11,8 @@ that is for each entry, f = k/n: 2·f + 1/8 or 3·f bytes beside the 2 of dense 
 smaller below f = 1/8; a distance above 255 takes entries of value zero in between.
 
 Up to `MOST_TOKENS` tokens are multiplied from the kept entries, by loops that add in fp32 and round
-once. More, such as a prompt, are multiplied so many at a time, or with the expanded matrix where
-the processor is quick at that.
+once. More, such as a prompt, are multiplied `MOST_TOKENS` at a time, or with the expanded matrix
+where the processor is quick at that.
 """
 
 from __future__ import annotations

@@ -412,7 +412,7 @@ def test_settings_that_transformers_cannot_use_are_mended_there() -> None:
     with pytest.raises(ConfigError) as caught:
         small_llama(hidden_act="evil")
     assert str(caught.value) == (
-        "model.hf: transformers cannot make this model (KeyError: 'evil'); mend its settings"
+        "model.hf: transformers cannot make this model (KeyError: 'evil'); correct its settings"
     )
 
 
