@@ -1,13 +1,20 @@
-"""SparseGPT of one matrix against the published formulas in plain torch."""
+"""Statistics of inputs: products with a weight on either side; SparseGPT as published."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from support.sparsegpt import published
 from torch import Tensor
 
-from axsparse.pruning.input_statistics import SparseGptStatistics
+from axsparse.pruning.input_statistics import (
+    ProductStatistics,
+    SparseGptStatistics,
+    WandaStatistics,
+    WatchedProducts,
+)
 
 
 def case(rows: int, columns: int) -> tuple[Tensor, list[Tensor]]:
@@ -51,3 +58,26 @@ def test_groups_that_do_not_divide_a_block_stay_whole() -> None:
     mask, _ = statistics.prune(weight, (2, 6))
 
     assert (mask.view(4, 50, 6).sum(2) == 2).all()
+
+
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda weight, x: x @ weight.T,
+        lambda weight, x: weight @ x.T,
+        lambda weight, x: [weight @ row for row in x],
+        lambda weight, x: torch.addmm(torch.zeros(3, 5), weight, x.T),
+    ],
+    ids=["mm", "weight first", "mv", "addmm"],
+)
+def test_a_product_shows_its_inputs_on_either_side_of_the_weight(
+    multiply: Callable[[Tensor, Tensor], object],
+) -> None:
+    weight, x = torch.randn(3, 4), torch.randn(5, 4)
+    gathered = ProductStatistics(WandaStatistics, "weight", weight, 1)
+
+    with WatchedProducts({"weight": weight}, {"weight": gathered}):
+        multiply(weight, x)
+
+    assert not gathered.unmet
+    torch.testing.assert_close(gathered.norms, x.norm(dim=0))
