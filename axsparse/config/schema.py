@@ -211,6 +211,10 @@ class PruningConfig(Section):
     `all`: every matrix, embeddings and output head as well."""
     exclude: Annotated[tuple[str, ...], FromList] = ()
     """Names of parameters that stay dense, such as `block0.*` or `*.fc2.weight`."""
+    initial_sparsity: Rate = 0.0
+    """gradual: the sparsity of the loaded weights, to the hundredth. Their zeros are the first
+    masks, so that state is never dense; tensors of `layers` have the same share of their final
+    sparsity. 0 begins dense."""
     layers: Annotated[tuple[str, ...], FromList] = ()
     """Sparsities of some parameters, such as `block0.*=0.5`; if several patterns fit a name, the
     last one counts. All other parameters have `sparsity`. A pattern that fits nothing which is
@@ -224,6 +228,9 @@ class PruningConfig(Section):
     until_step: Count | Auto = "auto"
     """Steps done at the last pruning (gradual, iterative) or at the end of the search (early-bird);
     `auto` is half of `train.steps`."""
+    eval_steps: Natural = 0
+    """Global batches of validation data on which the loss is taken before and after each pruning
+    (all but early-bird), for `metrics.jsonl` and reports."""
     threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
     """early-bird: the mask is drawn once five distances between masks in a row are below it."""
     metric: Literal["churn", "hamming"] = "churn"
@@ -288,7 +295,25 @@ class PruningConfig(Section):
     def _settings_fit_the_method(self) -> PruningConfig:
         if not prunes(self) or self.mask is not None:
             return self
-        at, rewind = self.at_step, self.rewind_step
+        at, rewind, initial = self.at_step, self.rewind_step, self.initial_sparsity
+        if initial and self.method != "gradual":
+            raise BrokenRule(
+                "initial_sparsity",
+                f"{initial:g}, but pruning.method {self.method} does not continue from masks; "
+                "choose gradual, or 0",
+            )
+        if initial and initial >= self.sparsity:
+            raise BrokenRule(
+                "initial_sparsity",
+                f"{initial:g} is not below pruning.sparsity {self.sparsity:g}, to which gradual "
+                "rises; choose less, or pruning.method zeros, which keeps the masks",
+            )
+        if initial and self.distribution == "global":
+            raise BrokenRule(
+                "distribution",
+                f"global, but with pruning.initial_sparsity {initial:g} each tensor rises from the "
+                "share that it has; choose uniform",
+            )
         early = ("zeros", "wanda", "sparsegpt")
         draws = "draws its masks tensor by tensor before the first step"
         back = "never" if rewind == "auto" else rewind

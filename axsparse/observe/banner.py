@@ -79,7 +79,8 @@ def _pruning(config: Config) -> str:
     when = f" after step {pruning.at_step}" if pruning.at_step else ""
     if pruning.pattern is not None:
         return f"{pruning.pattern} {what} kept by {pruning.method}{when}"
-    return f"{100 * pruning.sparsity:g} % {what} pruned by {pruning.method}{when}"
+    first = f"{100 * pruning.initial_sparsity:g} → " if pruning.initial_sparsity else ""
+    return f"{first}{100 * pruning.sparsity:g} % {what} pruned by {pruning.method}{when}"
 
 
 def _state(config: Config, model: ModelLayout) -> str:

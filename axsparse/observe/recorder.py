@@ -166,6 +166,9 @@ class Recorder:
         parts = [f"step {record.step}/{self._run.steps}", record.masks]
         if "sparsity" in record.metrics:
             parts.append(f"sparsity {100 * record.metrics['sparsity']:.4g} %")
+        if "loss_after" in record.metrics:
+            was, now = record.metrics["loss_before"], record.metrics["loss_after"]
+            parts.append(f"validation loss {was:.4f} → {now:.4f}")
         before, after = record.model_state_bytes_before, record.model_state_bytes
         if before != after:
             parts.append(f"model state/rank {format_bytes(before)} → {format_bytes(after)}")

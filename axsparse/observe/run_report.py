@@ -270,6 +270,22 @@ def training_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
     nats = ", nats a token" if has_tokens else ""
     losses = [*steps("loss"), *evaluations("eval_loss")]
     yield Lines(f"loss{nats}; dashed: validation", losses, crosses=crosses)
+    rises = [
+        Curve(
+            run.name,
+            [
+                (step_of(record), number(record, f"loss_{when}"))
+                for record in run.records.masks
+                if "loss_after" in record
+                for when in ("before", "after")
+            ],
+            colour,
+            is_marked=True,
+        )
+        for run, colour in zip(runs, SERIES_COLOURS, strict=False)
+    ]
+    if any(rise.points for rise in rises):
+        yield Lines("validation loss before and after each pruning, and recovered between", rises)
     if has_tokens:
         curves = [*steps("loss", _finite_perplexity), *evaluations("perplexity")]
         yield Lines("perplexity; dashed: validation", curves, logarithmic=True)
@@ -457,6 +473,9 @@ def _masks(runs: Sequence[RunView]) -> Iterator[str]:
             f"{step_of(record):g}",
             str(record.get("masks") or ""),
             _shown(record, "sparsity", lambda share: f"{100 * share:.2f} %") or "–",
+            f"{number(record, 'loss_before'):.4f} → {number(record, 'loss_after'):.4f}"
+            if number(record, "loss_after") is not None
+            else "–",
             _shown(record, "model_state_bytes_before", format_bytes) or "–",
             _shown(record, "model_state_bytes", format_bytes) or "–",
         ]
@@ -465,7 +484,15 @@ def _masks(runs: Sequence[RunView]) -> Iterator[str]:
     ]
     if rows:
         yield "<h2>Masks</h2>"
-        heads = ["run", "after step", "what happened", "sparsity", "state before", "state after"]
+        heads = [
+            "run",
+            "after step",
+            "what happened",
+            "sparsity",
+            "loss",
+            "state before",
+            "state after",
+        ]
         yield from html_table(heads, rows)
 
 

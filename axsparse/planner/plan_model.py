@@ -23,7 +23,7 @@ from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
 from axsparse.planner.stage_memory import gigabytes, memory_budget
 from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
 from axsparse.pruning.criteria import Score, configured_criterion
-from axsparse.pruning.targets import Targets, starts_pruned, what_is_pruned
+from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
@@ -61,7 +61,8 @@ class PlannedModel:
                 f"{self.config.where('pruning.sparsity')}: nothing is pruned, so that there is no "
                 "SAMO to compare with; set it above 0 (and samo.enabled to true)"
             )
-        return replace(self.dense, kept=self.targets.kept())
+        kept = kept_at_start(self.config, self.targets) if method == "start" else None
+        return replace(self.dense, kept=kept or self.targets.kept())
 
     def rank_budget(self, cluster: Cluster) -> float:
         """Bytes that a rank may take, its overhead included."""

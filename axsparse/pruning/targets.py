@@ -190,13 +190,25 @@ def pruning_lines(profiled: ModelProfile, targets: Targets, pruning: PruningConf
 
 def starts_pruned(config: Config, targets: Targets | None) -> bool:
     """Whether state is built compressed; otherwise it is dense until the first pruning."""
-    at_start = config.pruning.at_step == 0 and config.pruning.method in FROM_START
-    return targets is not None and (targets.mask_file is not None or at_start)
+    pruning = config.pruning
+    at_start = pruning.at_step == 0 and pruning.method in FROM_START
+    has_masks = at_start or initial_share(pruning) > 0
+    return targets is not None and (targets.mask_file is not None or has_masks)
 
 
 def kept_at_start(config: Config, targets: Targets | None) -> Mapping[str, int]:
     """Kept entries of the tensors that are built compressed, by name; empty if none is."""
-    return targets.kept() if targets is not None and starts_pruned(config, targets) else {}
+    if targets is None or not starts_pruned(config, targets):
+        return {}
+    share = initial_share(config.pruning)
+    return targets.kept((lambda final: share * final) if share else (lambda final: final))
+
+
+def initial_share(pruning: PruningConfig) -> float:
+    """The share of its final sparsity that each tensor has before gradual pruning."""
+    if pruning.initial_sparsity == 0 or pruning.mask is not None:
+        return 0.0
+    return pruning.initial_sparsity / pruning.sparsity
 
 
 # -- zeros of loaded weights, which is how other tools leave a pruned model -------------
@@ -247,8 +259,12 @@ def masks_of_zeros(
     kept, groups_in = total(counts.view(-1)).view(2, -1).tolist()
     for number, shape in enumerate(targets.shapes.values()):
         kept[number] = kept[number] or math.prod(shape)
-    sparsity = 1 - sum(kept) / sum(map(math.prod, targets.shapes.values()))
-    problem = ""
+    entries = {name: math.prod(shape) for name, shape in targets.shapes.items()}
+    numel, final = sum(entries.values()), targets.sparsity
+    sparsity = 1 - sum(kept) / numel
+    share = initial_share(pruning) or 1.0
+    planned = share * sum(n * targets.own.get(name, final) for name, n in entries.items()) / numel
+    initial, problem = pruning.initial_sparsity, ""
     crowded = [pair for pair in zip(numbers, groups_in, strict=True) if pair[1]]
     if pattern is not None and crowded:
         name, groups = crowded[0]
@@ -258,14 +274,17 @@ def masks_of_zeros(
             "name the tensor in pruning.exclude"
         )
     if sparsity == 0:
+        asked = f"initial_sparsity: {initial:g}" if initial else "method: zeros"
         problem = (
-            "pruning.method: zeros, but no pruned tensor of the loaded weights has a zero; "
-            "load weights that were pruned, or choose magnitude"
+            f"pruning.{asked}, but no pruned tensor of the loaded weights has a zero; load weights "
+            f"that were pruned, or choose {'0' if initial else 'magnitude'}"
         )
-    elif pattern is None and abs(sparsity - pruning.sparsity) > TOLERANCE:
+    elif pattern is None and abs(sparsity - planned) > TOLERANCE:
+        key = "initial_sparsity" if initial else "sparsity"
+        given = initial or pruning.sparsity
         problem = (
-            f"pruning.sparsity: {pruning.sparsity:g}, with which the run was planned, but "
-            f"{sparsity:.4f} of the loaded weights is zero; set it to {sparsity:.2f}"
+            f"pruning.{key}: {given:g}, with which the run was planned, but {sparsity:.4f} of the "
+            f"loaded weights is zero; set it to {given * sparsity / planned:.2f}"
         )
     if problem:
         raise everywhere(ConfigError(problem))

@@ -53,7 +53,8 @@ class Masks(Protocol):
 
         `shape` is the tensor's. `weight()` gives its fp32 weights, and is only called if they
         matter for the mask. `within` has the flat positions that are kept now (int64, ascending)
-        if the tensor is pruned already: then only some of them may be kept. May raise ConfigError.
+        if the tensor is pruned already: then only some of them may be kept, or all where they are
+        fewer than `kept[name]`. May raise ConfigError.
         """
         ...
 

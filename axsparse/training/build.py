@@ -459,7 +459,7 @@ def _first_masks(
         if value[0] not in ties
     )
     total = partial(stage_total, plan.coords, transport)
-    if pruning.method == "zeros":
+    if pruning.method == "zeros" or pruning.initial_sparsity:
         return masks_of_zeros(plan.targets, pruning, values, total)
     return masks_of_start(plan.targets, plan.criterion, values, total)
 

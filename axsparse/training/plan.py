@@ -234,7 +234,8 @@ def plan_run(
     check_transport(config, transport, on_host=on_host)
     targets = what_is_pruned(config, profile)
     draws = targets is not None and targets.mask_file is None
-    if targets is not None and draws and config.pruning.method in ("zeros", "sparsegpt"):
+    looks = config.pruning.method in ("zeros", "sparsegpt") or config.pruning.initial_sparsity
+    if targets is not None and draws and looks:
         check_weights_are_loaded(config, model, targets)
     kept = kept_at_start(config, targets) if saved is None else saved
     criterion = configured_criterion(config, score)

@@ -12,12 +12,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
+from axsparse.data.batches import Batches
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
@@ -596,15 +597,8 @@ class Trainer:
         if validation is None or self.config.train.eval_steps == 0:
             return None
         self.activity.at("evaluation", self.steps_done)
-        with self._watched(), self.statistics.of_first_replica():
-            self.last_evaluation = evaluate(
-                self.engine,
-                validation,
-                self.config.train.eval_steps,
-                tuple(self.plan.model.metrics),
-                transport=self.transport,
-                coords=self.coords,
-            )
+        with self._watched():
+            self.last_evaluation = self._evaluated(validation, self.config.train.eval_steps)
         return self.last_evaluation
 
     def save(self) -> Path:
@@ -776,6 +770,24 @@ class Trainer:
                 folder = path_of(self._saver.folder, step)
                 self._call_back("on_checkpoint", "of step", step, folder)
 
+    def _evaluated(self, validation: Batches, number: int | Literal["all"]) -> Evaluation:
+        with self.statistics.of_first_replica():
+            return evaluate(
+                self.engine,
+                validation,
+                number,
+                tuple(self.plan.model.metrics),
+                transport=self.transport,
+                coords=self.coords,
+            )
+
+    def _loss_at_masks(self) -> float | None:
+        """The loss before or after a change of the masks, if it is asked for."""
+        validation, number = self.data.validation, self.config.pruning.eval_steps
+        if validation is None or number == 0:
+            return None
+        return self._evaluated(validation, number).loss
+
     def _recorded_evaluation(self) -> None:
         evaluation = self.evaluate()
         self.progress.evaluated = True
@@ -795,7 +807,12 @@ class Trainer:
             return
         before = self.state_bytes().total
         self.activity.at("masks", self.steps_done)
-        now = StepContext(self.steps_done, self.progress.updates, self._step.score_gradients)
+        now = StepContext(
+            self.steps_done,
+            self.progress.updates,
+            self._step.score_gradients,
+            self._loss_at_masks,
+        )
         change = pruner.before_step(now)
         if change is None:
             return

@@ -52,7 +52,7 @@ def text_of(steps: int, **changed: Any) -> str:
 def complete(tmp_path: Path, name: str = "one", steps: int = 40) -> RunView:
     """A run that has all there is."""
     masks = '{"step": 7, "masks": "drawn", "sparsity": 0.9, "model_state_bytes": 5, '
-    masks += '"model_state_bytes_before": 9000000}\n'
+    masks += '"model_state_bytes_before": 9000000, "loss_before": 3.25, "loss_after": 3.5}\n'
     plan = '{"step": 5, "predicted_peak_memory_bytes": 2.5e8, "measured_peak_memory_bytes": 3e8}\n'
     spans = [
         Span(step, replica, stage, "compute", f"F{n}", 10.0 + step + n / 9, 10.1 + step + n / 9)
@@ -94,6 +94,8 @@ def test_every_curve_has_every_point(tmp_path: Path) -> None:
     assert found[f"{loss}: one validation"].points == [(n, 1 / n) for n in (10, 20, 30, 40)]
     assert found["norm of the gradient: one"].points[0][1] == 3.0
     assert found["model state, MB: one"].points[0][1] == pytest.approx(4.0)
+    rise = found["validation loss before and after each pruning, and recovered between: one"]
+    assert rise.points == [(7, 3.25), (7, 3.5)]
     planned = found["peak, MB; dashed: planned: one planned"]
     assert planned.is_dashed and planned.points == [(1, 250.0), (40, 250.0)]
     assert {len(curve.points) for curve in found.values()} == {40, 4, 2}
@@ -108,7 +110,7 @@ def test_it_tells_masks_sparsity_and_the_last_traced_step(tmp_path: Path) -> Non
     [summary] = rows_of(page, "median step")
     assert summary[:5] == ["one", "40 of 100", "0.1250", "0.0250", "2.000"]
     [mask] = rows_of(page, "what happened")
-    assert mask[1:] == ["7", "drawn", "90.00 %", "9.0 MB", "5 B"]
+    assert mask[1:] == ["7", "drawn", "90.00 %", "3.2500 → 3.5000", "9.0 MB", "5 B"]
     bars = figure_of(page, "one: removed share of each layer, after step 40")
     assert [text.text for text in bars.iter("text")] == ["embed", "block0", "0.0 %", "90.0 %"]
     step = figure_of(page, "Step 3 of one, replica 0")

@@ -107,6 +107,22 @@ def test_another_sparsity_than_planned_is_told_with_the_right_one(folder: Path) 
     )
 
 
+def test_the_sparsity_that_gradual_pruning_rises_from_is_that_of_the_zeros(folder: Path) -> None:
+    rising = {"method": "gradual", "sparsity": 0.9, "initial_sparsity": 0.6, "interval": 1}
+    layers = {"layers": ["*.up_proj.weight=0.45", f"{DENSE}=0.0"]}
+
+    assert refusal(config_of(folder, **rising)) == (
+        "pruning.initial_sparsity: 0.6, with which the run was planned, but 0.4518 of the loaded "
+        "weights is zero; set it to 0.45"
+    )
+    assert refusal(config_of(folder, **rising, **layers)).endswith("set it to 0.56")
+    write_llama(folder)
+    assert refusal(config_of(folder, **rising)) == (
+        "pruning.initial_sparsity: 0.6, but no pruned tensor of the loaded weights has a zero; "
+        "load weights that were pruned, or choose 0"
+    )
+
+
 def test_weights_without_zeros_and_no_weights_are_refused(folder: Path) -> None:
     write_llama(folder)
     config = config_of(folder)

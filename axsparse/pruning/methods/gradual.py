@@ -9,6 +9,7 @@ fp32 from that step on.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -59,14 +60,17 @@ class GradualPruning:
         rounds: PruningRounds,
         *,
         geometric: bool = False,
+        initial_share: float = 0.0,
     ) -> None:
         """With `geometric`, each round removes the same share of the kept entries; without, the
-        sparsity rises as a cubic. There is at least one round."""
+        sparsity rises as a cubic, from `initial_share` of the final one. There is at least one
+        round."""
         assert rounds.count >= 1
         self._live = live
         self._criterion = criterion
         self._rounds = rounds
-        self._sparsity = iterative_sparsity if geometric else gradual_sparsity
+        rising = partial(gradual_sparsity, initial_share=initial_share)
+        self._sparsity = iterative_sparsity if geometric else rising
         self._is_done = False
 
     def before_step(self, now: StepContext) -> MaskUpdate | None:
@@ -74,7 +78,7 @@ class GradualPruning:
         if self._is_done or number is None:
             return None
         self._is_done = number == rounds
-        criterion = self._criterion
+        before, criterion = now.loss(), self._criterion
         if criterion.sees_gradients:
             now.gradients()
             criterion = with_gradients(criterion, self._live)
@@ -83,7 +87,9 @@ class GradualPruning:
         )
         self._live.prune(masks)
         text = "pruned" if rounds == 1 else f"pruning {number} of {rounds}"
-        return MaskUpdate(text, self._live.figures(), is_final=self._is_done)
+        losses = {"loss_before": before, "loss_after": now.loss()}
+        known = {name: loss for name, loss in losses.items() if loss is not None}
+        return MaskUpdate(text, {**self._live.figures(), **known}, is_final=self._is_done)
 
     def state(self) -> PrunerState:
         return PrunerState(MethodState(is_done=self._is_done))
@@ -114,14 +120,17 @@ def with_gradients(criterion: Criterion, live: LiveMasks) -> Criterion:
     return replace(criterion, score=score)
 
 
-def gradual_sparsity(number: int, *, final: float, rounds: int) -> float:
-    """The sparsity after `number` of `rounds` rounds; 0 before the first.
+def gradual_sparsity(
+    number: int, *, final: float, rounds: int, initial_share: float = 0.0
+) -> float:
+    """The sparsity after `number` of `rounds` rounds.
 
-    s(r) = final · (1 − (1 − r / rounds)³): it rises fast at first (Zhu & Gupta 2017, eq. 1). After
-    the last round it is exactly `final`.
+    s(r) = final + (initial − final) · (1 − r / rounds)³, where initial = initial_share · final: it
+    rises fast at first (Zhu & Gupta 2017, eq. 1). After the last round it is exactly `final`.
     """
     assert 0 <= number <= rounds
-    return final if number == rounds else final * (1 - (1 - number / rounds) ** 3)
+    left = (1 - initial_share) * (1 - number / rounds) ** 3
+    return final if number == rounds else final * (1 - left)
 
 
 def iterative_sparsity(number: int, *, final: float, rounds: int) -> float:

@@ -10,6 +10,7 @@ from axsparse.pruning.methods.early_bird import EarlyBirdSearch, MaskConvergence
 from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds, Rewinding, sensitivity
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.pruner import Pruner
+from axsparse.pruning.targets import initial_share
 
 
 def choose_pruner(
@@ -17,12 +18,13 @@ def choose_pruner(
 ) -> Pruner | None:
     """The pruning method of a run; None if nothing is pruned, or if the first masks stay.
 
-    `config` has every `auto` resolved. `starts_pruned` says whether the state was built with masks.
+    `config` has every `auto` resolved. `starts_pruned` says whether the state was built with masks,
+    which change under `pruning.initial_sparsity` alone.
     """
     pruning = config.pruning
     until = pruning.until_step
     assert until != "auto" and pruning.rewind_step != "auto", "the configuration is resolved"
-    if live is None or starts_pruned:
+    if live is None or (starts_pruned and not initial_share(pruning)):
         return None
     method = _drawing_method(config, criterion, live, until)
     step = pruning.rewind_step
@@ -45,7 +47,11 @@ def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until
         )
     if pruning.method in ("gradual", "iterative"):
         rounds = PruningRounds(pruning.at_step, pruning.interval, until)
-        return GradualPruning(live, criterion, rounds, geometric=pruning.method == "iterative")
+        return GradualPruning(
+            *(live, criterion, rounds),
+            geometric=pruning.method == "iterative",
+            initial_share=initial_share(pruning),
+        )
     assert pruning.method in ONCE, f"no class for the method {pruning.method}"
     once = PruningRounds(begin=pruning.at_step - 1, interval=1, until_step=pruning.at_step)
     if pruning.method == "snip":

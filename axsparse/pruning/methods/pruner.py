@@ -100,6 +100,9 @@ class StepContext:
     """How many of the steps since the last rewinding updated the weights."""
     gradients: Callable[[], None]
     """Computes the gradients of the coming step's batch into the state, without an update."""
+    loss: Callable[[], float | None]
+    """Takes the validation loss of `pruning.eval_steps` batches; None where there are none. All
+    ranks call it together."""
 
 
 @dataclass(frozen=True)
