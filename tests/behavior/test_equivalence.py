@@ -126,7 +126,7 @@ STAGES = [
 ]
 
 
-@pytest.mark.parametrize("row", parameters([*LAYOUTS, *BY_SCHEDULE, *STAGES], every=6))
+@pytest.mark.parametrize("row", parameters([*LAYOUTS, *BY_SCHEDULE, *STAGES], every=9))
 def test_a_run_is_what_its_judge_says(row: Row) -> None:
     ranks = judge(row)
 
@@ -216,7 +216,7 @@ AS_WHOLE = [
 ]
 
 
-@pytest.mark.parametrize("row", parameters([*BY_TORCH, *AS_WHOLE], every=4))
+@pytest.mark.parametrize("row", parameters([*BY_TORCH, *AS_WHOLE], every=8))
 def test_split_backwards_are_bitwise_whole_ones(row: Row) -> None:
     ranks = judge(row)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import time
 from pathlib import Path
 
 import pytest
-from support.exhaustive import each_once
+from support.exhaustive import by_default
 from support.mpirun import TESTS, Finished, run_mpirun
 from support.warm_python import warm_python
 
@@ -185,7 +186,10 @@ threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize(("where", "call"), each_once(["quiet", "run"], ["evaluate", "step"]))
+@pytest.mark.parametrize(
+    ("where", "call"),
+    by_default([("quiet", "evaluate")], itertools.product(["quiet", "run"], ["evaluate", "step"])),
+)
 def test_a_call_that_one_rank_makes_alone_ends_the_job(
     where: str, call: str, tmp_path: Path
 ) -> None:

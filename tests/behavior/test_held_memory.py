@@ -152,8 +152,8 @@ def planned(profiled: ModelProfile, name: str, stage: int, every: int) -> tuple[
     ("name", "stage", "every"),
     by_default(
         [
-            *[("gpt", 1, 0), ("gpt", 0, 1), ("cnn", 1, 2)],
-            *[("gpt of 2 tensor-parallel ranks", 1, 0), ("gpt of 4 tensor-parallel ranks", 0, 1)],
+            *[("gpt", 1, 0), ("cnn", 1, 2)],
+            ("gpt of 4 tensor-parallel ranks", 0, 1),
         ],
         CASES,
     ),

@@ -148,7 +148,7 @@ MODELS: dict[str, tuple[Model, Model | None]] = {
 judges them. Where there is None, training in one stage judges."""
 
 
-@pytest.mark.parametrize("name", by_default(list(MODELS)[::3], MODELS))
+@pytest.mark.parametrize("name", by_default(list(MODELS)[::4], MODELS))
 def test_layers_train_as_in_plain_torch(name: str) -> None:
     """In 1 to 4 stages, with and without recomputation."""
     model, plain = MODELS[name]
@@ -220,7 +220,7 @@ FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 POOLING = partial(Doing, lambda m, x: m.linear(x.mean(dim=tuple(range(1, x.dim() - 1)))), 5)
 
 
-@pytest.mark.parametrize("form", by_default(list(FORMS)[::3], FORMS))
+@pytest.mark.parametrize("form", by_default(list(FORMS)[::4], FORMS))
 def test_no_form_of_an_output_changes_a_bit(form: str) -> None:
     reads = partial(Doing, partial(reading, FORMS[form]), 4 * WIDTH)
 
@@ -292,7 +292,7 @@ HANDED_ON: dict[str, tuple[Forward, Forward]] = {
 }
 
 
-@pytest.mark.parametrize("handed", by_default(list(HANDED_ON)[::2], HANDED_ON))
+@pytest.mark.parametrize("handed", by_default(list(HANDED_ON)[::4], HANDED_ON))
 @pytest.mark.filterwarnings("ignore:An output with one or more elements")
 def test_what_a_layer_hands_on_is_the_same_wherever_the_model_is_cut(handed: str) -> None:
     forwards = [*HANDED_ON[handed], lambda _, x, *others: (x.float(), *others)]

@@ -16,11 +16,16 @@ PYTEST = (
 )
 
 
-@pytest.mark.parametrize("ranks", by_default([2], [2, 4]))
-def test_the_mpi_tests_pass_on_every_rank(ranks: int) -> None:
-    job = run_mpirun(
-        ranks, [*PYTEST, str(TESTS / "mpi")], timeout=4 * LONGEST_SECONDS, cwd=TESTS.parent
-    )
+USUAL = (2, "not exhaustive")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "which"),
+    by_default([USUAL], [USUAL, (2, "exhaustive"), (4, "exhaustive or not exhaustive")]),
+)
+def test_the_mpi_tests_pass_on_every_rank(ranks: int, which: str) -> None:
+    words = [*PYTEST, "-m", which, str(TESTS / "mpi")]
+    job = run_mpirun(ranks, words, timeout=4 * LONGEST_SECONDS, cwd=TESTS.parent)
 
     assert job.returncode == 0, str(job)
     passed = re.findall(r"(\d+) passed", job.stdout)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.exhaustive import by_default
 from support.oracle import Oracle, Trace, adamw, sgd
 from support.resuming import ran
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
@@ -85,6 +86,7 @@ def test_parameters_with_settings_of_their_own_are_bitwise_torchs_in_every_layou
         assert_bitwise(trace, oracle)
 
 
+@pytest.mark.exhaustive
 def test_lamb_on_two_stages_with_groups_is_bitwise_one_stage() -> None:
     config = config_of({**LAMB, **GROUPS})
     [one] = run(1, 1, config)
@@ -124,7 +126,9 @@ def falling(step: int) -> float:
     return 0.02 / (step + 1)
 
 
-@pytest.mark.parametrize(("g_inter", "g_data", "shard"), [(1, 1, False), (2, 2, True)])
+@pytest.mark.parametrize(
+    ("g_inter", "g_data", "shard"), by_default([(2, 2, True)], [(1, 1, False), (2, 2, True)])
+)
 def test_an_optimizer_of_ones_own_is_bitwise_the_dense_one(
     g_inter: int, g_data: int, shard: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,7 +269,7 @@ def _spoilt_once_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Expansion, "release", spoil)
 
 
-@pytest.mark.parametrize("row", parameters(ROWS, every=6))
+@pytest.mark.parametrize("row", parameters(ROWS, every=10))
 def test_a_run_is_what_its_judge_says(row: Row) -> None:
     ranks = judge(row)
 

@@ -85,6 +85,7 @@ def compiled(kernels: Sequence[str], folder: Path) -> Path:
 
 
 @needs_a_neighbour
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python")
 @pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to run kernels on a CPU")
 def test_members_on_devices_have_the_bits_of_one_stage_by_way_of_the_hosts(tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_other_models_are_calibrated_alike_and_own_sparsities_count() -> None:
     }
 
 
-@pytest.mark.parametrize("pattern", [None, "2:4"])
+@pytest.mark.parametrize("pattern", by_default([None], [None, "2:4"]))
 def test_sparsegpt_changes_the_kept_weights_alike_in_every_layout(
     pattern: str | None, tmp_path: Path
 ) -> None:

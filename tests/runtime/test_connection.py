@@ -51,7 +51,11 @@ threading.Event().wait()
 
 
 @pytest.mark.parametrize(
-    ("level", "said"), [("multiple", "multiple\nMPI ends the job\n"), ("funneled", "funneled\n")]
+    ("level", "said"),
+    [
+        pytest.param("multiple", "multiple\nMPI ends the job\n", marks=pytest.mark.exhaustive),
+        ("funneled", "funneled\n"),
+    ],
 )
 def test_a_thread_ends_the_job_though_the_main_thread_waits(level: str, said: str) -> None:
     done = subprocess.run(

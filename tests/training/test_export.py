@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from support.allocated import peak_of
+from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, write_llama
 from support.images import assert_equal_tensors
 from support.resuming import dense_state, ran, settings
@@ -172,7 +173,7 @@ def note_last_loss(losses: list[float]) -> Any:
 # -- and in again ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["torch", "hf"])
+@pytest.mark.parametrize("form", by_default(["hf"], ["torch", "hf"]))
 def test_a_run_that_starts_from_it_starts_where_the_other_ended(form: Form, tmp_path: Path) -> None:
     train = {"steps": STEPS, "eval_steps": 2, "eval_first": True}
     config = tiny_config(train=train)

@@ -382,7 +382,7 @@ def test_models_that_do_not_tell_documents_apart_are_refused(
 # -- start values and costs -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", by_default(["gemma3", "llama4"], pictures.FAMILIES))
+@pytest.mark.parametrize("family", by_default(["gemma3"], pictures.FAMILIES))
 def test_texts_mean_to_a_text_model_what_they_mean_to_the_model_around_it(
     transformers: Any, family: str, tmp_path: Path
 ) -> None:
@@ -428,7 +428,7 @@ def test_to_someone_who_made_no_function_none_is_blamed(monkeypatch: pytest.Monk
     assert str(caught.value) == "layer model.embed_tokens: its build raised ValueError: no memory"
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", by_default([True], [False, True]))
 def test_a_model_without_a_folder_starts_as_transformers_would_in_every_pipeline(
     tied: bool,
 ) -> None:

@@ -94,6 +94,7 @@ print(has_vectors(), float(difference.abs().max()) < 1e-4)
 """
 
 
+@pytest.mark.exhaustive
 def test_processors_without_vectors(tmp_path: Path) -> None:
     """Entry by entry; the compiler is told that the processor has no more than SSE2."""
     environment = {
