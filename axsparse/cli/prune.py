@@ -57,6 +57,8 @@ pruning.calibration_samples, data.sequence_length, precision. OUT.run has the to
 """
 DECIDED = (FROM, "data.source", "data.path", "run_dir", "pruning.at_step")
 """The settings that this command makes itself."""
+SOURCE = ""
+"""The value of --teacher without a folder."""
 NUMBER = re.compile(r"\d+")
 """The number in the names of a block's tensors, which differs from block to block."""
 
@@ -77,6 +79,11 @@ def parser() -> CommandParser:
     add("--method", choices=("wanda", "sparsegpt", "magnitude"), default="wanda")
     add("--heal", choices=("blocks", "adapters", "train", "none"), default="blocks")
     add("--steps", metavar="N", help="adapters, train: short for --set train.steps=N")
+    text = (
+        "adapters, train: learn from the logits of FOLDER, or of --from, as well: short for --set "
+        "train.teacher=FOLDER"
+    )
+    add("--teacher", metavar="FOLDER", nargs="?", const=SOURCE, help=text)
     add("--rank", metavar="R", type=integer(), default=16, help="of adapters (default 16)")
     add("--out", metavar="FOLDER", type=Path, help="the folder to write")
     add_configuration(add)
@@ -99,6 +106,9 @@ def main(argv: Sequence[str]) -> NoReturn:
         )
     if arguments.steps is not None and arguments.heal not in ("train", "adapters"):
         reject(f"--steps: --heal {arguments.heal} makes no step; choose --heal train")
+    teacher = arguments.source if arguments.teacher == SOURCE else arguments.teacher
+    if teacher is not None and arguments.heal not in ("train", "adapters"):
+        reject(f"--teacher: --heal {arguments.heal} makes no step; choose --heal train")
     for key in DECIDED:
         if any(each.startswith(f"{key}=") for each in arguments.overrides):
             reject(f"--set: {key} is what --from and --out say; leave it out")
@@ -107,6 +117,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         *([] if arguments.sparsity is None else [f"pruning.sparsity={arguments.sparsity}"]),
         f"pruning.heal={'blocks' if arguments.heal == 'blocks' else 'none'}",
         *([] if arguments.steps is None else [f"train.steps={arguments.steps}"]),
+        *([] if teacher is None else [override("train.teacher", Path(teacher))]),
         *arguments.overrides,
     ]
     signal.signal(signal.SIGINT, signal.SIG_DFL)

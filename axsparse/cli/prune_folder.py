@@ -53,7 +53,7 @@ from axsparse.training.trainer import Trainer, build
 
 UNTRAINED = (
     *("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"),
-    *("schedule.warmup_steps=0", "train.steps=1"),
+    *("schedule.warmup_steps=0", "train.steps=1", "train.teacher=null"),
 )
 """Settings of a model that is evaluated or saved, and makes no step: state without moments."""
 

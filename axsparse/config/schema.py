@@ -517,6 +517,18 @@ class TrainConfig(Section):
     """Torch's CPU threads in each rank; fixed, since the numerics depend on them."""
     peak_flops: Annotated[float, Field(gt=0.0)] | Auto = "auto"
     """Peak flop/s of one rank's device, for `mfu`; `auto` times a matrix product at the start."""
+    teacher: PathText | None = None
+    """A Hugging Face folder of a language model of the same vocabulary, from whose logits the
+    trained model learns as well, such as the model before it was pruned. Every stage has some of
+    its layers, frozen, in `precision`; neither checkpoints nor exports have them, and evaluations
+    do not run them. null: no teacher."""
+    distillation_weight: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """The teacher's share α in the loss, (1 − α) · cross entropy + α · τ² · divergence. 1 is the
+    recipe for pruned language models of Minitron (Muralidharan et al. 2024, arXiv 2407.14679):
+    they are retrained by the divergence alone."""
+    distillation_temperature: Annotated[float, Field(gt=0.0, le=100.0)] = 1.0
+    """τ, by which the logits of both are divided before they are compared (Hinton et al. 2015,
+    arXiv 1503.02531); 1 as in Minitron."""
     trace: Natural = 0
     """Steps after the first one that are recorded in `trace/`, for reports and Perfetto."""
     memory_history: bool = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,9 @@ from torch.overrides import TorchFunctionMode
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.host_channel import DTYPES
+
+if TYPE_CHECKING:
+    from axsparse.models.teacher import Teacher
 
 TpKind = Literal["colwise", "rowwise", "replicated", "gather_output", "vocabulary", "experts"]
 Kind = Literal["block", "embedding", "head"]
@@ -177,6 +180,8 @@ class Model:
     vocab_size: int | None = None
     """The number of token ids that the model knows; data with more is refused. None checks
     nothing."""
+    teacher: Teacher | None = None
+    """A frozen model from which this one learns (`train.teacher`); None: the loss alone counts."""
     container: nn.Module | None = None
     """A module of the user's own class that has the tensors of all layers, by their global names;
     `Trainer.model` gives one of its kind. None: `Trainer.model` gives a `PlainModel`."""

@@ -1,11 +1,12 @@
-"""Cross entropy of logits, and of a large vocabulary, whose logits never exist all at once.
+"""Cross entropy of logits, and of a large vocabulary, whose logits never exist all at once; and the
+divergence from the logits of a teacher.
 
 Shapes: T tokens, H hidden size, V vocabulary, C words of one chunk of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,10 +112,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight, targets, log_total = ctx.saved_tensors
-        wants_hidden, wants_weight, _ = ctx.needs_input_grad
-        # The sum over many chunks of words is kept in fp32.
-        hidden_gradient = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
-        weight_gradient = torch.empty_like(weight) if wants_weight else None
+        gradients = _ProductGradients(hidden, weight, *ctx.needs_input_grad[:2])
         factor = ((targets != IGNORED) * gradient).unsqueeze(1)
         for start, stop in _chunks(weight, targets):
             logits = F.linear(hidden, weight[start:stop]).float()
@@ -123,14 +121,148 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             dense.scatter_add_(1, column, -here.unsqueeze(1).float())
             chunk = dense.mul_(factor).to(weight.dtype)
             del logits, dense  # Freed before the products need memory.
-            if weight_gradient is not None:
-                torch.mm(chunk.t(), hidden, out=weight_gradient[start:stop])
-            if hidden_gradient is not None:
-                hidden_gradient += chunk @ weight[start:stop]
+            gradients.add(start, stop, chunk)
             del chunk
-        if hidden_gradient is not None:
-            hidden_gradient = hidden_gradient.to(hidden.dtype)
-        return hidden_gradient, weight_gradient, None
+        return *gradients.result(), None
+
+
+class _ProductGradients:
+    """The gradients of hidden states and of a weight (V, H) whose products are logits, or of the
+    logits themselves where there is no weight, from the logits' gradient by chunks of words."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor | None, wants_hidden: bool, wants_weight: bool
+    ) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._of_hidden: Tensor | None = None
+        if wants_hidden:
+            # The sum over many chunks of words is kept in fp32.
+            self._of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+        self._of_weight = torch.empty_like(weight) if wants_weight and weight is not None else None
+
+    def add(self, start: int, stop: int, chunk: Tensor) -> None:
+        """Add the gradient of the logits of some words, (T, C)."""
+        if self._of_weight is not None:
+            torch.mm(chunk.t(), self._hidden, out=self._of_weight[start:stop])
+        if self._of_hidden is not None and self._weight is None:
+            self._of_hidden[:, start:stop] = chunk
+        elif self._of_hidden is not None and self._weight is not None:
+            self._of_hidden += chunk @ self._weight[start:stop]
+
+    def result(self) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients, in the types of what they belong to; None for one that is not wanted."""
+        of_hidden = self._of_hidden
+        return None if of_hidden is None else of_hidden.to(self._hidden.dtype), self._of_weight
+
+
+# -- the divergence from a teacher ------------------------------------------------------------
+
+
+def distillation(
+    outputs: Sequence[Tensor],
+    taught: Sequence[Tensor],
+    targets: Tensor,
+    *,
+    share: float,
+    temperature: float,
+) -> Tensor:
+    """The loss of a model that is to match a teacher, summed over the targets (…), in nats.
+
+    `outputs` and `taught` are of the model and of the teacher: hidden states (…, H) and the weight
+    (V, H) that makes logits of them, or logits (…, V). H may differ, V may not. With their logits z
+    and u, the share α and the temperature τ (Hinton et al. 2015, equation 4):
+
+    loss = (1 − α) · cross entropy(z, targets) + α · τ² · KL(softmax(u / τ) ‖ softmax(z / τ))
+
+    The logits exist by chunks of words, and are computed again in the backward. The teacher gets
+    no gradient.
+    """
+    flat = [
+        (first.reshape(-1, first.shape[-1]), *(weights or (None,)))
+        for first, *weights in (outputs, taught)
+    ]
+    apply: Callable[..., Tensor] = _Distillation.apply
+    return apply(*flat[0], *flat[1], targets.reshape(-1), share, temperature)
+
+
+class _Distillation(torch.autograd.Function):
+    """With z, u, α and τ as in `distillation`, and y the targets, (T,):
+
+    KL     = Σ_v q[t, v] · (u − z)[t, v] / τ − log Σ_v exp(u / τ) + log Σ_v exp(z / τ),
+             q = softmax(u / τ)
+    ∂ / ∂z = (1 − α) · (softmax(z) − onehot(y)) + α · τ · (softmax(z / τ) − q)
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        taught: Tensor,
+        teaching: Tensor | None,
+        targets: Tensor,
+        share: float,
+        temperature: float,
+    ) -> Tensor:
+        counts = targets != IGNORED
+        words = hidden.shape[1] if weight is None else weight.shape[0]
+        reject_foreign_words(targets, words, ignored=IGNORED)
+        hard = torch.full_like(targets, -torch.inf, dtype=torch.float32)
+        soft, known = hard.clone(), hard.clone()
+        at_target, apart = torch.zeros_like(hard), torch.zeros_like(hard)
+        for start, stop in _chunks_of(words, targets):
+            logits = _logits(hidden, weight, start, stop)
+            if share < 1:
+                hard = torch.logaddexp(hard, logits.logsumexp(dim=1))
+                here, column = _among(targets, start, stop)
+                at_target += here * logits.gather(1, column).squeeze(1)
+            logits = logits / temperature
+            soft = torch.logaddexp(soft, logits.logsumexp(dim=1))
+            hints = _logits(taught, teaching, start, stop) / temperature
+            before, known = known, torch.logaddexp(known, hints.logsumexp(dim=1))
+            # The mean under the words so far is weighted anew by those of this chunk.
+            chances = (hints - known.unsqueeze(1)).exp_()
+            apart = apart * (before - known).exp() + chances.mul_(hints.sub_(logits)).sum(dim=1)
+            del logits, hints, chances  # Freed before the next chunk is computed.
+        ctx.save_for_backward(hidden, weight, taught, teaching, targets, hard, soft, known)
+        ctx.share, ctx.temperature = share, temperature
+        total = share * temperature**2 * (apart - known + soft)
+        if share < 1:
+            total = total + (1 - share) * (hard - at_target)
+        return torch.where(counts, total, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, taught, teaching, targets, hard, soft, known = ctx.saved_tensors
+        share, temperature = ctx.share, ctx.temperature
+        gradients = _ProductGradients(hidden, weight, *ctx.needs_input_grad[:2])
+        factor = ((targets != IGNORED) * gradient).unsqueeze(1)
+        words = hidden.shape[1] if weight is None else weight.shape[0]
+        for start, stop in _chunks_of(words, targets):
+            logits = _logits(hidden, weight, start, stop)
+            hints = _logits(taught, teaching, start, stop) / temperature
+            dense = (logits / temperature).sub_(soft.unsqueeze(1)).exp_()
+            dense.sub_(hints.sub_(known.unsqueeze(1)).exp_()).mul_(share * temperature)
+            del hints
+            if share < 1:
+                own = (logits - hard.unsqueeze(1)).exp_()
+                here, column = _among(targets, start, stop)
+                own.scatter_add_(1, column, -here.unsqueeze(1).float())
+                dense.add_(own, alpha=1 - share)
+                del own
+            chunk = dense.mul_(factor).to(hidden.dtype)
+            del logits, dense  # Freed before the products need memory.
+            gradients.add(start, stop, chunk)
+            del chunk
+        return *gradients.result(), None, None, None, None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor | None, start: int, stop: int) -> Tensor:
+    """The logits of some words, (T, C), in fp32; may be a view."""
+    if weight is None:
+        return hidden[:, start:stop].float()
+    return F.linear(hidden, weight[start:stop]).float()
 
 
 def reject_foreign_words(tokens: Tensor, words: int, ignored: int | None = None) -> None:
@@ -150,9 +282,14 @@ def most_logits(device: torch.device) -> int:
 
 def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
     """The (start, stop) of each chunk of words."""
-    words = _words_of_chunk(targets.numel(), most_logits(weight.device))
-    for start in range(0, weight.shape[0], words):
-        yield start, min(start + words, weight.shape[0])
+    return _chunks_of(weight.shape[0], targets)
+
+
+def _chunks_of(words: int, targets: Tensor) -> Iterator[tuple[int, int]]:
+    """The (start, stop) of each chunk of so many words."""
+    size = _words_of_chunk(targets.numel(), most_logits(targets.device))
+    for start in range(0, words, size):
+        yield start, min(start + size, words)
 
 
 def _among(targets: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:

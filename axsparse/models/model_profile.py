@@ -143,6 +143,20 @@ class ModelProfile:
     """`Model.loss_logits`."""
     loss_sums: LayerSums = NO_SUMS
     """Sums over tensor-parallel ranks in the loss, as `LayerInfo.sums`."""
+    teacher: ModelProfile | None = None
+    """The contents of `Model.teacher`."""
+
+    def taught(self, numbers: range) -> range:
+        """The numbers of the teacher's layers next to these layers, which are consecutive: as large
+        a part of the teacher as these are of the model; empty without a teacher."""
+        count, own = 0 if self.teacher is None else len(self.teacher.layers), len(self.layers)
+        return range(numbers.start * count // own, numbers.stop * count // own)
+
+    def taught_by(self, numbers: range) -> Sequence[LayerInfo]:
+        """The teacher's layers of `taught`."""
+        return (
+            () if self.teacher is None else [self.teacher.layers[n] for n in self.taught(numbers)]
+        )
 
     @property
     def num_params(self) -> int:
@@ -173,8 +187,17 @@ class ModelProfile:
 
     @property
     def work(self) -> float:
-        """`LayerInfo.work` of all layers; stages are balanced by it."""
+        """`LayerInfo.work` of all layers."""
         return sum(layer.work for layer in self.layers)
+
+    @property
+    def shares_of_work(self) -> list[float]:
+        """The work of each layer, by which stages are balanced: `LayerInfo.work`, and a third of
+        the work of the teacher's layers next to it, which have no backward."""
+        return [
+            layer.work + sum(each.work for each in self.taught_by(range(n, n + 1))) / 3
+            for n, layer in enumerate(self.layers)
+        ]
 
     def layer_of(self, name: str) -> int:
         """The number of the layer that holds a parameter; KeyError if none does."""
@@ -223,7 +246,11 @@ def profile(
     if model.start is None:
         _check_tied_starts(model, layers, ties)
     start = "" if model.start is None else model.start.fingerprint
-    return ModelProfile(layers, ties, start, model.loss_logits)
+    teacher = None
+    if model.teacher is not None:
+        taught = model.teacher.model
+        teacher = profile(taught if tracer else replace(taught, example=None), dtype)
+    return ModelProfile(layers, ties, start, model.loss_logits, teacher=teacher)
 
 
 def _by_name(layers: Sequence[LayerInfo]) -> dict[str, ParameterInfo]:
@@ -300,21 +327,33 @@ def named_value(key: str, entry: str, below: float, form: str) -> tuple[str, flo
 
 def costs_text(profiled: ModelProfile) -> str:
     """The costs of all layers as JSON, to be sent to ranks that have not measured them."""
-    return json.dumps(
-        [
+    return json.dumps(_costs(profiled))
+
+
+def _costs(profiled: ModelProfile) -> list[Any]:
+    """The costs of the layers, and as the first entry those of the teacher."""
+    return [
+        None if profiled.teacher is None else _costs(profiled.teacher),
+        *(
             [layer.flops, layer.activations and astuple(layer.activations)]
             for layer in profiled.layers
-        ]
-    )
+        ),
+    ]
 
 
 def with_costs(profiled: ModelProfile, text: str) -> ModelProfile:
     """A copy of a profile with the costs of another rank's `costs_text`."""
+    return _with_costs(profiled, json.loads(text))
+
+
+def _with_costs(profiled: ModelProfile, costs: list[Any]) -> ModelProfile:
+    taught, *own = costs
     layers = [
         replace(layer, flops=flops, activations=activations and Activations(*activations))
-        for layer, (flops, activations) in zip(profiled.layers, json.loads(text), strict=True)
+        for layer, (flops, activations) in zip(profiled.layers, own, strict=True)
     ]
-    return replace(profiled, layers=layers)
+    teacher = profiled.teacher and _with_costs(profiled.teacher, taught)
+    return replace(profiled, layers=layers, teacher=teacher)
 
 
 def profile_layers(

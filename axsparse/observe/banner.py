@@ -31,6 +31,8 @@ class ModelLayout:
     """Bytes of model state on the fullest rank as the run begins."""
     dense_layers: frozenset[str] = frozenset()
     """Layers whose weights are dense at rest, where other layers have sparse ones."""
+    teacher_bytes: int = 0
+    """Bytes of the teacher's weights on the rank that has most; 0 without a teacher."""
 
 
 def banner(
@@ -55,6 +57,8 @@ def banner(
     beside = f" · {planned}" if planned else ""
     is_shared = config.samo.zero_stage and grid.g_data > 1
     shared = f", optimizer state shared by {grid.g_data} replicas" if is_shared else ""
+    if model.teacher_bytes:
+        shared += f" · teacher {format_bytes(model.teacher_bytes)}"
     yield f"model state/rank: {_state(config, model)}{shared}{beside}"
     batch = config.batch
     most, least = num_microbatches(batch, grid.g_data), num_microbatches(batch) // grid.g_data

@@ -10,12 +10,14 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
+from axsparse.pipeline.layer_runner import Tensors
 from axsparse.pipeline.policy import (
     BACKWARD,
     FORWARD,
@@ -167,7 +169,7 @@ class Engine:
 
         def run(action: Action) -> None:
             microbatch = batch.microbatches[action.microbatch]
-            inputs, _ = self._inputs(action.microbatch, batch)
+            inputs, _, _ = self._inputs(action.microbatch, batch)
             with self._phases("compute"):
                 key = Key(batch.step, microbatch.first_sample)
                 targets = self._targets(microbatch)
@@ -275,16 +277,17 @@ class Engine:
     def _forward(self, number: int, batch: Batch, divisor: float) -> list[Tensor]:
         """Run a microbatch's forward; its loss on the last stage, an empty list elsewhere."""
         microbatch = batch.microbatches[number]
-        inputs, requires_grad = self._inputs(number, batch)
+        inputs, requires_grad, taught = self._inputs(number, batch)
         for tensor, needs_gradient in zip(inputs, requires_grad, strict=True):
             tensor.requires_grad_(needs_gradient)
         key = Key(batch.step, microbatch.first_sample)
         with self._phases("compute"):
             targets = self._targets(microbatch)
-            outputs = self.stage.forward(number, inputs, key, targets, divisor)
+            taught = self.stage.teach(taught, key)
+            outputs = self.stage.forward(number, inputs, key, targets, divisor, taught)
         if self._coords.is_last:
             return [outputs[0].detach()]
-        self._send(FORWARD, number, outputs)
+        self._send(FORWARD, number, (*outputs, None, *taught) if taught else outputs)
         return []
 
     def _backward(self, number: int, loss_scale: float) -> None:
@@ -296,14 +299,19 @@ class Engine:
         if not self._coords.is_first:
             self._send(BACKWARD, number, tuple(input_gradients))
 
-    def _inputs(self, number: int, batch: Batch) -> tuple[tuple[Tensor, ...], tuple[bool, ...]]:
-        """The inputs of a microbatch, and for each of them whether it needs a gradient."""
+    def _inputs(self, number: int, batch: Batch) -> tuple[Tensors, tuple[bool, ...], Tensors]:
+        """The inputs of a microbatch, for each of them whether it needs a gradient, and the inputs
+        of the teacher, which in a message follow a None."""
         if self._coords.is_first:
             inputs = tuple(map(self._put, batch.microbatches[number].inputs))
-            return inputs, (False,) * len(inputs)
+            return inputs, (False,) * len(inputs), inputs
         message = self._inbox.pop((FORWARD, number))
-        tensors = tuple(tensor for tensor in message.tensors if tensor is not None)
-        return tensors, message.requires_grad
+        own = list(takewhile(lambda tensor: tensor is not None, message.tensors))
+        inputs, taught = (
+            tuple(tensor for tensor in part if tensor is not None)
+            for part in (own, message.tensors[len(own) :])
+        )
+        return inputs, message.requires_grad[: len(own)], taught
 
     def _targets(self, microbatch: Microbatch) -> Tensor | None:
         return None if microbatch.targets is None else self._put(microbatch.targets)

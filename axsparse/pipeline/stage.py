@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -33,6 +33,17 @@ class Key:
 
 
 @dataclass(frozen=True)
+class StageTeacher:
+    """The part of a teacher that runs next to the layers of a stage (`models/teacher.py`)."""
+
+    layers: Sequence[LayerRunner]
+    """Frozen layers; none where a teacher has fewer layers than the model."""
+    loss: Callable[[Tensors, Tensors, Tensor | None], Tensor]
+    """`loss(outputs, taught, targets)`, which replaces the loss in training: of the outputs of the
+    last layers of the model and of the teacher."""
+
+
+@dataclass(frozen=True)
 class _InFlight:
     """The results of a microbatch's forward that its backward needs."""
 
@@ -58,14 +69,16 @@ class Stage:
         seed: int,
         products: StageProducts | None = None,
         expansion: Expansion | None = None,
+        teacher: StageTeacher | None = None,
     ) -> None:
         """The last stage has the model's `loss` (other stages: None) and `metrics` (other stages:
         none). On the first stage, floating-point samples are cast to `input_dtype`; None leaves
         them as they are. `seed` is the run's. `products` take part in what linear and convolution
         modules multiply; where backwards are split, they defer weight gradients to
-        `weight_gradients`. `expansion` is the memory of weights that are sparse at rest.
+        `weight_gradients`. `expansion` is the memory of weights that are sparse at rest. With a
+        `teacher` each forward in training gets what `teach` returns.
         """
-        self.layers = layers
+        self.layers, self.teacher = layers, teacher
         self._loss = loss
         self._loss_is_known = False
         self._leaves_are_known = False
@@ -96,12 +109,32 @@ class Stage:
     def _deferred(self) -> DeferredGradients | None:
         return None if self._products is None else self._products.deferred
 
+    @torch.no_grad()
+    def teach(self, taught: Tensors, key: Key) -> Tensors:
+        """The outputs of the teacher's last layer here, of which nothing is kept, from those of the
+        stage before; on the first stage from the inputs. Empty without a teacher."""
+        if self.teacher is None:
+            return ()
+        taught = self._cast(taught)
+        with preserved_rng(is_seeded=True):
+            for layer in self.teacher.layers:
+                taught = layer.evaluate(taught, key.of(self._seed, layer.name))
+        return taught
+
+    # Reason: a microbatch, its teacher's activations, and what its loss needs.
     def forward(
-        self, microbatch: int, inputs: Tensors, key: Key, targets: Tensor | None, divisor: float
+        self,
+        microbatch: int,
+        inputs: Tensors,
+        key: Key,
+        targets: Tensor | None,
+        divisor: float,
+        taught: Tensors = (),
     ) -> Tensors:
         """The outputs of the last layer; on the last stage one fp32 scalar, loss / divisor.
 
-        `backward` returns the gradients of those `inputs` that require one.
+        `backward` returns the gradients of those `inputs` that require one. `taught` is what
+        `teach` has returned, which the loss takes.
         """
         outputs = self._cast(inputs)
         if self._products is not None and not self.unfinished:
@@ -111,7 +144,7 @@ class Stage:
             for layer in self.layers:
                 outputs = layer.train(outputs, key.of(self._seed, layer.name))
             if self._loss is not None:
-                outputs = (self._summed_loss(outputs, targets, key) / divisor,)
+                outputs = (self._summed_loss(outputs, targets, key, taught) / divisor,)
         if not self._leaves_are_known:
             self._reject_foreign(outputs)
         self._live[microbatch] = _InFlight(inputs, outputs)
@@ -176,12 +209,17 @@ class Stage:
             )
         return count
 
-    def _summed_loss(self, outputs: Tensors, targets: Tensor | None, key: Key) -> Tensor:
+    def _summed_loss(
+        self, outputs: Tensors, targets: Tensor | None, key: Key, taught: Tensors = ()
+    ) -> Tensor:
         assert self._loss is not None
         if not self._loss_is_known:
             self._reject_mean(outputs, targets)
         seed_all(*key.of(self._seed, ""), "loss" if torch.is_grad_enabled() else "evaluated loss")
-        loss = self._loss(*outputs, targets)
+        if self.teacher is not None and taught:
+            loss = self.teacher.loss(outputs, taught, targets)
+        else:
+            loss = self._loss(*outputs, targets)
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"loss: {kind}; it must be a scalar tensor of floating point")

@@ -14,6 +14,7 @@ from axsparse.config.section import counted
 from axsparse.config.validate import check_config, check_offload, check_split
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
+from axsparse.models.teacher import with_teacher
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.auto_layout import has_costs, run_request
 from axsparse.planner.baselines import baselines
@@ -203,6 +204,7 @@ def planned_model(
     config, notes = _in_a_precision_of(cluster, config)
     if model is None:
         model = model_without_weights(config)
+    model = with_teacher(model, config, reads_weights=False)
     profiled = profile(model, DTYPES[config.precision])
     if not has_costs(profiled):
         raise ConfigError(

@@ -36,6 +36,9 @@ the loss computes itself: two fp32 numbers, a copy and its gradient. A loss that
 measured to take 5 bytes a logit in fp32 and 6.5 in bf16."""
 
 
+DISTILLED_BYTES = 16
+"""The same for each logit of a model that learns from a teacher: four fp32 numbers, the logits of
+both and what is made of them; 12 bytes were measured in fp32 and in bf16."""
 CUT_LOSS_BYTES = 20
 """The same for each logit of a loss of which tensor-parallel ranks compute shards and whose
 backward autograd derives: five fp32 numbers, as torch's allocator counts them."""
@@ -259,12 +262,13 @@ class ProfiledModel:
     @property
     def sample_flops(self) -> float:
         """Flops of a sample's forward and backward, by which the percentage of peak is counted:
-        three times the forward's, four times for recomputed layers."""
+        three times the forward's, four times for recomputed layers, and once that of a teacher."""
         every = self.config.pipeline.checkpoint_activations
         again = sum(
             layer.flops for n, layer in enumerate(self.profile.layers) if is_recomputed(n, every)
         )
-        return 3 * self.profile.flops + again
+        teacher = self.profile.teacher
+        return 3 * self.profile.flops + again + (0.0 if teacher is None else teacher.flops)
 
     def shards(self, g_tensor: int) -> dict[str, TensorShard]:
         """The last shard of each sharded parameter, by global name; empty for one rank.
@@ -338,7 +342,7 @@ class ProfiledModel:
         split = self.config.layout.split
         found: list[range] | None
         if split == "auto":
-            work = [layer.work for layer in self.profile.layers]
+            work = self.profile.shares_of_work
             found = partition(work, g_inter, None if fits is None else fits_budget)
         else:
             found = split_by_hand(split)
@@ -379,8 +383,13 @@ class ProfiledModel:
 
     @cached_property
     def _runs(self) -> list[int]:
-        """For each layer the number of the run of equal layers that it belongs to."""
-        kinds = list(map(self._kind, self.profile.layers))
+        """For each layer the number of the run of equal layers that it belongs to. With a teacher
+        the layers next to them are equal, too."""
+        profile = self.profile
+        kinds = [
+            (self._kind(layer), list(map(self._kind, profile.taught_by(range(n, n + 1)))))
+            for n, layer in enumerate(profile.layers)
+        ]
         changes = (int(one != other) for one, other in pairwise(kinds))
         return list(accumulate(changes, initial=0))
 
@@ -388,6 +397,8 @@ class ProfiledModel:
         """All of a layer that its bytes and times depend on; tied weights by their names."""
         ties = self.profile.ties
         tied = {*ties, *ties.values()}
+        if self.profile.teacher is not None:
+            tied |= {*self.profile.teacher.ties, *self.profile.teacher.ties.values()}
         parameters = [
             (replace(p, name=p.name if p.name in tied else ""), self.kept.get(p.name))
             for p in layer.parameters
@@ -418,6 +429,9 @@ class ProfiledModel:
         logits = self.profile.loss_logits
         each = LOSS_BYTES if self.profile.loss_sums == NO_SUMS else CUT_LOSS_BYTES
         scores = self.sees_gradients or config.pruning.method == "snip"
+        taught, hints = self.profile.taught_by(numbers), self._hints(numbers)
+        if self.profile.teacher is not None:
+            each = DISTILLED_BYTES
         made = [4, SCORED_BYTES * (scores and self.on_host), GATHERED_BYTES * (full is not self)]
         sums = [*(layer.sums for layer in layers), *[self.profile.loss_sums] * is_last]
         return StageLoad(
@@ -430,13 +444,16 @@ class ProfiledModel:
             again_moved=_moved(again),
             trained=sum(map(_trained, layers)),
             kept=sum(self._kept(layer) for layer in layers),
-            state=stage_bytes(layers, self.profile.ties, self.kept, stored),
+            state=stage_bytes(layers, self.profile.ties, self.kept, stored)
+            + self._state_of_teacher(numbers, stored),
             temporary=width * max(map(_trained, layers)),
-            building=calibration.drawn + max(made) * _largest(uncut),
+            building=calibration.drawn + max(made) * _largest([*uncut, *taught]),
             saved=full._saved(uncut, g_data),
             held=activations.held,
-            working=activations.working,
-            outputs=outputs,
+            working=max(activations.working, _passing(taught) - activations.held) + hints,
+            outputs=outputs + hints,
+            taught_flops=sum(layer.flops for layer in taught),
+            taught_moved=_moved(taught),
             calibration=calibration.peak,
             deferred=activations.deferred,
             expanded=sum(self._expanded(layer, stored) for layer in layers),
@@ -445,8 +462,26 @@ class ProfiledModel:
             backward_sums=sum(
                 [each.backward for each in sums] + [layer.sums.again for layer in again], NO_SUM
             ),
-            loss_bytes=partial(_loss_bytes, outputs / width, each, logits) if is_last else no_bytes,
+            loss_bytes=(
+                partial(_loss_bytes, (outputs + hints) / width, each, logits)
+                if is_last
+                else no_bytes
+            ),
         )
+
+    def _hints(self, numbers: range) -> int:
+        """Bytes that the teacher's layers next to these hand on, for a sample."""
+        taught = self.profile.taught_by(range(numbers.stop))
+        costs = taught[-1].activations if taught else None
+        return 0 if costs is None else costs.outputs
+
+    def _state_of_teacher(self, numbers: range, stored: StateFormat) -> StateBytes:
+        """Bytes of the teacher's layers next to these, which have weights and no other state."""
+        teacher = self.profile.teacher
+        if teacher is None:
+            return StateBytes()
+        layers = list(map(_frozen, self.profile.taught_by(numbers)))
+        return stage_bytes(layers, teacher.ties, {}, replace(stored, offload=False))
 
     def stored(self, weights: WeightKind) -> ProfiledModel:
         """The same training with pruned weights stored like this at rest."""
@@ -522,6 +557,11 @@ def _loss_bytes(
     """Bytes of a loss: its inputs, `outputs` numbers a sample, and the logits that it computes."""
     computed = 0.0 if logits is None else float(each * logits(samples))
     return samples * outputs * LOSS_BYTES + computed
+
+
+def _passing(layers: Sequence[LayerInfo]) -> int:
+    """The most bytes that a sample has in a forward of which nothing is kept, within one layer."""
+    return max((each.inputs + each.saved + each.outputs for each in _costs(layers)), default=0)
 
 
 def _trained(layer: LayerInfo) -> int:

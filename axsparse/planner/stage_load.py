@@ -51,7 +51,8 @@ class StageLoad:
     working: float
     """Bytes of one layer's activations while its backward runs, for a sample."""
     outputs: float
-    """Bytes that go to the next stage and come back as gradients, for a sample."""
+    """Bytes that go to the next stage and come back as gradients, for a sample. Those of a teacher,
+    which do not come back, are among them."""
     sum_bytes: int | None = None
     """Bytes in which replicas sum a gradient entry; None for the bytes of a weight."""
     numbers: range = range(0)
@@ -66,6 +67,10 @@ class StageLoad:
     loss_bytes: Callable[[int], float] = no_bytes
     """Bytes of the loss, by the samples of a microbatch. They do not grow in proportion where the
     loss computes some of its logits at a time."""
+    taught_flops: float = 0.0
+    """Flops of the forward of the teacher's layers, for a sample; they are not among `flops`."""
+    taught_moved: float = 0.0
+    """Bytes that this forward writes to memory, for a sample."""
     expanded: float = 0.0
     """Bytes of the weights that are sparse at rest, once dense: each microbatch writes them before
     its forward and before its backward."""

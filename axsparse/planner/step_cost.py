@@ -4,6 +4,8 @@ For each microbatch of `mbs` samples on a stage with F flops, bytes moved, φ tr
 b bytes of output:
 
     forward     mbs · (F / (e · peak) + traffic · moved / memory bandwidth) + φ / ω
+    teacher     mbs · (F / (e · peak) + traffic · moved / memory bandwidth) of its layers, on top of
+                each forward
     backward    2 · forward + the forward of the recomputed layers without φ / ω + compression
     weight      mbs · W / (e · peak) · τ + φ / ω + compression, with W flops of weight gradients:
                 the part of the backward that a split one leaves for later
@@ -116,6 +118,7 @@ def stage_seconds(
     each = 1.0 if cluster.traffic is None else KERNEL_BYTES * cluster.traffic
     forward = load.flops / rate + each * load.moved / cluster.memory_bandwidth
     again = load.again_flops / rate + each * load.again_moved / cluster.memory_bandwidth
+    taught = load.taught_flops / rate + each * load.taught_moved / cluster.memory_bandwidth
     compress = load.trained / cluster.compression_rate if workload.is_pruned else 0.0
     passed = 0.0 if cluster.weight_rate is None else load.trained / cluster.weight_rate
     expand = load.expanded / cluster.memory_bandwidth
@@ -127,7 +130,7 @@ def stage_seconds(
         for each in (load.forward_sums, load.backward_sums)
     ]
     return StageSeconds(
-        forward=microbatch_size * forward + passed + expand + sums[0],
+        forward=microbatch_size * (forward + taught) + passed + expand + sums[0],
         backward=backward + sums[1],
         compress=compress,
         weight=min(weight, backward) if load.weight_flops else 0.0,

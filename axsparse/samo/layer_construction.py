@@ -85,19 +85,25 @@ def build_layers(
     or a buffer has no contents.
     """
     tensors: dict[str, TensorState] = {}
+    frozen: dict[str, nn.Parameter] = {}
     dense = replace(options, expansion=None)
     return [
         _construct_layer(
-            layer, ties, tensors, dense if layer.name in options.dense_layers else options
+            layer, ties, tensors, frozen, dense if layer.name in options.dense_layers else options
         )
         for layer in layers
     ]
 
 
 def _construct_layer(
-    layer: Layer, ties: Mapping[str, str], tensors: dict[str, TensorState], options: StateOptions
+    layer: Layer,
+    ties: Mapping[str, str],
+    tensors: dict[str, TensorState],
+    untrained: dict[str, nn.Parameter],
+    options: StateOptions,
 ) -> BuiltLayer:
-    """Build one layer and enter its tensors into `tensors`, where later aliases find them."""
+    """Build one layer and enter its tensors into `tensors`, or into `untrained`, where later
+    aliases find them."""
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
     sharding = options.sharding
@@ -114,8 +120,13 @@ def _construct_layer(
                 f"{tuple(parameter.shape)} differ; a tie joins two uses of one weight"
             )
         if not parameter.requires_grad:
+            first_use = untrained.get(ties.get(name, ""))
+            if first_use is not None:
+                put_storage(parameter, first_use.detach())
+                continue
             put_storage(parameter, _storage(parameter, owner, options))
             parameter.detach().copy_(values(local_name))
+            untrained[name] = parameter
             frozen.append(parameter)
             continue
         first = ties.get(name, name)

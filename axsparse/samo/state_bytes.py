@@ -41,7 +41,7 @@ are sharded or offloaded:
 Where masters and moments are offloaded, they are on the host, and the GPU has staging buffers for
 two layers of the largest size. The second use of a tied weight costs its own full state on another
 stage, and only its own gradient where both uses are on one stage. Untrained parameters cost their
-weight only; buffers of modules count as weights, in the type they have.
+weight only, tied ones once a stage; buffers of modules count as weights, in the type they have.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class TensorSize:
     kept: int
     """Entries that are kept; `numel` if it is not pruned."""
     trained: bool = True
-    """False for frozen parameters, which cost their weight only, tied or not."""
+    """False for frozen parameters, which cost their weight only."""
     is_alias: bool = False
     """Whether this is the second use of a tied weight on the stage of the first."""
 
@@ -205,7 +205,7 @@ def _mask_bytes(numel: int, kept: int) -> int:
 def tensor_bytes(size: TensorSize, stored: StateFormat) -> StateBytes:
     """The formula above for one tensor, neither sharded nor offloaded."""
     if not size.trained:
-        return StateBytes(weight=stored.weight_bytes * size.numel)
+        return StateBytes(weight=0 if size.is_alias else stored.weight_bytes * size.numel)
     if size.is_alias:
         return StateBytes(gradient=stored.gradient_bytes * size.kept)
     stays = size.numel

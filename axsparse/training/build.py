@@ -31,7 +31,7 @@ from axsparse.observe.metrics import reject_missing_packages
 from axsparse.observe.out_of_memory import record_history, with_advice
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.layer_runner import LayerRunner
-from axsparse.pipeline.stage import Stage
+from axsparse.pipeline.stage import Stage, StageTeacher
 from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.stage_memory import is_recomputed
 from axsparse.pruning.calibration import Calibration
@@ -57,7 +57,7 @@ from axsparse.samo.masks import Masks
 from axsparse.samo.optim.optimizer import Optimizer, own_learning_rate
 from axsparse.samo.optim.update import prepare_loops
 from axsparse.samo.precision import DTYPES
-from axsparse.samo.shards import Replicas
+from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import StateBytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.lockstep import MeetingLink
@@ -76,6 +76,7 @@ from axsparse.training.checkpoint.verification import (
     reject_other_data,
     reject_other_model,
     reject_other_settings,
+    reject_other_teacher,
 )
 from axsparse.training.placement import Placement, bind_rank
 from axsparse.training.plan import (
@@ -316,6 +317,7 @@ def open_run_directory(
         reject_other_model(resumed.checkpoint, plan.profile)
         reject_other_data(resumed.checkpoint, data)
         lines = reject_other_settings(resumed.checkpoint, plan.config, config)
+        reject_other_teacher(resumed.checkpoint, plan.taught_from)
         if transport.rank == 0:
             lines += thawed_and_frozen(resumed.checkpoint, plan.profile)
         return lines
@@ -353,9 +355,9 @@ def build_state(
     data: Data,
     checkpoint: Checkpoint | None,
     run_dir: Path | None,
-) -> tuple[list[BuiltLayer], StateOptions]:
-    """The layers of this rank's stage, compressed if the run has masks from the start, and how
-    their state is stored.
+) -> tuple[list[BuiltLayer], list[BuiltLayer], StateOptions]:
+    """The layers of this rank's stage, compressed if the run has masks from the start, the
+    teacher's layers next to them, and how state is stored.
 
     TrainingError on all ranks where a GPU has no memory for them.
     """
@@ -376,14 +378,25 @@ def build_state(
     start = masks if isinstance(masks, CalibratedMasks) and masks.changes_weights else options.start
     planned = None if plan.prediction is None else plan.prediction.memory_bytes
 
-    def construct() -> list[BuiltLayer]:
+    def construct() -> tuple[list[BuiltLayer], list[BuiltLayer]]:
         where = f"building {coords}"
         with with_advice(coords.rank, lambda: where, StateBytes, planned, run_dir):
-            return build_layers(
+            built = build_layers(
                 stage_layers, plan.profile.ties, replace(options, masks=masks, start=start)
             )
+            return built, _teacher_layers(plan, options)
 
-    return together(transport, construct), options
+    return *together(transport, construct), options
+
+
+def _teacher_layers(plan: RunPlan, options: StateOptions) -> list[BuiltLayer]:
+    """The teacher's layers of this rank's stage, if there is a teacher: dense weights alone."""
+    teacher, profiled = plan.model.teacher, plan.profile.teacher
+    if teacher is None or profiled is None:
+        return []
+    layers = teacher.layers(plan.profile.taught(plan.stages[plan.coords.stage]))
+    own = replace(options, start=teacher.model.start, replicas=ALONE, expansion=None)
+    return build_layers(layers, profiled.ties, own)
 
 
 def _alone(batches: Batches, samples: int) -> Batches:
@@ -577,8 +590,10 @@ def stage_of_layers(
     products: StageProducts | None,
     group: TensorGroup | None,
     expansion: Expansion | None,
+    taught: Sequence[BuiltLayer] = (),
 ) -> Stage:
-    """The computation of this rank's layers; the loss belongs to the last stage."""
+    """The computation of this rank's layers, and of the `taught` ones of a teacher; the loss
+    belongs to the last stage."""
     coords, config, model = plan.coords, plan.config, plan.model
     pipeline = config.pipeline
     loss = model.loss
@@ -589,6 +604,13 @@ def stage_of_layers(
     if is_in_evaluation(model):
         for layer in layers:
             layer.module.train()
+    teacher = None
+    if model.teacher is not None:
+        runners = [
+            LayerRunner(f"{layer.spec.name} of the teacher", layer.module, is_recomputed=False)
+            for layer in taught
+        ]
+        teacher = StageTeacher(runners, model.teacher.distilled)
     return Stage(
         [
             LayerRunner(
@@ -606,6 +628,7 @@ def stage_of_layers(
         seed=config.seed,
         products=products,
         expansion=expansion,
+        teacher=teacher,
     )
 
 

@@ -162,6 +162,11 @@ class RunPlan:
         return [self.largest_rank.layers[number] for number in self.stages[stage]]
 
     @property
+    def taught_from(self) -> str | None:
+        """The fingerprint of the teacher's weights; None without a teacher."""
+        return None if self.profile.teacher is None else self.profile.teacher.start
+
+    @property
     def has_sparse_weights(self) -> bool:
         """Whether pruned weights are sparse at rest."""
         return self.config.samo.weights == "sparse" and self.targets is not None
@@ -197,6 +202,7 @@ class RunPlan:
             **layers,
             "ties": repr(self.profile.ties),
             START: self.profile.start or "drawn from the seed",
+            "teacher": self.taught_from or "none",
             "Trainer: optimizer": f"the moments {', '.join(self.optimizer.moments) or 'none'}",
             "Trainer: learning_rate": "none" if self.learning_rate is None else "a function",
         }
@@ -389,6 +395,7 @@ def _compiled(config: Config, own: Model, grid: Grid, *, on_host: bool) -> bool 
         and own.name == model.name
         and grid.g_inter == grid.g_tensor == 1
         and config.pipeline.split_backward is not True
+        and own.teacher is None
         and has_compiler()
     )
     if not may or not isinstance(model, GptConfig) or model.hidden_size < COMPILED_WIDTH:

@@ -33,6 +33,7 @@ from axsparse.training.run_directory import METRICS_FILE
 def make_recorder(
     plan: RunPlan,
     layers: Sequence[BuiltLayer],
+    teacher: Sequence[BuiltLayer],
     data: Data,
     placement: Placement,
     run_dir: Path | None,
@@ -40,11 +41,14 @@ def make_recorder(
     """The recorder of every rank; on rank 0 it has a screen, which shows the banner."""
     config, profile, transport = plan.config, plan.profile, placement.transport
     live = sum(layer.state.live_bytes().total for layer in layers)
+    taught = sum(layer.state.live_bytes().total for layer in teacher)
     peak = config.train.peak_flops
     own = [live, matrix_peak(plan.dtype, placement.backend.device) if peak == "auto" else peak]
     # Memory of the host does not count where state and activations are on a GPU.
-    beside = max(0, resident_memory_bytes() - live) + SMALL_BLOCKS if placement.gpu is None else 0.0
-    own.append(beside)
+    own.append(0.0)
+    if placement.gpu is None:
+        own[-1] = max(0, resident_memory_bytes() - live - taught) + SMALL_BLOCKS
+    own.append(taught)
     rows = sum_by_owner(transport.world, transport.backoff, own)
     # The memory of the fullest process in addition to its model state, most of it libraries.
     overhead, predicted = max(row[2] for row in rows), plan.prediction
@@ -64,7 +68,8 @@ def make_recorder(
     if run_dir is None or transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
     console = make_console(sys.stdout)
-    lines = _banner(plan, data, transport, run_dir, int(max(row[0] for row in rows)), peak_bytes)
+    fullest = int(max(row[0] for row in rows)), int(max(row[3] for row in rows))
+    lines = _banner(plan, data, transport, run_dir, fullest, peak_bytes)
     start = plan.model.start
     note = start.note() if isinstance(start, FromFile) else ""
     notes = (*filter(None, [note]), *remarks(config, data.training.num_samples))
@@ -82,10 +87,11 @@ def _banner(
     data: Data,
     transport: Transport,
     run_dir: Path,
-    state_bytes: int,
+    state_bytes: tuple[int, int],
     predicted_bytes: float | None,
 ) -> Iterator[str]:
-    """The lines of the banner; `state_bytes` belong to the fullest rank."""
+    """The lines of the banner; `state_bytes` belong to the fullest rank, without a teacher and of
+    the teacher."""
     layout = ModelLayout(
         plan.model.name,
         plan.profile,
@@ -95,7 +101,8 @@ def _banner(
         dense_bytes=max(
             plan.state_bytes(plan.layers_of(stage), {}) for stage in range(len(plan.stages))
         ),
-        live_bytes=state_bytes,
+        live_bytes=state_bytes[0],
+        teacher_bytes=state_bytes[1],
         dense_layers=plan.dense_layers,
     )
     return banner(
@@ -114,7 +121,7 @@ def _slow_ranks(plan: RunPlan, transport: Transport) -> SlowRanks | None:
         return None
     return SlowRanks(
         plan.coords.grid,
-        [sum(plan.profile.layers[layer].work for layer in stage) for stage in plan.stages],
+        [sum(plan.profile.shares_of_work[layer] for layer in stage) for stage in plan.stages],
         gather_texts(transport.world, transport.backoff, socket.gethostname()),
         ratio=settings.slow_ratio,
         steps=settings.slow_steps,

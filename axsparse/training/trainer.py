@@ -24,6 +24,7 @@ from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.sequential import plain_model, reject_dotted_names
+from axsparse.models.teacher import with_teacher
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import with_advice
 from axsparse.observe.phases import DevicePhases, Phases
@@ -199,7 +200,8 @@ class Trainer:
         self.transport = transport = self.placement.transport
         gpu, backoff, opener = self.placement.gpu, transport.backoff, cache(given.open_datasets)
         run_here = None if given.model.example is not None else self.placement.backend.device
-        model = with_example(given.model, config, transport, opener)
+        model = together(transport, lambda: with_teacher(given.model, config))
+        model = with_example(model, config, transport, opener)
         profile = profile_together(model, config, transport, run_here)
 
         # The plan of the run, its data, and its directory.
@@ -230,12 +232,14 @@ class Trainer:
         wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
 
         # The layers of the stage, and what computes them.
-        self.layers, options = build_state(
+        self.layers, self.teacher, options = build_state(
             plan, self.placement, self.data, found.checkpoint, self.run_dir
         )
         self.expansion = options.expansion
         """The memory in which sparse weights are expanded; None if all are dense at rest."""
-        self.recorder = make_recorder(plan, self.layers, self.data, self.placement, self.run_dir)
+        self.recorder = make_recorder(
+            plan, self.layers, self.teacher, self.data, self.placement, self.run_dir
+        )
         self.phases = Phases() if gpu is None else DevicePhases(gpu)
         states = [layer.state for layer in self.layers]
         column = coords.grid.dp_group(coords.stage, coords.tp_rank)
@@ -256,7 +260,10 @@ class Trainer:
         self.link = stage_link(transport.link(coords), self.tp_group, self.phases, products)
         self.engine = Engine(
             Rank(coords, backoff, self.phases, gpu),
-            stage_of_layers(plan, self.layers, products, self.tp_group, self.expansion),
+            stage_of_layers(
+                *(plan, self.layers, products, self.tp_group, self.expansion),
+                taught=self.teacher,
+            ),
             self.link,
             schedule=configured_schedule(resolved.pipeline),
             while_idle=self.sync.advance,
@@ -689,8 +696,8 @@ class Trainer:
         return None if tensors is None else plain_model(model, self.profile.ties, tensors)
 
     def state_bytes(self) -> StateBytes:
-        """Bytes of this rank's live model state."""
-        state = StateBytes.sum(layer.state.live_bytes() for layer in self.layers)
+        """Bytes of this rank's live model state, the weights of a teacher included."""
+        state = StateBytes.sum(layer.state.live_bytes() for layer in (*self.layers, *self.teacher))
         return state + StateBytes(
             staged=0 if self.offload is None else self.offload.nbytes,
             expanded=0 if self.expansion is None else self.expansion.nbytes,

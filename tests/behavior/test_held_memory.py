@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from axsparse.config.model_config import GptConfig
 from axsparse.models.model_profile import ModelProfile, profile
+from axsparse.models.teacher import Teacher
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.policy import Action, Kind
 from axsparse.pipeline.schedules import Schedule
-from axsparse.pipeline.stage import Key, Stage
+from axsparse.pipeline.stage import Key, Stage, StageTeacher
 from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.layout_search import Layout
 from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel
@@ -45,6 +46,7 @@ CNN = small_cnn()
 CUTS = {
     "gpt": (GPT, 3),
     "cnn": (CNN, 2),
+    "gpt and its teacher": (replace(GPT, teacher=Teacher(GPT, GPT.loss, 1.0, 1.0)), 3),
     "gpt of 2 tensor-parallel ranks": (GPT, 3),
     "gpt of 4 tensor-parallel ranks": (GPT, 3),
 }
@@ -65,6 +67,18 @@ def samples_of(name: str, stage: int) -> tuple[Tensor, Tensor | None]:
     if stage:
         return torch.randn(SAMPLES, 64, 16, 16), torch.arange(SAMPLES)
     return torch.randn(SAMPLES, 3, 32, 32), None
+
+
+def teacher_of(teacher: Teacher, stage: int, cut: int) -> StageTeacher:
+    """The part of a teacher on a stage, at other weights than the model."""
+    numbers = range(cut, len(GPT.layers)) if stage else range(cut)
+    runners = []
+    for layer in teacher.layers(numbers):
+        module = layer.build()
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.03)
+        runners.append(LayerRunner(layer.name, module, is_recomputed=False))
+    return StageTeacher(runners, teacher.distilled)
 
 
 class Played:
@@ -99,6 +113,7 @@ class Played:
             input_dtype=None,
             seed=0,
             products=StageProducts(modules, sums.collector, is_split=True),
+            teacher=None if model.teacher is None else teacher_of(model.teacher, stage, cut),
         )
         self._is_last = bool(stage)
         self._number, self._schedule = stage, schedule
@@ -111,7 +126,11 @@ class Played:
             if action.kind is Kind.FORWARD:
                 inputs = self._inputs.clone()
                 inputs.requires_grad_(inputs.is_floating_point())
-                outputs = self._stage.forward(number, (inputs,), Key(0, 0), self._targets, 1.0)
+                taught = self._stage.teach((inputs.detach().clone(),), Key(0, 0))
+                outputs = self._stage.forward(
+                    number, (inputs,), Key(0, 0), self._targets, 1.0, taught
+                )
+                del taught
                 shapes[number] = [] if self._is_last else [output.shape for output in outputs]
                 del inputs, outputs
             elif action.kind is Kind.BACKWARD:
@@ -154,6 +173,7 @@ def planned(profiled: ModelProfile, name: str, stage: int, every: int) -> tuple[
         [
             *[("gpt", 1, 0), ("cnn", 1, 2)],
             ("gpt of 4 tensor-parallel ranks", 0, 1),
+            ("gpt and its teacher", 1, 1),
         ],
         CASES,
     ),

@@ -167,11 +167,12 @@ def test_the_page_has_the_zeros_that_are_there_and_its_command_trains_them(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("heal", ["none", "blocks", "train", "adapters"])
+@pytest.mark.parametrize("heal", ["none", "blocks", "train", "taught", "adapters"])
 def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_path: Path) -> None:
     del transformers
     write_folder(tmp_path / "model")
-    more = ["--heal", heal, *(["--steps", "2"] if heal in ("train", "adapters") else [])]
+    more = ["--heal", "train", "--teacher"] if heal == "taught" else ["--heal", heal]
+    more += ["--steps", "2"] if heal in ("train", "taught", "adapters") else []
     more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
     more += ["--set", "batch.microbatch_size=2", "--set", "pruning.heal_batch=2", *JUDGED]
 

@@ -15,11 +15,13 @@ from torch import Tensor
 from axsparse.models import losses
 from axsparse.models.losses import (
     compiled,
+    distillation,
     linear_cross_entropy,
     logits_at_a_time,
     reject_foreign_words,
     summed_cross_entropy,
 )
+from axsparse.planner.profiled_model import DISTILLED_BYTES
 from axsparse.runtime.targets import IGNORED
 
 TOKENS, HIDDEN, WORDS = 24, 16, 100
@@ -243,3 +245,71 @@ def test_an_evaluation_has_the_loss_of_training() -> None:
         evaluated = linear_cross_entropy(hidden, weight, targets)
 
     assert torch.equal(evaluated, linear_cross_entropy(hidden, weight, targets))
+
+
+# -- the divergence from a teacher ---------------------------------------------------------------
+
+
+def of_teacher() -> tuple[Tensor, Tensor]:
+    """Hidden states of another width, and the weight that makes logits of them."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(2, TOKENS // 2, 7, generator=generator)
+    return hidden, torch.randn(WORDS, 7, generator=generator)
+
+
+def plain(own: Tensor, taught: Tensor, targets: Tensor, share: float, temperature: float) -> Tensor:
+    counts = targets != IGNORED
+    learnt, known = ((each[counts] / temperature).log_softmax(-1) for each in (own, taught))
+    apart = F.kl_div(learnt, known, reduction="sum", log_target=True)
+    hard = F.cross_entropy(own[counts], targets[counts], reduction="sum")
+    return (1 - share) * hard + share * temperature**2 * apart
+
+
+@pytest.mark.usefixtures("chunked")
+@pytest.mark.parametrize("share", [0.3, 1.0])
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("in_products", [False, True])
+def test_the_divergence_in_chunks_is_that_of_full_logits(
+    share: float, temperature: float, in_products: bool
+) -> None:
+    hidden, weight, targets = case()
+    hints, teaching = of_teacher()
+    logits = F.linear(hints, teaching)
+    expected = plain(F.linear(hidden, weight), logits, targets, share, temperature)
+    own = (hidden, weight) if in_products else (F.linear(hidden, weight),)
+    taught = (hints, teaching) if in_products else (logits,)
+
+    loss = distillation(own, taught, targets, share=share, temperature=temperature)
+
+    torch.testing.assert_close(loss, expected, rtol=FP32_TOLERANCE, atol=0)
+    ours = gradients(loss, hidden, weight, factor=0.125)
+    theirs = gradients(expected, hidden, weight, factor=0.125)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+
+
+@pytest.mark.usefixtures("chunked")
+def test_who_agrees_with_the_teacher_has_nothing_to_learn() -> None:
+    hidden, weight, targets = case()
+    logits = (100 * F.linear(hidden, weight)).detach()
+
+    loss = distillation((logits,), (logits,), targets, share=1.0, temperature=1.0)
+
+    assert abs(float(loss)) < 1e-3 * TOKENS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_divergence_never_has_all_logits(dtype: torch.dtype) -> None:
+    tokens, words, width = 512, 20_000, 8
+    hidden, weight = (torch.randn(n, width).to(dtype).requires_grad_() for n in (tokens, words))
+    taught = [torch.randn(n, width).to(dtype) for n in (tokens, words)]
+    targets = torch.randint(words, (tokens,))
+
+    def step() -> None:
+        distillation((hidden, weight), taught, targets, share=0.5, temperature=2.0).backward()
+
+    step()  # Gradients are there from now on.
+    peak = peak_of_torch(step) - weight.nbytes - 3 * hidden.nbytes
+
+    planned = DISTILLED_BYTES * logits_at_a_time(tokens, words)
+    assert 0.6 * planned < peak <= planned < 4 * tokens * words

@@ -80,6 +80,8 @@ class CheckpointManifest(_Strict):
     method_state: MethodState
     data: DataEntry
     config: dict[str, Any]
+    teacher: str | None = None
+    """The fingerprint of the teacher's weights; None without a teacher."""
     versions: dict[str, str]
     git: str | None
     """The commit of the checkout that wrote it, which may end in "-dirty"; None if unknown."""

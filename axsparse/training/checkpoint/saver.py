@@ -306,6 +306,7 @@ class Saver:
             method_state=pending.method_state,
             data=self._data.model_copy(update={"position": position}),
             config=self._config.model_dump(mode="json"),
+            teacher=self._plan.taught_from,
             versions=dict(versions()),
             git=self._git,
             layers={

@@ -221,8 +221,9 @@ TOLD = (
     *("spikes.", "samo.gradient", "pruning.rewarm_steps"),
 )
 """Keys that may change and are printed if they do, since later steps then compute other values."""
-START = ("model.from", "model.weights", "model.new")
-"""Keys of the first weights, which a checkpoint replaces by its own; changes are printed."""
+START = ("model.from", "model.weights", "model.new", "train.teacher")
+"""Keys of the first weights, which a checkpoint replaces by its own, and of the teacher, whose
+weights are compared; changes are printed."""
 
 
 def reject_other_model(checkpoint: Checkpoint, profile: ModelProfile) -> None:
@@ -263,6 +264,15 @@ def reject_other_data(checkpoint: Checkpoint, data: DataEntry) -> None:
                 f"was trained on {what} {getattr(there, what)}; give the run its data back, or "
                 "start another run"
             )
+
+
+def reject_other_teacher(checkpoint: Checkpoint, teacher: str | None) -> None:
+    """DataError if the teacher's weights differ from the checkpoint's; their path may differ."""
+    if teacher is not None and teacher != checkpoint.manifest.teacher:
+        raise DataError(
+            f"train.teacher: its weights are not those by which checkpoint {checkpoint.path} was "
+            "trained; give the run its teacher back, or start another run"
+        )
 
 
 def reject_other_settings(checkpoint: Checkpoint, config: Config, loaded: Config) -> list[str]:

@@ -1,0 +1,108 @@
+"""The teacher of a training: a frozen language model whose logits the trained one is to match.
+
+Every stage runs some layers of the teacher next to its own, and the activations of both travel
+together (docs/decisions/038-distillation.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from axsparse.config.hf_config import CONFIG_FILE, model_settings
+from axsparse.config.model_config import FAMILIES
+from axsparse.config.schema import Config, sample_length
+from axsparse.models.layer import Layer, LossFunction, Model
+from axsparse.models.losses import distillation, linear_cross_entropy, summed_cross_entropy
+from axsparse.models.zoo.hf_experts import BalancedLoss
+from axsparse.models.zoo.model_registry import model_without_weights, named_model
+from axsparse.runtime.errors import ConfigError, MissingInputError
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher, and the loss that it makes of a model's own."""
+
+    model: Model
+    """The teacher as a model of its own; it starts at its weights."""
+    loss: LossFunction
+    """The loss of the trained model without a teacher: a cross entropy."""
+    share: float
+    """The weight of the divergence from the teacher's logits, up to 1."""
+    temperature: float
+
+    def layers(self, numbers: Sequence[int]) -> list[Layer]:
+        """Layers of the teacher by their numbers, of which nothing is trained."""
+        layers = (self.model.layers[number] for number in numbers)
+        return [replace(layer, build=partial(_frozen, layer)) for layer in layers]
+
+    def distilled(
+        self, outputs: Sequence[Tensor], taught: Sequence[Tensor], targets: Tensor | None
+    ) -> Tensor:
+        """The summed loss of a microbatch, from what the last layers of the trained model and of
+        the teacher return (`losses.distillation`); routers are balanced as without a teacher."""
+
+        def plain(*given: Tensor) -> Tensor:
+            *own, wanted = given
+            return distillation(own, taught, wanted, share=self.share, temperature=self.temperature)
+
+        balances = isinstance(self.loss, BalancedLoss)
+        loss = replace(self.loss, loss=plain) if balances else plain
+        return loss(*outputs, targets)
+
+
+def _frozen(layer: Layer) -> nn.Module:
+    return layer.build().requires_grad_(requires_grad=False)
+
+
+def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) -> Model:
+    """The model with the teacher that `train.teacher` names; the same model if none is named.
+
+    Without `reads_weights` the teacher begins at random, for plans. Raises ConfigError for a model
+    with another loss than a cross entropy and for a teacher of another vocabulary or of shorter
+    sequences, MissingInputError and DataError for a folder that holds no model.
+    """
+    folder, where = config.train.teacher, config.where("train.teacher")
+    if folder is None:
+        return model
+    loss = model.loss.loss if isinstance(model.loss, BalancedLoss) else model.loss
+    if loss not in (linear_cross_entropy, summed_cross_entropy):
+        raise ConfigError(
+            f"{where}: model {model.name} has a loss of its own, and a teacher is for the cross "
+            "entropy of a language model; leave it out, or make a loss of both yourself"
+        )
+    path, length = Path(folder) / CONFIG_FILE, sample_length(config)
+    if not path.is_file():
+        raise MissingInputError(
+            f"{where}: {folder!r} has no {CONFIG_FILE}; name a Hugging Face folder of "
+            f"{CONFIG_FILE} and safetensors"
+        )
+    found = {"sequence_length": length, **model_settings(path), "from": folder}
+    settings = FAMILIES[found["name"]].model_validate(found)
+    if settings.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{where}: {folder!r} has a vocabulary of {settings.vocab_size}, and the model one of "
+            f"{model.vocab_size}; take a teacher of the same tokenizer"
+        )
+    if settings.sequence_length < length:
+        raise ConfigError(
+            f"{where}: {folder!r} reads {settings.sequence_length} tokens at most, and samples "
+            f"have {length}; set data.sequence_length to {settings.sequence_length}, or take "
+            "another teacher"
+        )
+    of_teacher = config.with_values({"model": settings, "data.sequence_length": length})
+    make = named_model if reads_weights else model_without_weights
+    train = config.train
+    return replace(
+        model,
+        teacher=Teacher(
+            make(of_teacher),
+            model.loss,
+            train.distillation_weight,
+            train.distillation_temperature,
+        ),
+    )
