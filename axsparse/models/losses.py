@@ -193,6 +193,7 @@ class _Distillation(torch.autograd.Function):
     ∂ / ∂z = (1 − α) · (softmax(z) − onehot(y)) + α · τ · (softmax(z / τ) − q)
     """
 
+    # Reason: autograd finds tensors among the arguments alone.
     @staticmethod
     def forward(
         ctx: Any,

@@ -331,7 +331,7 @@ def costs_text(profiled: ModelProfile) -> str:
 
 
 def _costs(profiled: ModelProfile) -> list[Any]:
-    """The costs of the layers, and as the first entry those of the teacher."""
+    """The costs of the layers, and as the first entry the costs of the teacher."""
     return [
         None if profiled.teacher is None else _costs(profiled.teacher),
         *(

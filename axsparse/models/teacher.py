@@ -50,8 +50,8 @@ class Teacher:
             *own, wanted = given
             return distillation(own, taught, wanted, share=self.share, temperature=self.temperature)
 
-        balances = isinstance(self.loss, BalancedLoss)
-        loss = replace(self.loss, loss=plain) if balances else plain
+        assert targets is not None, "a language model has targets"
+        loss = replace(self.loss, loss=plain) if isinstance(self.loss, BalancedLoss) else plain
         return loss(*outputs, targets)
 
 

@@ -111,8 +111,8 @@ class Stage:
 
     @torch.no_grad()
     def teach(self, taught: Tensors, key: Key) -> Tensors:
-        """The outputs of the teacher's last layer here, of which nothing is kept, from those of the
-        stage before; on the first stage from the inputs. Empty without a teacher."""
+        """The outputs of the teacher's last layer here, of which nothing is kept. `taught` are its
+        outputs on the stage before, and on the first stage the inputs. Empty without a teacher."""
         if self.teacher is None:
             return ()
         taught = self._cast(taught)

@@ -262,7 +262,7 @@ class ProfiledModel:
     @property
     def sample_flops(self) -> float:
         """Flops of a sample's forward and backward, by which the percentage of peak is counted:
-        three times the forward's, four times for recomputed layers, and once that of a teacher."""
+        three times the forward's, four times for recomputed layers, and a teacher's once."""
         every = self.config.pipeline.checkpoint_activations
         again = sum(
             layer.flops for n, layer in enumerate(self.profile.layers) if is_recomputed(n, every)
@@ -429,12 +429,9 @@ class ProfiledModel:
         logits = self.profile.loss_logits
         each = LOSS_BYTES if self.profile.loss_sums == NO_SUMS else CUT_LOSS_BYTES
         scores = self.sees_gradients or config.pruning.method == "snip"
-        taught, hints = self.profile.taught_by(numbers), self._hints(numbers)
-        if self.profile.teacher is not None:
-            each = DISTILLED_BYTES
         made = [4, SCORED_BYTES * (scores and self.on_host), GATHERED_BYTES * (full is not self)]
         sums = [*(layer.sums for layer in layers), *[self.profile.loss_sums] * is_last]
-        return StageLoad(
+        load = StageLoad(
             layers="",
             sum_bytes=8 if config.samo.gradient == "exact" else None,
             numbers=numbers,
@@ -444,16 +441,13 @@ class ProfiledModel:
             again_moved=_moved(again),
             trained=sum(map(_trained, layers)),
             kept=sum(self._kept(layer) for layer in layers),
-            state=stage_bytes(layers, self.profile.ties, self.kept, stored)
-            + self._state_of_teacher(numbers, stored),
+            state=stage_bytes(layers, self.profile.ties, self.kept, stored),
             temporary=width * max(map(_trained, layers)),
-            building=calibration.drawn + max(made) * _largest([*uncut, *taught]),
+            building=calibration.drawn + max(made) * _largest(uncut),
             saved=full._saved(uncut, g_data),
             held=activations.held,
-            working=max(activations.working, _passing(taught) - activations.held) + hints,
-            outputs=outputs + hints,
-            taught_flops=sum(layer.flops for layer in taught),
-            taught_moved=_moved(taught),
+            working=activations.working,
+            outputs=outputs,
             calibration=calibration.peak,
             deferred=activations.deferred,
             expanded=sum(self._expanded(layer, stored) for layer in layers),
@@ -462,26 +456,37 @@ class ProfiledModel:
             backward_sums=sum(
                 [each.backward for each in sums] + [layer.sums.again for layer in again], NO_SUM
             ),
-            loss_bytes=(
-                partial(_loss_bytes, (outputs + hints) / width, each, logits)
-                if is_last
-                else no_bytes
-            ),
+            loss_bytes=partial(_loss_bytes, outputs / width, each, logits) if is_last else no_bytes,
         )
-
-    def _hints(self, numbers: range) -> int:
-        """Bytes that the teacher's layers next to these hand on, for a sample."""
-        taught = self.profile.taught_by(range(numbers.stop))
-        costs = taught[-1].activations if taught else None
-        return 0 if costs is None else costs.outputs
-
-    def _state_of_teacher(self, numbers: range, stored: StateFormat) -> StateBytes:
-        """Bytes of the teacher's layers next to these, which have weights and no other state."""
         teacher = self.profile.teacher
-        if teacher is None:
-            return StateBytes()
-        layers = list(map(_frozen, self.profile.taught_by(numbers)))
-        return stage_bytes(layers, teacher.ties, {}, replace(stored, offload=False))
+        return load if teacher is None else self._taught(load, teacher, numbers, stored)
+
+    def _taught(
+        self, load: StageLoad, teacher: ModelProfile, numbers: range, stored: StateFormat
+    ) -> StageLoad:
+        """The load of these layers with the teacher's layers next to them, which have weights and
+        no other state, and of whose forward nothing is kept but what they hand on."""
+        taught = self.profile.taught_by(numbers)
+        *_, before = None, *self.profile.taught_by(range(numbers.stop))
+        costs = None if before is None else before.activations
+        hints = 0 if costs is None else costs.outputs
+        weights = stage_bytes(
+            list(map(_frozen, taught)), teacher.ties, {}, replace(stored, offload=False)
+        )
+        loss, is_last = load.loss_bytes, numbers.stop == len(self.profile.layers)
+        if is_last:
+            given = (load.outputs + hints) / stored.weight_bytes
+            loss = partial(_loss_bytes, given, DISTILLED_BYTES, self.profile.loss_logits)
+        return replace(
+            load,
+            state=load.state + weights,
+            building=max(load.building, 4 * _largest(taught)),
+            working=max(load.working, _passing(taught) - load.held) + hints,
+            outputs=load.outputs + hints,
+            taught_flops=sum(layer.flops for layer in taught),
+            taught_moved=_moved(taught),
+            loss_bytes=loss,
+        )
 
     def stored(self, weights: WeightKind) -> ProfiledModel:
         """The same training with pruned weights stored like this at rest."""

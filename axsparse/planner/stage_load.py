@@ -51,8 +51,8 @@ class StageLoad:
     working: float
     """Bytes of one layer's activations while its backward runs, for a sample."""
     outputs: float
-    """Bytes that go to the next stage and come back as gradients, for a sample. Those of a teacher,
-    which do not come back, are among them."""
+    """Bytes that go to the next stage and come back as gradients, for a sample. A teacher's are
+    among them, which do not come back."""
     sum_bytes: int | None = None
     """Bytes in which replicas sum a gradient entry; None for the bytes of a weight."""
     numbers: range = range(0)

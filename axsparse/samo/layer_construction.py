@@ -95,6 +95,7 @@ def build_layers(
     ]
 
 
+# Reason: a parameter after the other is built, frozen, tied or trained.
 def _construct_layer(
     layer: Layer,
     ties: Mapping[str, str],
@@ -121,13 +122,13 @@ def _construct_layer(
             )
         if not parameter.requires_grad:
             first_use = untrained.get(ties.get(name, ""))
-            if first_use is not None:
+            if first_use is None:
+                put_storage(parameter, _storage(parameter, owner, options))
+                parameter.detach().copy_(values(local_name))
+                frozen.append(parameter)
+            else:
                 put_storage(parameter, first_use.detach())
-                continue
-            put_storage(parameter, _storage(parameter, owner, options))
-            parameter.detach().copy_(values(local_name))
             untrained[name] = parameter
-            frozen.append(parameter)
             continue
         first = ties.get(name, name)
         tensor = TensorState(
