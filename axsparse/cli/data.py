@@ -12,7 +12,7 @@ from pathlib import Path
 from axsparse.cli.parser import CommandParser, integer, share
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request, prepare
-from axsparse.data.tokenizers import SEPARATOR, in_folder
+from axsparse.data.tokenizers import SEPARATOR
 from axsparse.runtime.console import make_console
 
 MEGABYTE = 1_000_000
@@ -78,11 +78,14 @@ def _add_tokenizer(arguments: CommandParser) -> None:
         "learn a byte-pair encoding of VOCAB tokens; without it and --tokenizer, tokens are bytes"
     )
     either("--train-bpe", metavar="VOCAB", type=int, help=text)
-    text = "a tokenizer.json of Hugging Face's library, or a folder with one: that of model.from"
+    text = (
+        "a Hugging Face folder (that of model.from), or its tokenizer.json; settings next to the "
+        "file are heeded"
+    )
     either("--tokenizer", metavar="PATH", type=Path, help=text)
     text = (
-        "with --tokenizer: the token after each document (default: eos_token in the folder's "
-        f"tokenizer_config.json, else {SEPARATOR})"
+        "with --tokenizer: the token after each document (default: the tokenizer's eos_token, "
+        f"else {SEPARATOR})"
     )
     arguments.add_argument("--separator", metavar="TOKEN", help=text)
     text = (
@@ -120,9 +123,6 @@ def _add_reading(add: Callable[..., object]) -> None:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    tokenizer, end = None, None
-    if arguments.tokenizer is not None:
-        tokenizer, end = in_folder(arguments.tokenizer)
     request = Request(
         inputs=tuple(arguments.inputs),
         out=arguments.out,
@@ -130,8 +130,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
         validation_fraction=arguments.validation_fraction,
         train_bpe=arguments.train_bpe,
         bpe_sample_bytes=arguments.bpe_sample_mb * MEGABYTE,
-        tokenizer=tokenizer,
-        separator=arguments.separator or end or SEPARATOR,
+        tokenizer=arguments.tokenizer,
+        separator=arguments.separator,
         reading=Reading(
             split_documents=arguments.split_documents,
             jsonl_field=arguments.jsonl_field,

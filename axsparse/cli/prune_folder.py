@@ -32,7 +32,6 @@ from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
-from axsparse.data.tokenizers import SEPARATOR, in_folder
 from axsparse.models.adapters import INNER, OUTER, merged, with_adapters
 from axsparse.models.layer import Model, StartValues
 from axsparse.models.start_weights import FromFile
@@ -294,14 +293,12 @@ def _evaluated(trainer: Trainer) -> Evaluation:
 
 def _prepare(order: PruneOrder) -> None:
     """Prepare the tokens, unless that has been done."""
-    tokenizer, end = in_folder(order.source)
     request = Request(
         inputs=order.data,
         out=order.work / "tokens",
         validation=order.validation,
         validation_fraction=0.0 if order.validation else 0.05,
-        tokenizer=tokenizer,
-        separator=end or SEPARATOR,
+        tokenizer=order.source,
     )
     prepare_and_show(request, len(os.sched_getaffinity(0)))
 

@@ -6,13 +6,15 @@ The template is rendered by transformers, an optional dependency, in a sandbox o
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from axsparse.data.tokenizers import GivenTokenizer
 from axsparse.runtime.errors import ConfigError
 
 MARKS = re.compile(r"\{%-?\s*generation\b")
@@ -82,40 +84,23 @@ class Encoded(NamedTuple):
 class ChatTemplate:
     """The chat templates of a Hugging Face folder, and its tokenizer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, given: GivenTokenizer) -> None:
         """Raises ConfigError without transformers, and for a folder without a template."""
-        try:
-            from transformers import PreTrainedTokenizerFast
-        except ImportError:
+        if find_spec("transformers") is None:
             raise ConfigError(
                 "chats need transformers, which is not installed; pip install 'axsparse[hf]', with "
                 "Python 3.11 or newer"
-            ) from None
-        try:
-            # Nothing in the folder is executed: this class reads JSON and the templates.
-            self._tokenizer: Any = PreTrainedTokenizerFast.from_pretrained(str(folder))
-        except Exception as reason:
-            raise ConfigError(
-                f"--tokenizer: {folder} has no tokenizer that transformers reads "
-                f"({' '.join(str(reason).split())}); name a folder that save_pretrained wrote"
-            ) from None
-        self._folder = folder
-        self._tokenizer.model_max_length = sys.maxsize  # Samples are cut later: no warning here.
-        templates = self._tokenizer.chat_template
+            )
+        self._folder, self._tokenizer = given.folder, given.loaded
+        templates = getattr(given.loaded, "chat_template", None)
         if not templates:
             raise ConfigError(
-                f"--tokenizer: {folder} has no chat template, which chats need; name the folder of "
-                "a model for chats, or put its chat_template.jinja there"
+                f"--tokenizer: {given.folder} has no chat template, which chats need; name the "
+                "folder of a model for chats, or put its chat_template.jinja there"
             )
-        told = json.dumps(templates, sort_keys=True).encode() + self.tokenizer_json
+        self._tokenizer.model_max_length = sys.maxsize  # Samples are cut later: no warning here.
+        told = json.dumps(templates, sort_keys=True).encode() + given.json
         self.digest = hashlib.blake2b(told, digest_size=16).hexdigest()
-
-    @property
-    def tokenizer_json(self) -> bytes:
-        """The folder's tokenizer.json with the special tokens that its settings add, as
-        transformers reads both: texts and prompts next to chats have their ids."""
-        text: str = self._tokenizer.backend_tokenizer.to_str(pretty=True)
-        return text.encode()
 
     def encode(self, chat: Chat) -> Encoded | str:
         """The tokens of a chat, or why it cannot be used.
@@ -129,6 +114,12 @@ class ChatTemplate:
             arguments = chat.arguments()
         except ValueError as reason:
             return f"{TOOLS} or {KWARGS} that cannot be read ({reason})"[:WHY]
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+        if settled := sorted(taken & arguments.keys() - {TOOLS, TEMPLATE, "documents", "kwargs"}):
+            return (
+                f"{KWARGS} that are no variables of a template ({', '.join(settled)}: the "
+                "preparation sets what apply_chat_template does)"
+            )
         named = arguments.get(TEMPLATE)
         try:
             asked = named if isinstance(named, str) else None

@@ -491,11 +491,8 @@ def _found(raw: BinaryIO, source: DocumentSource, reading: Reading) -> Iterator[
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The text in pieces of about `PIECE` characters, cut before white space after a word.
-
-    In GPT-2's byte-pair encoding no token reaches across such a place, so that the tokens of the
-    pieces are the tokens of the text. If there is no such place within `SLACK` characters, the cut
-    is made after `PIECE` characters. The last piece may be empty.
+    """The text in pieces of about `PIECE` characters, cut before white space after a word, or
+    after `PIECE` characters if there is none within `SLACK`. The last piece may be empty.
     """
     begin = 0
     while len(text) - begin > PIECE + SLACK:

@@ -57,18 +57,21 @@ from axsparse.data.token_file import (
 )
 from axsparse.data.tokenizers import (
     LEAST_BPE,
+    OVERLAP,
     SEPARATOR,
     ByteTokenizer,
+    GivenTokenizer,
+    LongText,
     Subwords,
     Tokenizer,
     Tokens,
-    import_tokenizers,
+    given_tokenizer,
     library_version,
     set_threads,
     train_bpe,
 )
 from axsparse.runtime.console import Console, format_bytes, format_count, format_seconds
-from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading, writing
+from axsparse.runtime.errors import ConfigError, DataError, OutputError, writing
 from axsparse.runtime.files.atomic import UNFINISHED, new_path
 from axsparse.runtime.files.run_folder import FileLock
 from axsparse.runtime.provenance import __version__
@@ -114,9 +117,10 @@ class Request:
     bpe_sample_bytes: int = 64_000_000
     """Text that byte-pair encoding is learnt from, spread evenly over the sources."""
     tokenizer: Path | None = None
-    """A tokenizer.json of Hugging Face's tokenizers library, applied as it is."""
-    separator: str = SEPARATOR
-    """The token of `tokenizer` that is written after each document."""
+    """A Hugging Face folder, or a tokenizer.json, with the settings next to it."""
+    separator: str | None = None
+    """The token of `tokenizer` that is written after each document; None: its own end of a text,
+    else `SEPARATOR`."""
     reading: Reading = field(default_factory=Reading)
 
     @property
@@ -142,6 +146,8 @@ class PreparationProgress(BaseModel):
     """The token of its file at which the document begins whose end has not been read yet."""
     problem: str | None = None
     """Why that document will be left out."""
+    long_text: tuple[str, str, int] | None = None
+    """The state of its text, of which some ids are still to be written."""
 
     @property
     def reasons(self) -> str:
@@ -166,7 +172,8 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
     Raises ConfigError, DataError, MissingInputError and OutputError.
     """
     began = time.monotonic()
-    settings = _settings(request)
+    given = None if request.tokenizer is None else given_tokenizer(request.tokenizer)
+    settings = _settings(request, given)
     out = request.out
     with writing(f"--out: {out}", "free the disk, or choose another place"):
         out.mkdir(parents=True, exist_ok=True)
@@ -175,9 +182,8 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
                 request.inputs, request.validation, out, request.reading
             )
             firsts = [*first_contents(sources, request.reading)]
-            template = (
-                _template(request) if any(isinstance(content, Chat) for content in firsts) else None
-            )
+            has_chats = any(isinstance(content, Chat) for content in firsts)
+            template = _template(given) if has_chats else None
             if template is not None:
                 settings["chat_template"] = template.digest
             if any(map(has_marks, firsts)):
@@ -188,7 +194,7 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
                 console.line(f"{out / SIDECAR}: already prepared from these files, and unharmed")
             else:
                 folder, marked = out / f"{PARTIAL}{key}", "marked" in settings
-                run = _Run(request, sources, folder, console, template, marked)
+                run = _Run(request, sources, folder, console, given, template, marked)
                 files = f"{_count(len(sources), 'file')}, {format_bytes(run.size)}"
                 console.line(f"{files} · {settings['tokenizer']} → {out}")
                 set_threads(threads)
@@ -219,7 +225,7 @@ def _locked(folder: Path, console: Console) -> Iterator[None]:
         lock.release()
 
 
-def _settings(request: Request) -> Settings:
+def _settings(request: Request, given: GivenTokenizer | None) -> Settings:
     """The settings that the tokens depend on, beside the sources."""
     divider(request.reading.split_documents)
     out = request.out.resolve()
@@ -248,26 +254,24 @@ def _settings(request: Request) -> Settings:
             "bpe_sample_bytes": request.bpe_sample_bytes,
             "library": library_version(),
         }
-    elif request.tokenizer is not None:
-        import_tokenizers()
-        with reading(f"--tokenizer: {request.tokenizer}", "name a tokenizer.json"):
-            digest = digest_of(request.tokenizer)
+    elif given is not None:
         settings |= {
-            "tokenizer": f"file {digest}",
-            "separator": request.separator,
+            "tokenizer": f"file {hashlib.blake2b(given.json, digest_size=16).hexdigest()}",
+            "separator": request.separator or given.end or SEPARATOR,
+            "split_special_tokens": given.split_special_tokens,
             "library": library_version(),
         }
     return settings
 
 
-def _template(request: Request) -> ChatTemplate:
+def _template(given: GivenTokenizer | None) -> ChatTemplate:
     """The template of the tokenizer's folder; ConfigError if there is none."""
-    if request.tokenizer is None:
+    if given is None:
         raise ConfigError(
             "--tokenizer: the input holds chats, whose words a template puts together; name a "
             "Hugging Face folder with a chat template"
         )
-    return ChatTemplate(request.tokenizer.parent)
+    return ChatTemplate(given)
 
 
 def _key(settings: Settings, sources: Sequence[DocumentSource]) -> str:
@@ -305,6 +309,7 @@ class _Run:
     folder: Path
     """For unfinished files; it may have the files of an earlier run."""
     console: Console
+    given: GivenTokenizer | None
     template: ChatTemplate | None
     """Makes tokens of chats; there if the sources hold some."""
     marked: bool
@@ -374,22 +379,22 @@ class _Run:
     def _tokenizer(self) -> Tokenizer:
         """The tokenizer that is asked for, by its file in the folder, if it has one."""
         request, path = self.request, self.folder / TOKENIZER
-        if request.train_bpe is None and request.tokenizer is None:
+        if request.train_bpe is None and self.given is None:
             return ByteTokenizer()
-        if self.template is not None:
-            _write_file(path, self.template.tokenizer_json)
-        elif request.tokenizer is not None:
-            _write_file(path, request.tokenizer.read_bytes())
+        if self.given is not None:
+            _write_file(path, self.given.json)
         elif request.train_bpe is not None and not path.exists():  # else an earlier run learnt it
             sample = format_bytes(min(self.size, request.bpe_sample_bytes))
             self.console.line(f"learning {request.train_bpe:,} words from {sample} …")
             _write_file(path, train_bpe(self._sample(), request.train_bpe))
         record = TokenizerRecord(
-            kind="bpe" if request.tokenizer is None else "file",
+            kind="bpe" if self.given is None else "file",
             digest=digest_of(path),
             library=library_version(),
+            split_special_tokens=self.given is not None and self.given.split_special_tokens,
         )
-        return Subwords(path, record, request.separator, given=request.tokenizer)
+        end = request.separator or (self.given and self.given.end) or SEPARATOR
+        return Subwords(path, record, end, given=request.tokenizer)
 
     def _sample(self) -> Iterator[str]:
         """A share of the training documents, spread evenly, to learn a vocabulary from."""
@@ -488,14 +493,15 @@ class _Encoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
+        self.long_text: LongText | None = None
+        """The text of a document that has not ended yet."""
         self.dtype = stored(dtype_for(tokenizer.vocab_size, marked=marked))
         self.mark = mark_of(self.dtype) if marked else 0
         """The offset added to the ids of tokens that are no targets."""
 
     def encode(self, batch: Sequence[Piece]) -> Iterator[tuple[Tokens, str | None]]:
         """The ids of each piece, and why its document cannot be used, if that is so."""
-        encoded = self._tokenizer.encode_batch([piece.text for piece in batch])
-        for piece, ids in zip(batch, encoded, strict=True):
+        for piece, ids in zip(batch, self._texts(batch), strict=True):
             if piece.content is None or piece.problem is not None:
                 yield ids, piece.problem
             elif has_marks(piece.content) and not self.mark:
@@ -506,6 +512,36 @@ class _Encoder:
                 yield self._completion(piece.content)
             else:
                 yield self._ids(np.array(piece.content))
+
+    def resume(self, state: tuple[str, str, int] | None) -> None:
+        """Go on with the text of a document as it was when progress was recorded."""
+        if state is not None and isinstance(self._tokenizer, Subwords):
+            self.long_text = LongText(self._tokenizer, *state)
+
+    def _texts(self, batch: Sequence[Piece]) -> Iterator[Tokens]:
+        """The ids of the text of each piece; of a document in several, those that are sure."""
+        tokenizer = self._tokenizer
+        if isinstance(tokenizer, ByteTokenizer):
+            yield from tokenizer.encode_batch([piece.text for piece in batch])
+            return
+        is_long, tails, texts = [], [], []
+        tail = None if self.long_text is None else self.long_text.tail
+        for piece in batch:
+            tails.append(tail or "")
+            texts.append(tails[-1] + piece.text)
+            is_long.append(tail is not None or not piece.ends)
+            tail = None if piece.ends else texts[-1][-OVERLAP:]
+        encoded = tokenizer.encode_batch([*tails, *texts])
+        for piece, so, *ids in zip(
+            batch, is_long, encoded[: len(batch)], encoded[len(batch) :], strict=True
+        ):
+            if not so:
+                yield ids[1]
+                continue
+            text = self.long_text or LongText(tokenizer)
+            sure = text.add(piece.text, *ids)
+            self.long_text = None if piece.ends else text
+            yield np.concatenate([sure, text.end()]) if piece.ends else sure
 
     def begin(self, piece: Piece) -> Tokens:
         """The ids before the first piece of a document: a text's own first tokens."""
@@ -591,6 +627,7 @@ class _Writer:
             pass  # There is no record, or it is damaged: the files are written again.
         for split, count in self.progress.tokens.items():
             self._split(split, count)
+        encoder.resume(self.progress.long_text)
 
     def add(self, batch: Sequence[Piece]) -> None:
         """Encode these pieces and append their tokens."""
@@ -602,6 +639,8 @@ class _Writer:
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
+        text = self._encoder.long_text
+        self.progress.long_text = None if text is None else text.state
         _write_file(self._path, self.progress.model_dump_json().encode())
 
     def _append(self, piece: Piece, ids: Tokens, problem: str | None) -> None:

@@ -57,6 +57,8 @@ class ExportedTokenizer:
     begin: str | None = None
     """The token that begins each document; None if there is none but the end of the one before."""
     begin_id: int | None = None
+    split_special_tokens: bool = False
+    """Whether special tokens in a text are letters."""
 
     @property
     def ids(self) -> dict[str, int]:
@@ -78,6 +80,7 @@ class ExportedTokenizer:
                 "eos_token": self.end,
                 "model_max_length": length,
                 "clean_up_tokenization_spaces": False,
+                "split_special_tokens": self.split_special_tokens,
             },
             GENERATION: self.ids,
         }
@@ -108,7 +111,9 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
         json.loads(path.read_bytes()) | bare,
         end,
         sidecar.separator,
-        *((made.decode(begin), begin[0]) if begin else ()),
+        begin=made.decode(begin) if begin else None,
+        begin_id=begin[0] if begin else None,
+        split_special_tokens=sidecar.tokenizer.split_special_tokens,
     )
 
 

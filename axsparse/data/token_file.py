@@ -49,6 +49,8 @@ class TokenizerRecord(Record):
     """BLAKE2b-128 of tokenizer.json; empty for bytes."""
     library: str = ""
     """Name and version of the library that applied the tokenizer; empty for bytes."""
+    split_special_tokens: bool = False
+    """Whether special tokens in a text are letters, as a setting of transformers has it."""
 
 
 class SplitRecord(Record):

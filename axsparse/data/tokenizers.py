@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from axsparse.config.hf_config import read_json
 from axsparse.data.token_file import TOKENIZER, TokenizerRecord
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, reading
 
 if TYPE_CHECKING:
     import tokenizers
@@ -24,14 +24,23 @@ SEPARATOR = "<|endoftext|>"
 """The token that is written after each document, unless another is asked for."""
 LEAST_BPE = 257
 """The smallest vocabulary of byte-pair encoding: the 256 bytes and the separator."""
+BESIDE = (
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
+    "chat_template.jinja",
+)
+"""Files next to a tokenizer.json from which transformers takes settings of its tokenizer."""
+PROBE = "The cat's  12,345\n\n  \u00c9te\u0301 \ufb01\t "
+"""A text whose ids say, with special tokens after it, whether two tokenizers are the same."""
+OVERLAP = 1 << 11
+"""Characters that a window of a long text shares with the one before."""
+LEAST_SHARED = 8
+"""The fewest ids of these characters at which two windows are joined."""
 
 
 class ByteTokenizer:
     """Every byte of the UTF-8 text is a token.
 
-    The byte 255 never occurs in UTF-8, and separates documents. Of every tokenizer the ids of a
-    text are the concatenated ids of its pieces, which `documents.pieces` cuts before white space
-    that follows a word.
+    The byte 255 never occurs in UTF-8, and separates documents.
     """
 
     record = TokenizerRecord(kind="bytes")
@@ -70,10 +79,11 @@ class Subwords:
         they name `given`, the file of the user that `path` is made from."""
         library = import_tokenizers()
         self._path = given or path
-        with self._refusing("holds no tokenizer"):
+        with _refusing(self._path, "holds no tokenizer"):
             self._tokenizer = library.Tokenizer.from_file(str(path))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = record.split_special_tokens
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if separator not in vocabulary:
             raise ConfigError(
@@ -90,7 +100,7 @@ class Subwords:
 
     def _around(self) -> tuple[Tokens, Tokens]:
         """The ids that the tokenizer puts before and after a text."""
-        with self._refusing("cannot encode a text"):
+        with _refusing(self._path, "cannot encode a text"):
             encoding = self._tokenizer.encode("a")
         outside = np.array(encoding.special_tokens_mask, dtype=bool)
         ids = np.array(encoding.ids, dtype=np.uint32)
@@ -101,53 +111,150 @@ class Subwords:
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         # This call alone leaves out the places of the tokens in the text.
-        with self._refusing("cannot encode a text"):
+        with _refusing(self._path, "cannot encode a text"):
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Sequence[int]) -> str:
-        with self._refusing("cannot decode ids"):
+        with _refusing(self._path, "cannot decode ids"):
             text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
         return text
-
-    @contextmanager
-    def _refusing(self, what: str) -> Iterator[None]:
-        """DataError for the library's errors: an Exception, or a panic of Rust, which is none and
-        cannot be imported."""
-        try:
-            yield
-        except BaseException as reason:
-            if not isinstance(reason, Exception) and type(reason).__name__ != "PanicException":
-                raise
-            raise DataError(
-                f"--tokenizer: {self._path} {what} ({' '.join(str(reason).split())}); name a "
-                "tokenizer.json of Hugging Face's tokenizers library"
-            ) from None
 
 
 Tokenizer = ByteTokenizer | Subwords
 
 
-def in_folder(path: Path) -> tuple[Path, str | None]:
-    """A tokenizer.json and the token that ends a text, of a Hugging Face folder.
+class LongText:
+    """Encodes a text that is too long to be encoded at once.
 
-    `path` may be the file itself; then the token is None, as where the folder names none.
-    MissingInputError if the folder has no tokenizer.json, DataError if its settings are none.
+    Pieces of it are encoded in windows, each with the last `OVERLAP` characters before it. These
+    are encoded alone as well: two windows are joined in their middle where the first has the same
+    ids from a quarter of them on, and the second up to three quarters. Else both are encoded as
+    one, which gives the whole text its ids.
     """
-    if not path.is_dir():
-        return path, None
-    file = path / TOKENIZER
-    if not file.is_file():
-        raise MissingInputError(
-            f"--tokenizer: {path} has no {TOKENIZER}; name a folder that save_pretrained of a "
-            "recent transformers wrote"
+
+    def __init__(
+        self, tokenizer: Subwords, text: str = "", later: str = "", given: int = 0
+    ) -> None:
+        """A text without pieces yet, or one that goes on at the `state` of another."""
+        self._tokenizer, self._text, self._later, self._given = tokenizer, text, later, given
+        (self._ids,) = tokenizer.encode_batch([text])
+
+    @property
+    def state(self) -> tuple[str, str, int]:
+        """The last window, the pieces that are still to be encoded with it, and the number of ids
+        of the window that were given out."""
+        return self._text, self._later, self._given
+
+    @property
+    def tail(self) -> str:
+        """The characters with which the window of the next piece begins."""
+        return (self._text + self._later)[-OVERLAP:]
+
+    def add(self, piece: str, tail_ids: Tokens, ids: Tokens) -> Tokens:
+        """The ids that the text is sure to have next; `ids` encode `tail` and the piece."""
+        shared, first = tail_ids.size, self._ids.size - tail_ids.size
+        begin, end = shared // 4, shared - shared // 4
+        agree = (
+            not self._later
+            and shared >= LEAST_SHARED
+            and first + begin >= self._given
+            and np.array_equal(self._ids[first + begin :], tail_ids[begin:])
+            and np.array_equal(ids[:end], tail_ids[:end])
         )
-    beside = path / "tokenizer_config.json"
-    end = read_json(beside).get("eos_token") if beside.exists() else None
-    name = end.get("content") if isinstance(end, dict) else end
-    if not (name is None or isinstance(name, str)):
-        raise DataError(f"{beside}: eos_token is {name!r}, not the text of a token; correct it")
-    return file, name
+        if not agree:
+            self._later += piece
+            if len(self._later) >= len(self._text):  # Encoding again takes twice the time at most.
+                self._merge()
+            return self._ids[:0]
+        sure = self._ids[self._given : first + shared // 2]
+        self._text, self._ids, self._given = self.tail + piece, ids, shared // 2
+        return sure
+
+    def end(self) -> Tokens:
+        """The ids that are left."""
+        if self._later:
+            self._merge()
+        return self._ids[self._given :]
+
+    def _merge(self) -> None:
+        self._text, self._later = self._text + self._later, ""
+        (self._ids,) = self._tokenizer.encode_batch([self._text])
+
+
+@dataclass(frozen=True)
+class GivenTokenizer:
+    """A tokenizer that the user names: `AutoTokenizer.from_pretrained` of transformers reads it."""
+
+    folder: Path
+    json: bytes
+    """Its tokenizer.json, with what the settings next to the file change."""
+    end: str | None = None
+    """The token that ends a text, if there is one."""
+    split_special_tokens: bool = False
+    """Whether special tokens in a text are letters."""
+    loaded: Any = None
+    """The tokenizer of transformers; None if the file has nothing next to it that it would read."""
+
+
+def given_tokenizer(path: Path) -> GivenTokenizer:
+    """The tokenizer of a folder, or of a tokenizer.json with the settings next to it.
+
+    MissingInputError if nothing is there, DataError if transformers cannot read it or adds code of
+    its own to what a tokenizer.json says, ConfigError if it is needed and not installed.
+    """
+    folder = path if path.is_dir() else path.parent
+    file = folder / TOKENIZER if path.is_dir() else path
+    is_alone = file.name != TOKENIZER or not any((folder / name).exists() for name in BESIDE)
+    if is_alone and (file.is_file() or not path.is_dir()):
+        import_tokenizers()
+        with reading(f"--tokenizer: {path}", "name a tokenizer.json, or a folder with one"):
+            return GivenTokenizer(folder, file.read_bytes())
+    try:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    except ImportError:
+        raise ConfigError(
+            f"--tokenizer: transformers, which is not installed, reads the settings in {folder}; "
+            "pip install 'axsparse[hf]' with Python 3.11 or newer, or name a copy of its "
+            f"{TOKENIZER} that lies alone"
+        ) from None
+    with _refusing(folder, "has no tokenizer that transformers reads"):
+        # Neither code of the folder nor the network is used.
+        loaded: Any = AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=False, local_files_only=True
+        )
+        special = [str(token) for token in loaded.added_tokens_decoder.values()][:8]
+        probe = PROBE.join(["", *special, ""])
+        theirs = loaded(probe)["input_ids"]
+        known = isinstance(loaded, PreTrainedTokenizerFast)
+        text: str = loaded.backend_tokenizer.to_str(pretty=True) if known else "{}"
+        split = bool(loaded.split_special_tokens)
+        ours = import_tokenizers().Tokenizer.from_str(text) if known else None
+    if ours is not None:
+        ours.encode_special_tokens = split
+    if ours is None or ours.encode(probe).ids != theirs:
+        raise DataError(
+            f"--tokenizer: {type(loaded).__name__} of {folder} has code of its own next to what a "
+            f"{TOKENIZER} says; save input_ids that it makes by save_to_disk of `datasets`, and "
+            "name that folder as data.path"
+        )
+    return GivenTokenizer(folder, text.encode(), loaded.eos_token, split, loaded)
+
+
+@contextmanager
+def _refusing(path: Path, what: str) -> Iterator[None]:
+    """DataError for errors of the libraries: an Exception, or a panic of Rust, which is none and
+    cannot be imported."""
+    try:
+        yield
+    except BaseException as reason:
+        if not isinstance(reason, Exception) and type(reason).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"--tokenizer: {path} {what} ({' '.join(str(reason).split())}); name a "
+            f"{TOKENIZER} of Hugging Face's tokenizers library, or a folder that save_pretrained "
+            "wrote"
+        ) from None
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:

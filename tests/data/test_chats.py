@@ -19,6 +19,7 @@ from axsparse.data.preparation import Request
 from axsparse.data.run_tokenizer import byte_tokenizer, exported_tokenizer, run_tokenizer
 from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import read_sidecar
+from axsparse.data.tokenizers import given_tokenizer
 from axsparse.runtime.errors import ConfigError, DataError
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_masks.json").read_text())
@@ -68,7 +69,7 @@ def prepared(source: Path, folder: Path) -> Any:
 
 @pytest.mark.parametrize("kind", ["marked", "plain"])
 def test_what_counts_is_what_counts_for_trl(kind: str, tmp_path: Path) -> None:
-    template = ChatTemplate(folder_of(kind, tmp_path))
+    template = ChatTemplate(given_tokenizer(folder_of(kind, tmp_path)))
 
     for chat, theirs in zip(CHATS, TRL[kind], strict=False):
         encoded = template.encode(Chat(list(chat)))
@@ -135,7 +136,7 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
 
 
 def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path) -> None:
-    template = ChatTemplate(folder_of("forgets", tmp_path))
+    template = ChatTemplate(given_tokenizer(folder_of("forgets", tmp_path)))
 
     assert not isinstance(template.encode(Chat(list(CHATS[0]))), str)
     assert "no {% generation %} marks answers" in str(template.encode(Chat(list(CHATS[1]))))
@@ -238,7 +239,8 @@ def test_tools_and_variables_of_a_record_go_to_the_template_that_transformers_ta
     set_up(folder, chat_template=named_ones if named else WITH_ALL)
     from transformers import AutoTokenizer
 
-    judge, template = AutoTokenizer.from_pretrained(str(folder)), ChatTemplate(folder)
+    judge = AutoTokenizer.from_pretrained(str(folder))
+    template = ChatTemplate(given_tokenizer(folder))
     beside: list[dict[str, Any]] = [
         {},
         {"tools": [TOOL]},
@@ -311,11 +313,31 @@ def test_a_template_that_fails_says_why(
 
 
 def test_tools_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    template = ChatTemplate(folder_of("plain", tmp_path))
+    template = ChatTemplate(given_tokenizer(folder_of("plain", tmp_path)))
 
     for tools in ("[", {"name": "add"}):
         found = str(template.encode(Chat([*CHATS[0]], tools)))
         assert found.startswith("tools or chat_template_kwargs that cannot be read (")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("add_generation_prompt", True),
+        ("continue_final_message", True),
+        ("tokenize", False),
+        ("max_length", 5),
+        ("return_tensors", "pt"),
+        ("conversation", []),
+    ],
+)
+def test_what_is_no_variable_of_a_template_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    template = ChatTemplate(given_tokenizer(folder_of("plain", tmp_path)))
+
+    assert template.encode(Chat([*CHATS[0]], None, {name: value, "mood": "calm"})) == (
+        f"chat_template_kwargs that are no variables of a template ({name}: the preparation sets "
+        "what apply_chat_template does)"
+    )
 
 
 @pytest.mark.parametrize("ends", [False, True])

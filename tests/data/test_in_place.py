@@ -161,6 +161,12 @@ def state_of(state: object) -> Callable[[Path], Path]:
     return change
 
 
+def stateless(folder: Path) -> Path:
+    (folder / "d" / "train").mkdir(parents=True)
+    (folder / "d" / "dataset_dict.json").write_text('{"splits": ["train"]}')
+    return folder / "d"
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "magic": (patched(0, "<B", 0), r"c\.idx is no index of Megatron's indexed datasets \(MMIDIDX"),
     "version": (patched(9, "<Q", 2), r"c\.idx has version 2, and 1 is known; copy both files"),
@@ -212,11 +218,18 @@ def test_damage_is_told_in_one_line(kind: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
+GONE = (
+    r"c\.bin cannot be read",
+    "d/shadow is not there; c",
+    r"train/state\.json cannot be read \(.*\); name a folder that save_to_disk wrote",
+)
+
+
 @pytest.mark.parametrize(
-    "make", [gone, state_of({"_data_files": [{"filename": "../../etc/shadow"}]})]
+    "make", [gone, stateless, state_of({"_data_files": [{"filename": "../../etc/shadow"}]})]
 )
 def test_files_that_are_not_there_are_missing(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    with pytest.raises(MissingInputError, match=r"c\.bin cannot be read|d/shadow is not there; c"):
+    with pytest.raises(MissingInputError, match="|".join(GONE)):
         in_place(make(tmp_path), "data.path")
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import builtins
-import re
+import json
+import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +14,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.preparing import run
 
-from axsparse.data import documents
+from axsparse.config.schema import DataConfig
+from axsparse.data import tokenizers
+from axsparse.data.preparation import Request
+from axsparse.data.run_tokenizer import exported_tokenizer, run_tokenizer
 from axsparse.data.token_file import TokenizerRecord
 from axsparse.data.tokenizers import (
     SEPARATOR,
     ByteTokenizer,
+    LongText,
     Subwords,
+    given_tokenizer,
     import_tokenizers,
-    in_folder,
     train_bpe,
 )
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError
 
 WORDS = "the cat sat on the mat, the dog\n\n    did not (1,234 times)\tin its été "
 
@@ -53,53 +61,97 @@ def test_bytes_are_those_of_utf8_and_never_the_separator(text: str) -> None:
 def test_byte_pairs_decode_to_the_text_with_the_special_tokens_in_it(
     trained: Path, text: str
 ) -> None:
-    import tokenizers
-
     tokenizer = opened(trained)
     text += SEPARATOR
 
     ids = tokenizer.encode(text)
 
-    library = tokenizers.Tokenizer.from_file(str(trained))
+    from tokenizers import Tokenizer
+
+    library = Tokenizer.from_file(str(trained))
     assert library.decode(list(ids), skip_special_tokens=False) == text
     assert ids.tolist() == library.encode(text).ids
     assert ids[-1] == tokenizer.separator
     assert ids.max(initial=0) < tokenizer.vocab_size <= 300
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    words=st.lists(
-        st.tuples(
-            st.text("ab1,'é\u3000", max_size=5).map("a".__add__),
-            st.sampled_from([" ", "\n", "  \n", "\n\n    ", "\t\t", " \u3000"]),
-        ),
-        max_size=40,
-    ),
-    size=st.integers(1, 40),
-)
-def test_a_text_in_pieces_has_the_tokens_of_the_whole(
-    trained: Path, words: list[tuple[str, str]], size: int
-) -> None:
-    text = "".join(word + space for word, space in words)
-    tokenizer = opened(trained)
-    expected = tokenizer.encode(text)
+FOX = {"lstrip": True, "rstrip": True, "normalized": False}
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(documents, "PIECE", size)
-        patch.setattr(documents, "SLACK", 24)  # there is a word's end within
-        cut = list(documents.pieces(text))
-    assert "".join(cut) == text
-    assert all(len(piece) <= size + 24 for piece in cut)
-    np.testing.assert_array_equal(np.concatenate(tokenizer.encode_batch(cut)), expected)
+
+def variants() -> dict[str, Callable[[Any], None]]:
+    """What makes the ids of a text differ from those of its pieces, by name."""
+    from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
+
+    def with_normalizer(*parts: Any) -> Callable[[Any], None]:
+        return lambda own: setattr(own, "normalizer", normalizers.Sequence(list(parts)))
+
+    def with_words(*parts: Any) -> Callable[[Any], None]:
+        return lambda own: setattr(own, "pre_tokenizer", pre_tokenizers.Sequence(list(parts)))
+
+    def of_whole_words(own: Any) -> None:
+        vocab = {SEPARATOR: 0, "[UNK]": 1, "c": 2, "##c": 3, "d": 4}
+        own.model = models.WordPiece(vocab, **{"unk_token": "[UNK]"}, max_input_chars_per_word=100)
+        own.pre_tokenizer = pre_tokenizers.Whitespace()
+
+    by_bytes = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    newlines = Regex(r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+    return {
+        "plain": lambda own: None,
+        "begin": with_normalizer(normalizers.Strip(), normalizers.Prepend("_")),
+        "nfkc": with_normalizer(normalizers.NFKC(), normalizers.Replace(" ", "_")),
+        "no words": lambda own: setattr(own, "pre_tokenizer", by_bytes),
+        "punctuation": with_words(pre_tokenizers.Split(newlines, "isolated"), by_bytes),
+        "token": lambda own: own.add_tokens([AddedToken("cat", **FOX), AddedToken("mat, the")]),
+        "whole words": of_whole_words,
+    }
+
+
+TEXTS = {
+    "words": WORDS * 40,
+    "lines": "a = b;\n\n  c();\n" * 150,
+    "run": "b" + "a" * 2_500,
+    "blank": "x" + " " * 1_500 + "\n" * 999,
+    "runs": (WORDS + "a" * 700) * 4,
+    "letters": "e\u0301\ufb01\U0001f600" * 600,
+    "long words": ("d " * 70 + "c" * 200 + " ") * 5,
+    "short": "ab c",
+}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize(
+    "variant", ["plain", "begin", "nfkc", "no words", "punctuation", "token", "whole words"]
+)
+def test_a_long_text_has_the_ids_of_the_whole(
+    trained: Path, tmp_path: Path, variant: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer
+
+    monkeypatch.setattr(tokenizers, "OVERLAP", 64)
+    own = Tokenizer.from_file(str(trained))
+    variants()[variant](own)
+    own.save(str(tmp_path / "own.json"))
+    tokenizer = opened(tmp_path / "own.json")
+    pieces = [TEXTS[text][first : first + 190] for first in range(0, len(TEXTS[text]), 190)]
+
+    long, found = LongText(tokenizer), []
+    for piece in pieces:
+        long = LongText(tokenizer, *long.state)  # as after a kill
+        found.append(long.add(piece, *tokenizer.encode_batch([long.tail, long.tail + piece])))
+    early = sum(map(len, found))
+    found.append(long.end())
+
+    expected = own.encode(TEXTS[text], add_special_tokens=False).ids
+    assert np.concatenate(found).tolist() == expected
+    assert text != "words" or variant == "whole words" or early > 0.9 * len(expected)
 
 
 def test_truncation_and_padding_of_a_given_tokenizer_are_taken_off(
     trained: Path, tmp_path: Path
 ) -> None:
-    import tokenizers
+    from tokenizers import Tokenizer
 
-    tokenizer = tokenizers.Tokenizer.from_file(str(trained))
+    tokenizer = Tokenizer.from_file(str(trained))
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(tmp_path / "cut.json"))
@@ -123,29 +175,108 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         import_tokenizers()
 
 
-def test_a_folder_names_its_tokenizer_and_the_token_that_ends_a_text(tmp_path: Path) -> None:
-    file, settings = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
-    with pytest.raises(MissingInputError) as missing:
-        in_folder(tmp_path)
-    assert str(missing.value) == (
-        f"--tokenizer: {tmp_path} has no tokenizer.json; name a folder that save_pretrained of a "
-        "recent transformers wrote"
-    )
-    file.touch()
+def token(content: str, **values: bool) -> dict[str, Any]:
+    flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word", "special"), False)
+    return {"content": content, **flags, **values}
 
-    assert in_folder(file) == (file, None)
-    assert in_folder(tmp_path) == (file, None)
-    for text, end in (
-        ('{"eos_token": "</s>"}', "</s>"),
-        ('{"eos_token": {"content": "<end>"}}', "<end>"),
-        ('{"eos_token": null}', None),
-    ):
-        settings.write_text(text)
-        assert in_folder(tmp_path) == (file, end)
-    for text, problem in (
-        ("[", "tokenizer_config.json: cannot be read as JSON"),
-        ('{"eos_token": 5}', "eos_token is 5, not the text of a token; correct it"),
-    ):
-        settings.write_text(text)
-        with pytest.raises(DataError, match=re.escape(problem)):
-            in_folder(tmp_path)
+
+SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
+    "none": {},
+    "eos in the map": {"special_tokens_map.json": {"eos_token": "cat"}},
+    "eos as a token": {
+        "tokenizer_config.json": {"eos_token": {"__type": "AddedToken", **token("sat")}}
+    },
+    "eos null": {"tokenizer_config.json": {"eos_token": None}},
+    "prefix": {
+        "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer", "add_prefix_space": True}
+    },
+    "class of the model": {"config.json": {"model_type": "gpt2"}},
+    "added": {
+        "tokenizer_config.json": {
+            "added_tokens_decoder": {"70": token("the", rstrip=True, special=True)},
+            "extra_special_tokens": ["mat, the"],
+        }
+    },
+    "additional": {"tokenizer_config.json": {"additional_special_tokens": ["did not"]}},
+    "added file": {"added_tokens.json": {"été": 300}},
+    "split": {"tokenizer_config.json": {"split_special_tokens": True, "bos_token": "the"}},
+    "bos": {"tokenizer_config.json": {"bos_token": "<s>", "add_bos_token": True}},
+    "eos": {
+        "tokenizer_config.json": {"bos_token": "<s>", "eos_token": "on", "add_eos_token": True}
+    },
+    "length": {"tokenizer_config.json": {"model_max_length": 3, "truncation_side": "left"}},
+    "llama": {"tokenizer_config.json": {"tokenizer_class": "LlamaTokenizerFast"}},
+    "bert": {"tokenizer_config.json": {"tokenizer_class": "RobertaTokenizer"}},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_next_to_a_tokenizer_have_the_effect_that_they_have_in_transformers(
+    trained: Path, tmp_path: Path, name: str
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'axsparse[test]'")
+    folder, out = tmp_path / "folder", tmp_path / "out"
+    folder.mkdir()
+    shutil.copy(trained, folder)
+    for file, content in SETTINGS[name].items():
+        (folder / file).write_text(json.dumps(content))
+    texts = [WORDS, f"the  été<s> {SEPARATOR}did not", "mat, the  cat", *TEXTS.values()]
+    source = tmp_path / "texts.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+
+    sidecar, _ = run(Request((source,), out, tokenizer=folder))
+
+    judge: Any = transformers.AutoTokenizer.from_pretrained(str(folder))
+    end = judge.convert_tokens_to_ids(judge.eos_token or SEPARATOR)
+    expected = [judge(text)["input_ids"] for text in texts]
+    assert sidecar.separator == end
+    ids = np.fromfile(out / "train.tokens", sidecar.dtype).tolist()
+    assert ids == [id_ for one in expected for id_ in (one if one[-1] == end else [*one, end])]
+    data = DataConfig(source="tokens", path=str(out))
+    ours, _ = run_tokenizer(data)
+    assert [*ours.encode(texts[1]), *ours.last] == expected[1]
+    made = exported_tokenizer(data, "tokens", sidecar.train.digest)
+    assert made is not None
+    for file, content in made.files(64).items():
+        (tmp_path / file).write_text(json.dumps(content))
+    again = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert [again(text)["input_ids"] for text in texts] == expected
+
+
+def test_a_class_with_code_of_its_own_is_refused(trained: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="pip install 'axsparse[test]'")
+    shutil.copy(trained, tmp_path)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    with pytest.raises(DataError) as caught:
+        given_tokenizer(tmp_path)
+    assert str(caught.value) == (
+        f"--tokenizer: ByT5Tokenizer of {tmp_path} has code of its own next to what a "
+        "tokenizer.json says; save input_ids that it makes by save_to_disk of `datasets`, and name "
+        "that folder as data.path"
+    )
+    settings.write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
+    (tmp_path / "own.py").write_text("raise SystemExit(7)")
+    with pytest.raises(DataError, match=r"has no tokenizer that transformers reads .*custom code"):
+        given_tokenizer(tmp_path)
+
+
+def test_settings_need_transformers(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(shutil.copy(trained, tmp_path))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert given_tokenizer(file) == given_tokenizer(tmp_path)
+    assert given_tokenizer(file).json == trained.read_bytes()
+    (tmp_path / "config.json").write_text("{}")
+    other = Path(shutil.copy(trained, tmp_path / "other.json"))
+    assert given_tokenizer(other).json == trained.read_bytes()
+
+    with pytest.raises(ConfigError) as caught:
+        given_tokenizer(file)
+
+    assert str(caught.value) == (
+        f"--tokenizer: transformers, which is not installed, reads the settings in {tmp_path}; pip "
+        "install 'axsparse[hf]' with Python 3.11 or newer, or name a copy of its tokenizer.json "
+        "that lies alone"
+    )
