@@ -382,9 +382,11 @@ class SamoConfig(Section):
     At a tenth they take a third of the time. Rounding is as ever, but sums are added in another
     order. `auto` and `true` are the same: in the plain linear modules of every model, yours
     included."""
-    zero_stage: Literal[0, 1, "auto"] = 0
-    """Each replica holds and updates only its share of master weights and moments (ZeRO stage 1):
-    the same losses, as many bytes sent. `auto`: where there are replicas to share with."""
+    zero_stage: Literal[0, 1, 3, "auto"] = 0
+    """1: each replica holds and updates only its share of master weights and moments (ZeRO stage
+    1); the same losses, as many bytes sent. 3: of weights that are sparse at rest as well, which
+    the replicas gather before each layer computes, 2 bytes a kept entry and microbatch each way;
+    the same losses. `auto`: 1 where there are replicas to share with."""
     offload: bool = False
     """On GPUs: master weights and moments stay in the host's memory, and are on the GPU only while
     their layer is updated. The same losses; every step moves them there and back."""

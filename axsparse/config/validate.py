@@ -21,6 +21,7 @@ def check_config(config: Config) -> None:
     _check_model(config)
     if config.samo.enabled and prunes(config.pruning) and config.pruning.mask is None:
         _check_pruning(config)
+    _check_zero_stage(config)
     _check_warm_up(config)
     _check_checkpoints(config)
     if config.train.teacher is not None:
@@ -129,6 +130,15 @@ def check_offload(config: Config, *, has_gpu: bool) -> None:
         raise ConfigError(
             f"{config.where('samo.offload')}: true takes state off a GPU, and there is none; "
             "choose false"
+        )
+
+
+def _check_zero_stage(config: Config) -> None:
+    """ConfigError if replicas are to gather weights that are dense at rest."""
+    if config.samo.zero_stage == 3 and config.samo.weights == "dense":
+        raise ConfigError(
+            f"{config.where('samo.zero_stage')}: 3 gathers weights that are sparse at rest, and "
+            "samo.weights is dense; set samo.weights to sparse or auto, or choose 1"
         )
 
 

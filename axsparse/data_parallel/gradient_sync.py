@@ -242,6 +242,14 @@ class WeightGather:
             self._under_way.append((layer, work))
             self._advance()
 
+    def restore(self, layers: Sequence[LayerState]) -> None:
+        """Gather the weights of layers whose replicas hold none (ZeRO stage 3), where gradients
+        have taken their memory."""
+        for layer in layers:
+            if layer.gathers and not layer.has_weights:
+                self.updated(layer)
+        self.finish()
+
     def finish(self) -> None:
         """Wait until all weights of the stage are the updated ones."""
         with self.phases("collective"):

@@ -95,6 +95,8 @@ def _state(config: Config, model: ModelLayout) -> str:
         when = f"step {at_step}" if config.pruning.method in ONCE and at_step else "it is pruned"
         return dense + f" until {when}, then SAMO" * later
     sparse = ", weights sparse at rest" * (config.samo.weights == "sparse")
+    gathers = sparse and config.samo.zero_stage == 3 and config.layout.g_data != 1
+    sparse += " and gathered by replicas" * bool(gathers)
     if model.dense_layers:
         dense_ones = [each for each in model.profile.layers if each.name in model.dense_layers]
         sparse += f" (dense in {_names(dense_ones)})"

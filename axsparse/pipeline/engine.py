@@ -123,6 +123,8 @@ class Engine:
         loss_scale: float,
         before_forward: Callable[[int], None],
         before_gradients: Callable[[bool], None],
+        *,
+        together: int = 0,
     ) -> list[Tensor]:
         """Run forward and backward of all microbatches.
 
@@ -132,17 +134,21 @@ class Engine:
         Gradients are multiplied by `loss_scale`, losses are not. `before_forward` is called before
         each forward, with the number of its microbatch in `batch`. `before_gradients` is called
         before each action that makes gradients of weights; its argument says whether they belong to
-        the last microbatch.
+        the last microbatch. Where replicas gather weights, they all run `together` microbatches, of
+        which those beyond the batch are empty.
         """
         coords = self._coords
         policy = self._schedule.policy(
             stage=coords.stage,
             g_inter=coords.grid.g_inter,
-            microbatches=len(batch.microbatches),
+            microbatches=max(together, len(batch.microbatches)),
         )
         losses: list[Tensor] = []
 
         def run(action: Action) -> None:
+            if action.microbatch >= len(batch.microbatches):
+                self._pass_on(action)
+                return
             if action.kind is Kind.FORWARD:
                 before_forward(action.microbatch)
                 losses.extend(self._forward(action.microbatch, batch, divisor))
@@ -298,6 +304,18 @@ class Engine:
             input_gradients = self.stage.backward(number, gradients, loss_scale)
         if not self._coords.is_first:
             self._send(BACKWARD, number, tuple(input_gradients))
+
+    def _pass_on(self, action: Action) -> None:
+        """Run an action of an empty microbatch."""
+        number, is_backward = action.microbatch, action.kind is Kind.BACKWARD
+        if action.kind is Kind.WEIGHT:
+            return
+        direction = BACKWARD if is_backward else FORWARD
+        self._inbox.pop((direction, number), None)
+        with self._phases("compute"):
+            self.stage.take_part(is_backward=is_backward)
+        if not (self._coords.is_first if is_backward else self._coords.is_last):
+            self._send(direction, number, ())
 
     def _inputs(self, number: int, batch: Batch) -> tuple[Tensors, tuple[bool, ...], Tensors]:
         """The inputs of a microbatch, for each of them whether it needs a gradient, and the inputs

@@ -170,7 +170,7 @@ class Stage:
         ]
         products = self._products
         deferring = nullcontext() if products is None else products.backward_of(microbatch)
-        with deferring, self._expanding():
+        with deferring, self._expanding(is_backward=True):
             if pairs:
                 backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
         return [tensor.grad for tensor in inputs if tensor.requires_grad]
@@ -180,8 +180,16 @@ class Stage:
         assert self._deferred is not None, "backwards that are not split defer nothing"
         self._deferred.run(microbatch)
 
-    def _expanding(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._expansion is None else self._expansion.in_use()
+    def take_part(self, *, is_backward: bool) -> None:
+        """Gather the weights of a forward or backward of which only other replicas have a
+        microbatch."""
+        with self._expanding(is_backward=is_backward):
+            pass
+
+    def _expanding(self, *, is_backward: bool = False) -> AbstractContextManager[None]:
+        if self._expansion is None:
+            return nullcontext()
+        return self._expansion.in_use(is_backward=is_backward)
 
     # -- evaluation -----------------------------------------------------------------------
 

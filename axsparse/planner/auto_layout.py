@@ -22,6 +22,7 @@ from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout_search import (
     DEFAULT_EXTRA_IN_FLIGHT,
     MOST_ROOM,
+    WAYS,
     Candidate,
     Layout,
     Rejection,
@@ -51,8 +52,9 @@ class LayoutDecision:
         """Why so many stages, in a phrase."""
         stages = counted(self.row.layout.grid.g_inter, "stage")
         memory = of_memory(self.row.most_bytes, self.rank_budget)
-        sparse = ", with weights sparse at rest" * (self.row.weights == "sparse")
-        text = f"{stages} (the fewest that fit: {memory} GB a rank{sparse}"
+        way = WAYS[self.row.weights]
+        stored = f", with {way}" if way else ""
+        text = f"{stages} (the fewest that fit: {memory} GB a rank{stored}"
         if self.smaller is not None:
             text += f"; with {self.smaller.g_inter}, {self.smaller.reason}"
         return text + ")"
@@ -291,11 +293,13 @@ def run_request(
     numbers to try; None: all."""
     config, pipeline = model.config, model.config.pipeline
     is_open = config.samo.weights == "auto" and model.is_pruned
+    may_gather = config.samo.zero_stage == "auto" and config.samo.weights != "dense"
     extra = pipeline.extra_in_flight
     tried = (DEFAULT_EXTRA_IN_FLIGHT, 0) if extra == "auto" else (extra,)
     return SearchRequest(
         workload=model,
         sparse=model.stored("sparse") if is_open else None,
+        gathered=model.gathered() if may_gather and model.is_pruned else None,
         cluster=cluster,
         gpus=ranks,
         global_batch_size=config.batch.global_batch_size,

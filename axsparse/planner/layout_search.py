@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from axsparse.config.section import counted
 from axsparse.pipeline.schedules import Schedule
@@ -22,7 +22,6 @@ from axsparse.planner.stage_memory import StageMemory, needed, peak_in_flight, s
 from axsparse.planner.step_cost import StepCosts, StepRun, simulate_step, step_costs
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-from axsparse.samo.state_bytes import WeightKind
 
 if TYPE_CHECKING:
     from axsparse.planner.baselines import Baseline
@@ -30,6 +29,14 @@ if TYPE_CHECKING:
 
 
 DEFAULT_EXTRA_IN_FLIGHT = 1
+WeightWay: TypeAlias = Literal["dense", "sparse", "gathered"]
+"""How pruned weights are stored where that is open; `gathered` is ZeRO stage 3."""
+WAYS: Mapping[WeightWay, str] = {
+    "dense": "",
+    "sparse": "weights sparse at rest",
+    "gathered": "weights sparse at rest and gathered by replicas",
+}
+"""Each way in words."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,9 @@ class SearchRequest:
     sparse: ProfiledModel | None = None
     """The same training with pruned weights that are sparse at rest, an option next to `workload`;
     None: weights are stored as `workload` says."""
+    gathered: ProfiledModel | None = None
+    """The same training with replicas that gather sparse weights, which is tried where nothing else
+    fits; None: they do not."""
     cluster: Cluster
     gpus: int
     """Number of devices; a layout uses all of them, unless it may leave some."""
@@ -134,7 +144,7 @@ class Candidate:
     costs: StepCosts
     run: StepRun
     percent_of_peak: float
-    weights: WeightKind = "dense"
+    weights: WeightWay = "dense"
     """How pruned weights are stored at rest, where the request leaves that open."""
 
     @property
@@ -356,15 +366,17 @@ def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list
 def _try_ways(request: SearchRequest, grid: Grid, size: int) -> list[Candidate | Rejection]:
     """One grid at one microbatch size, with pruned weights stored in every way that is open, the
     faster first."""
-    ways: list[tuple[WeightKind, ProfiledModel | None]] = [
+    ways: list[tuple[WeightWay, ProfiledModel | None]] = [
         ("dense", request.workload),
         ("sparse", request.sparse),
+        ("gathered", request.gathered if grid.g_data > 1 else None),
     ]
-    return [
-        _try_size(replace(request, workload=workload), grid, size, weights)
-        for weights, workload in ways
-        if workload is not None
-    ]
+    tried: list[Candidate | Rejection] = []
+    for weights, workload in ways:
+        fits = any(isinstance(each, Candidate) for each in tried)
+        if workload is not None and not (weights == "gathered" and fits):
+            tried.append(_try_size(replace(request, workload=workload), grid, size, weights))
+    return tried
 
 
 def _first_that_fits(request: SearchRequest, grid: Grid, size: int) -> Candidate | Rejection:
@@ -384,7 +396,7 @@ def _impossible(request: SearchRequest, grid: Grid) -> str | None:
 
 
 def _try_size(
-    request: SearchRequest, grid: Grid, size: int, weights: WeightKind
+    request: SearchRequest, grid: Grid, size: int, weights: WeightWay
 ) -> Candidate | Rejection:
     """One grid at one microbatch size, under the first of the request's schedules that fits."""
     microbatches = request.microbatches(size)
@@ -440,11 +452,11 @@ def _row(
     request: SearchRequest,
     layout: Layout,
     loads: Sequence[StageLoad],
-    weights: WeightKind,
+    weights: WeightWay,
 ) -> Candidate:
     """Simulate a layout that fits."""
     workload, cluster, grid = request.workload, request.cluster, layout.grid
-    costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size)
+    costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size, layout.microbatches)
     run = simulate_step(costs, cluster, grid, layout.schedule, layout.microbatches)
     flops = request.global_batch_size * workload.sample_flops
     peak = grid.size * cluster.peak(workload.precision)

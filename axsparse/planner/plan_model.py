@@ -111,7 +111,8 @@ class PlannedModel:
                 baselines=baselines(tried.dense, best.layout, best.loads, request),
             )
         # The least memory is that of weights which are sparse at rest, where that is open.
-        request = replace(request, workload=request.sparse or request.workload, sparse=None)
+        workload = request.gathered or request.sparse or request.workload
+        request = replace(request, workload=workload, sparse=None, gathered=None)
         least = least_memory(request)
         if least is None:
             raise failed
@@ -241,7 +242,7 @@ def _notes(
     if config.samo.zero_stage == "auto":
         yield (
             "samo.zero_stage: auto: where there are several replicas, they share masters and "
-            "moments"
+            "moments, and gather sparse weights where nothing else fits"
         )
     if config.samo.weights == "auto" and targets is not None:
         yield (

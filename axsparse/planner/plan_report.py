@@ -13,7 +13,7 @@ from axsparse.pipeline.policy import Kind
 from axsparse.pipeline.simulator import StageRun
 from axsparse.planner.baselines import PAPER, Baseline
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout_search import Candidate, Layout, Plan, Rejection, SearchRequest
+from axsparse.planner.layout_search import WAYS, Candidate, Layout, Plan, Rejection, SearchRequest
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_cost import STEP_PHASES
 from axsparse.planner.what_fits import RECOMPUTED, Refusal, short
@@ -70,8 +70,8 @@ def answer(plan: Plan) -> str:
     devices = f" ({counted(left, 'device')} left over)" * (left > 0)
     used, rank_budget = gigabytes(best.most_bytes), short(plan.request.rank_budget)
     recomputed = RECOMPUTED * plan.request.workload.recomputes
-    sparse = ", weights sparse at rest" * (best.weights == "sparse")
-    return f"fits: {best.layout.grid}{devices}, {used} of {rank_budget} GB{sparse}{recomputed}"
+    stored = f", {WAYS[best.weights]}" if WAYS[best.weights] else ""
+    return f"fits: {best.layout.grid}{devices}, {used} of {rank_budget} GB{stored}{recomputed}"
 
 
 def baseline_cells(plans: Sequence[Plan]) -> list[dict[str, str]]:
@@ -186,7 +186,7 @@ def has_tensor_parallelism(plan: Plan) -> bool:
 
 def has_sparse_weights(plan: Plan) -> bool:
     """Whether some layout has weights that are sparse at rest by choice of the plan."""
-    return any(row.weights == "sparse" for row in plan.rows)
+    return any(row.weights != "dense" for row in plan.rows)
 
 
 def _of_as_many(plan: Plan) -> str:

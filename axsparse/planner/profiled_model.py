@@ -181,6 +181,7 @@ def state_format(
         replicas=g_data if samo.zero_stage else 1,
         offload=samo.offload,
         weights="sparse" if samo.weights == "sparse" else "dense",
+        gathers=samo.zero_stage == 3,
     )
 
 
@@ -451,6 +452,7 @@ class ProfiledModel:
             calibration=calibration.peak,
             deferred=activations.deferred,
             expanded=sum(self._expanded(layer, stored) for layer in layers),
+            gathered=self._gathered(layers, stored),
             weight_flops=sum(each.weight_flops for each in _costs(layers)),
             forward_sums=sum((each.forward for each in sums), NO_SUM),
             backward_sums=sum(
@@ -492,6 +494,11 @@ class ProfiledModel:
         """The same training with pruned weights stored like this at rest."""
         return replace(self, config=self.config.with_values({"samo.weights": weights}))
 
+    def gathered(self) -> ProfiledModel:
+        """The same training with replicas that gather sparse weights (ZeRO stage 3)."""
+        stored = {"samo.weights": "sparse", "samo.zero_stage": 3}
+        return replace(self, config=self.config.with_values(stored))
+
     def _expanded(self, layer: LayerInfo, stored: StateFormat) -> int:
         """Bytes of a layer's weights that are sparse at rest, once dense."""
         if stored.of_layer(layer.name).weights == "dense":
@@ -499,6 +506,11 @@ class ProfiledModel:
         ties, kept = self.profile.ties, self.kept
         pruned = (p for p in layer.parameters if ties.get(p.name, p.name) in kept)
         return stored.weight_bytes * sum(p.numel for p in pruned)
+
+    def _gathered(self, layers: Sequence[LayerInfo], stored: StateFormat) -> int:
+        """Bytes of the kept entries of layers whose weights are gathered."""
+        kept = [self._kept(layer) for layer in layers if self._expanded(layer, stored)]
+        return stored.holds_none * stored.weight_bytes * sum(kept)
 
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
         """The most bytes that a checkpoint holds in memory at a time.

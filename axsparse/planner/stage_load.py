@@ -74,6 +74,9 @@ class StageLoad:
     expanded: float = 0.0
     """Bytes of the weights that are sparse at rest, once dense: each microbatch writes them before
     its forward and before its backward."""
+    gathered: float = 0.0
+    """Bytes of the kept weights that replicas gather before each forward and each backward but a
+    step's first."""
     forward_sums: Sums = NO_SUM
     """The sums over tensor-parallel ranks in a forward."""
     backward_sums: Sums = NO_SUM

@@ -11,6 +11,8 @@ b bytes of output:
                 the part of the backward that a split one leaves for later
     compression φ / κ, if the model is pruned
     message     mbs · b / B_p, for which the sender and the receiver are each busy
+    gather      (D − 1) / D · n / rate + (D − 1) · α, for n bytes of kept weights of D replicas,
+                in all passes but a step's first forward and backward; GPUs compute meanwhile
     sum         2 (T − 1) / T · n / rate + 2 (T − 1) · α as a ring, on top, for each tensor of n
                 bytes that the T tensor-parallel ranks of a stage sum. Where stages are on two
                 nodes, the ranks' messages share the network cards.
@@ -31,7 +33,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -90,13 +92,21 @@ def step_costs(
     cluster: Cluster,
     grid: Grid,
     microbatch_size: int,
+    microbatches: int = 1,
 ) -> StepCosts:
-    """The costs of a layout, by the formulas at the head of this file."""
+    """The costs of a layout, by the formulas at the head of this file; each replica runs
+    `microbatches` a step."""
     width = value_bytes(workload.precision)
     reduced = [(load.sum_bytes or width) * load.kept for load in loads]
     return StepCosts(
         stages=[
-            stage_seconds(workload, load, cluster, microbatch_size, grid.g_tensor) for load in loads
+            with_gather(
+                stage_seconds(workload, load, cluster, microbatch_size, grid.g_tensor),
+                all_reduce_seconds(load.gathered, cluster, grid) / 2 if load.gathered else 0.0,
+                cluster,
+                microbatches,
+            )
+            for load in loads
         ],
         messages=[microbatch_size * load.outputs for load in loads[:-1]],
         all_reduce=[all_reduce_seconds(nbytes, cluster, grid) for nbytes in reduced],
@@ -137,6 +147,19 @@ def stage_seconds(
         forward_sums=sums[0],
         backward_sums=sums[1],
     )
+
+
+def with_gather(
+    stage: StageSeconds, gather: float, cluster: Cluster, microbatches: int
+) -> StageSeconds:
+    """The seconds of a stage whose weights are gathered in `gather` seconds, as a mean over a
+    step's microbatches. A host that computes moves no message on."""
+    often = gather * (microbatches - 1) / microbatches
+    if cluster.is_of_hosts:
+        forward, backward = stage.forward + often, stage.backward + often
+    else:
+        forward, backward = max(stage.forward, often), max(stage.backward, often)
+    return replace(stage, forward=forward, backward=backward)
 
 
 def sum_seconds(sums: Sums, cluster: Cluster, microbatch_size: int, g_tensor: int) -> float:

@@ -8,45 +8,73 @@ gathers a layer's shards at the same moments, and frees them after each.
 A stage has one `Expansion`, as large as its largest layer, in which every layer replaces the one
 before. The parameters of all sparse weights are views of this one storage, so a tensor that
 autograd has saved in the forward refers to its weight again as soon as the layer is expanded again.
+
+In ZeRO stage 3 (Rajbhandari et al. 2020) replicas gather kept weights (`samo/layer_gather.py`) as
+soon as the gradient's memory, which has these between two steps, is needed for gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
+from axsparse.samo.layer_gather import LayerGather
 from axsparse.samo.state_bytes import ALIGNED
 
 if TYPE_CHECKING:
-    from axsparse.samo.layer_state import LayerState, OptimizerState
+    from axsparse.samo.layer_state import LayerState
     from axsparse.samo.tensor_state import TensorState
 
 
 class Expansion:
     """The memory of a stage in which the sparse weights of one layer at a time are dense."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        """`dtype` is the training precision."""
+    def __init__(
+        self, dtype: torch.dtype, device: torch.device, gather: LayerGather | None = None
+    ) -> None:
+        """`dtype` is the training precision. `gather` brings weights that this replica does not
+        have; None if it has all."""
         self.dtype = dtype
+        self.gather = gather
         self._memory = torch.empty(0, dtype=dtype, device=device)
         self._storage = self._memory.untyped_storage()
-        self._states: dict[TensorState, OptimizerState] = {}
-        """By owned tensor, the state that has its values."""
+        # Layers refer to this object, and are freed with their last reference.
+        self._owners: WeakValueDictionary[TensorState, LayerState] = WeakValueDictionary()
+        """By owned tensor, the layer that has its values."""
+        self._registered: list[ref[LayerState]] = []
         self._layer: LayerState | None = None
         """The layer whose weights the memory has; None if it is free."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the memory."""
-        return self._storage.nbytes()
+        """Bytes of the memory, and of the buffers of gathers."""
+        return self._storage.nbytes() + (0 if self.gather is None else self.gather.nbytes)
 
     def register(self, layer: LayerState) -> None:
-        """Take down where the values of a layer's weights are."""
-        self._states.update(dict.fromkeys(layer.owned, layer.optimizer_state))
+        """Take down where the values of a layer's weights are; layers come in model order."""
+        self._owners.update(dict.fromkeys(layer.owned, layer))
+        self._registered.append(ref(layer))
+
+    @property
+    def _layers(self) -> list[LayerState]:
+        """The layers, in model order."""
+        known = [layer() for layer in self._registered]
+        return [layer for layer in known if layer is not None]
+
+    def fit_gathers(self) -> None:
+        """Size the buffers of gathers for the weights that are sparse now."""
+        if self.gather is not None:
+            sparse = [
+                layer.shares.bounds[-1]
+                for layer in self._layers
+                if any(tensor.expanded_at is not None for tensor in layer.owned)
+            ]
+            self.gather.resize(max(sparse, default=0), self._memory)
 
     def add(self, tensor: TensorState, layer: LayerState) -> None:
         """Give a tensor of a layer its place in the memory, which grows if it has to; the parameter
@@ -62,7 +90,7 @@ class Expansion:
         end = begin + tensor.parameter.numel()
         tensor.expanded_at = range(begin, end)
         room = -(-end // each) * ALIGNED
-        if room > self.nbytes:
+        if room > self._storage.nbytes():
             self._storage.resize_(room)
             self._memory = self._view(0, torch.Size([room // self.dtype.itemsize]))
         put_storage(tensor.parameter, self._view(begin, tensor.parameter.shape))
@@ -74,34 +102,74 @@ class Expansion:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is in this memory, so that the next layer overwrites it."""
-        return self.nbytes > 0 and tensor.untyped_storage().data_ptr() == self._storage.data_ptr()
+        begin = self._storage.data_ptr()
+        return self._storage.nbytes() > 0 and tensor.untyped_storage().data_ptr() == begin
 
     @torch.no_grad()
     def expand(self, layer: LayerState) -> None:
         """Make the weights of a layer dense, in the place of another layer's."""
-        sparse = [tensor for tensor in layer.tensors if tensor.expanded_at is not None]
-        if not sparse or self._layer is layer:
+        sources = self._sources(layer)
+        if not sources or self._layer is layer:
             return
         self.release()
-        for tensor in sparse:
-            assert tensor.expanded_at is not None
-            # Not by the parameter: its version would say that a saved weight has been changed.
-            dense_D = self._memory[tensor.expanded_at.start : tensor.expanded_at.stop]
-            owner = tensor.alias_of or tensor
-            layer.backend.expand(tensor.index, self._states[owner].at_rest(owner), dense_D)
+        for source, tensors in sources.items():
+            values_K = self._gathered(source)
+            for tensor in tensors:
+                assert tensor.expanded_at is not None
+                # Not by the parameter: its version would say that a saved weight has been changed.
+                dense_D = self._memory[tensor.expanded_at.start : tensor.expanded_at.stop]
+                owner = tensor.alias_of or tensor
+                if values_K is None:
+                    weight_K = source.optimizer_state.at_rest(owner)
+                else:
+                    weight_K = values_K[owner.offset : owner.offset + owner.kept]
+                layer.backend.expand(tensor.index, weight_K, dense_D)
         self._layer = layer
+
+    def _sources(self, layer: LayerState) -> dict[LayerState, list[TensorState]]:
+        """The sparse tensors of a layer, by the layer that has their values."""
+        sources: dict[LayerState, list[TensorState]] = {}
+        for tensor in layer.tensors:
+            if tensor.expanded_at is not None:
+                sources.setdefault(self._owners[tensor.alias_of or tensor], []).append(tensor)
+        return sources
+
+    def _gathered(self, source: LayerState) -> Tensor | None:
+        """The kept weights of a layer where they have to be gathered."""
+        if not source.gathers or source.has_weights:
+            return None
+        assert self.gather is not None
+        return self.gather.take(source)
 
     def release(self) -> None:
         """Say that the memory has no layer's weights from here on, since they may change."""
         self._layer = None
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """A block in which layers are expanded; after it none is, also if it fails."""
-        try:
+    def in_use(self, *, is_backward: bool = False) -> Iterator[None]:
+        """A block in which the stage's layers are expanded in the order of a forward, or of a
+        backward, which puts gradients into their memory; after it none is, also if it fails."""
+        with self._passing(reversed(self._layers) if is_backward else self._layers):
             yield
+        if is_backward:
+            for layer in self._layers:
+                layer.reclaim_gradient()
+
+    @contextmanager
+    def _passing(self, layers: Iterable[LayerState]) -> Iterator[None]:
+        """A block in which these layers are expanded, in this order."""
+        gather = self.gather
+        try:
+            if gather is not None:
+                sources = (source for layer in layers for source in self._sources(layer))
+                gather.begin(each for each in sources if each.gathers and not each.has_weights)
+            yield
+            if gather is not None:
+                gather.end()
         finally:
             self.release()
+            if gather is not None:
+                gather.drop()
 
     @contextmanager
     def expanded(self, layer: LayerState) -> Iterator[None]:
@@ -109,7 +177,7 @@ class Expansion:
         if self._layer is layer:
             yield
             return
-        with self.in_use():
+        with self._passing([layer]):
             self.expand(layer)
             yield
 

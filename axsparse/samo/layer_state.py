@@ -6,7 +6,9 @@ every replica, also where the optimizer state is sharded.
 
 Weights are dense. With an `Expansion` (`samo/expansion.py`), pruned ones are sparse at rest: where
 a replica has all masters on its device these are the weights, and otherwise (fp32, sharded or
-offloaded masters) the kept weights are stored in the training precision.
+offloaded masters) the kept weights are stored in the training precision. In ZeRO stage 3 they have
+no memory: between two steps the gradient's memory has them (`lend_gradient`), and from a step's
+first backward on the replicas gather them.
 
 In fp32 training a weight is its own master, which is gathered for an update; in half precision
 masters are an fp32 buffer of held entries, from which weights are rounded. Moments are fp32 buffers
@@ -76,12 +78,15 @@ class StateBuffers:
 class OptimizerState:
     """Reads and writes the masters and moments of one layer, wherever they are."""
 
-    def __init__(self, shares: Shares, types: StateTypes, backend: Backend) -> None:
-        """`write_master` fills the masters; moments are allocated when first asked for."""
+    def __init__(
+        self, shares: Shares, types: StateTypes, backend: Backend, *, gathers: bool
+    ) -> None:
+        """`write_master` fills the masters; moments are allocated when first asked for. `gathers`
+        as in `LayerState`."""
         self._shares = shares
         self._backend = backend
         self._master_K = None
-        if types.weight != torch.float32:
+        if types.weight != torch.float32 or gathers:
             self._master_K = backend.rest(len(shares.held), torch.float32)
         self._names = types.moments
         self._moments_K: dict[str, Tensor] = {}
@@ -142,7 +147,7 @@ class OptimizerState:
                 stored_K.copy_(values_K)
         if tensor.expanded_at is None:
             tensor.index.scatter(tensor.weight_D, weight_K, start)
-        elif tensor.kept_weight is not None:
+        if tensor.kept_weight is not None:
             tensor.kept_weight[start : start + weight_K.numel()] = weight_K
 
     def at_rest(self, tensor: TensorState) -> Tensor:
@@ -239,6 +244,12 @@ class LayerState:
         has the other shards of sharded tensors. `backend` is where all of the state is, parameters
         included. With an `expansion` pruned weights are sparse at rest, now and later.
         """
+        self.gathers = expansion is not None and replicas.shard and replicas.gather
+        self.gathers &= replicas.size > 1
+        """Whether replicas gather the weights before they use them, and hold none (ZeRO stage 3).
+        Masters are then separate in every precision, and updates write to these alone."""
+        self.has_weights = False
+        """Whether the gradient's memory has the kept weights of all owned tensors."""
         self.name = name
         self.group = group
         self.frozen = tuple(frozen)
@@ -258,16 +269,20 @@ class LayerState:
         """By tensor, the largest absolute value that sums of integers took in this step."""
         for number, tensor in enumerate(self.tensors if self.is_exact else ()):
             tensor.most = self.most[number : number + 1]
-        self.optimizer_state = OptimizerState(self.shares, types, backend)
+        self.optimizer_state = OptimizerState(self.shares, types, backend, gathers=self.gathers)
         self._expansion = expansion
         is_fp32 = types.weight == torch.float32
-        self._stores_weights = is_fp32 or self.shares.is_sharded or backend.host is not None
+        self._stores_weights = not self.gathers and (
+            is_fp32 or self.shares.is_sharded or backend.host is not None
+        )
         """Whether kept weights have separate memory, since not all masters are on the device."""
         if expansion is not None:
             expansion.register(self)
         for tensor in self.tensors:
             if self._is_sparse(tensor):
                 self._make_sparse(tensor)
+        if self.gathers:
+            self.lend_gradient()
 
     def _zeros(self, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.backend.device)
@@ -298,6 +313,22 @@ class LayerState:
             tensor.kept_weight = zeros() if weight_K is None else weight_K
         if tensor.expanded_at is None:
             self._expansion.add(tensor, self)
+        self._expansion.fit_gathers()
+
+    def lend_gradient(self) -> None:
+        """Note that the gradient's memory has the kept weights now, which `exchanged_weights` is a
+        view of; until the first gradient of a step they need no other."""
+        assert self.gathers, f"{self.name} has memory for its weights"
+        exchanged, self.has_weights = self.exchanged_weights, True
+        for tensor in self.owned:
+            tensor.kept_weight = exchanged[self._span(tensor)]
+
+    def reclaim_gradient(self) -> None:
+        """Note that the gradient's memory has gradients from now on."""
+        if self.has_weights:
+            self.has_weights = False
+            for tensor in self.owned:
+                tensor.kept_weight = None
 
     # -- gradient ---------------------------------------------------------------------
 
@@ -494,9 +525,12 @@ class LayerState:
         dtype = self.owned[0].parameter.dtype if self.owned else self.gradient.dtype
         return self.gradient.view(dtype)[: self.shares.bounds[-1]]
 
-    def collect_weights(self) -> None:
-        """Put the kept weights of this replica's share into `exchanged_weights`."""
-        exchanged = self.exchanged_weights
+    def collect_weights(self, exchanged: Tensor | None = None) -> None:
+        """Put the kept weights of this replica's share into a buffer of those of all owned tensors,
+        by default `exchanged_weights`."""
+        exchanged = self.exchanged_weights if exchanged is None else exchanged
+        state = self.optimizer_state
+        read = state.read_master if self.gathers else state.read_weight
         for tensor in self.owned:
             share = tensor.entries_in(self.shares.own)
             parts = self.shares.blocks(tensor, self.shares.own)
@@ -505,20 +539,29 @@ class LayerState:
                 # by one, which bounds the memory of a gather.
                 parts = iter([(share.start, share.stop)])
             for start, stop in parts:
-                weight_K = self.optimizer_state.read_weight(tensor, start, stop)
+                weight_K = read(tensor, start, stop)
+                if self.gathers:
+                    weight_K = precision.round_to(weight_K, exchanged.dtype)
                 exchanged[tensor.offset + start : tensor.offset + stop] = weight_K
 
     def store_weights(self) -> None:
-        """Write the kept weights of other replicas' shares from `exchanged_weights` back."""
+        """Write the kept weights of other replicas' shares from `exchanged_weights` back. Where
+        weights are gathered, sparse ones stay there, and no update has written the dense ones."""
         exchanged = self.exchanged_weights
+        if self.gathers:
+            self.lend_gradient()
         for tensor in self.owned:
             share = tensor.entries_in(self.shares.own)
-            for start, stop in ((0, share.start), (share.stop, tensor.kept)):
+            parts = [(0, share.start), (share.stop, tensor.kept)]
+            if self.gathers:
+                parts = [(0, tensor.kept)] if tensor.expanded_at is None else []
+            for start, stop in parts:
                 weight_K = exchanged[tensor.offset + start : tensor.offset + stop]
-                if tensor.kept_weight is not None:
-                    tensor.kept_weight[start:stop] = weight_K
-                else:
+                if tensor.expanded_at is None:
                     tensor.index.scatter(tensor.weight_D, weight_K, start)
+                else:
+                    assert tensor.kept_weight is not None
+                    tensor.kept_weight[start:stop] = weight_K
 
     # -- masks ------------------------------------------------------------------------
 
@@ -537,18 +580,21 @@ class LayerState:
         new_index = self.backend.index(mask_D, self._index_kind)
         mask_D = mask_D.to(self.backend.device)
         relocation = Relocation(mask_D, changed, self.shares)
+        old = self.exchanged_weights if self.has_weights else self.gradient
         changed.own_index = new_index
         self.shares.lay_out()
 
         self.optimizer_state.relocate(relocation)
-        old_gradient = self.gradient
         self._lay_gradient(self.accumulator.new_zeros(self.shares.total))
-        self.gradient[: self.shares.bounds[-1]] = relocation.moved(old_gradient)
+        new = self.exchanged_weights if self.has_weights else self.gradient
+        new[: self.shares.bounds[-1]] = relocation.moved(old)
+        if self.has_weights:
+            self.lend_gradient()
         if self._is_sparse(changed):
             weight_K = None
-            if changed.kept_weight is not None:
+            if self._stores_weights and changed.kept_weight is not None:
                 weight_K = relocation.staying(changed.kept_weight)
-            elif changed.expanded_at is None and self._stores_weights:
+            elif self._stores_weights and changed.expanded_at is None:
                 weight_K = new_index.gather(changed.weight_D, 0, changed.kept)
             self._make_sparse(changed, weight_K)
         else:
@@ -559,25 +605,29 @@ class LayerState:
         for tensor in self.tensors:
             if tensor.expanded_at is None and self._is_sparse(tensor):
                 self._make_sparse(tensor)
+        weights = self.exchanged_weights
         self.shares.lay_out()
         self._lay_gradient(self._zeros(self.shares.total, self.accumulator.dtype))
+        if self.has_weights:
+            self.exchanged_weights.copy_(weights)
+            self.lend_gradient()
 
     # -- bytes ------------------------------------------------------------------------
 
     def live_bytes(self) -> StateBytes:
         """Bytes of all tensors of the state; each storage counts once."""
         return self.optimizer_state.live_bytes() + StateBytes(
-            weight=sum(map(_weight_bytes, self.owned))
+            weight=sum(map(self._weight_bytes, self.owned))
             + sum(parameter.nbytes for parameter in self.frozen),
             index=sum(tensor.index.nbytes for tensor in self.owned),
             gradient=self.accumulator.nbytes,
         )
 
-
-def _weight_bytes(tensor: TensorState) -> int:
-    """Bytes of a weight at rest, apart from its masters."""
-    weight = tensor.parameter if tensor.expanded_at is None else tensor.kept_weight
-    return 0 if weight is None else weight.nbytes
+    def _weight_bytes(self, tensor: TensorState) -> int:
+        """Bytes of a weight at rest, apart from its masters and the gradient's memory."""
+        weight = tensor.parameter if tensor.expanded_at is None else tensor.kept_weight
+        is_lent = self.gathers and tensor.expanded_at is not None
+        return 0 if weight is None or is_lent else weight.nbytes
 
 
 # -- tied weights, which two layers use, as one stage sees them ----------------------------------

@@ -38,6 +38,11 @@ are sharded or offloaded:
     mask     0.127 + 14·f              1.53
     mask     0.127 + 4·f + 12·f/d      0.68 at d = 8
 
+Where replicas gather weights (ZeRO stage 3), they take nothing at rest and masters are separate in
+every precision; two buffers (`expanded`) have the w·k bytes of the largest layer:
+
+    mask     0.127 + 2·f + 12·f/d      0.48 at d = 8
+
 Where masters and moments are offloaded, they are on the host, and the GPU has staging buffers for
 two layers of the largest size. The second use of a tied weight costs its own full state on another
 stage, and only its own gradient where both uses are on one stage. Untrained parameters cost their
@@ -74,6 +79,8 @@ MASK_WORD = 64
 MASTER_BYTES = MOMENT_BYTES = 4
 STAGED = 2
 """Layers whose offloaded state is staged on a GPU: one is updated, one is copied."""
+GATHERED = 2
+"""Layers whose kept weights are gathered: one is expanded, one is under way."""
 ALIGNED = 256
 """Each staged or expanded tensor begins at a multiple of this many bytes."""
 
@@ -90,7 +97,7 @@ class StateBytes:
     staged: int = 0
     """Bytes of staging buffers on a GPU for offloaded masters and moments."""
     expanded: int = 0
-    """Bytes in which the sparse weights of one layer at a time are dense."""
+    """Bytes in which the sparse weights of one layer at a time are dense, and gathered."""
     offloaded: int = 0
     """Masters and moments that rest in the memory of the host."""
 
@@ -135,6 +142,9 @@ class StateFormat:
     dense_layers: frozenset[str] = frozenset()
     """Names of layers whose weights are dense at rest all the same."""
 
+    gathers: bool = False
+    """Whether replicas that share the optimizer state gather weights that are sparse at rest."""
+
     def of_layer(self, name: str) -> StateFormat:
         """The format of one layer."""
         return replace(self, weights="dense") if name in self.dense_layers else self
@@ -147,13 +157,19 @@ class StateFormat:
     @property
     def master_bytes(self) -> int:
         """Bytes of a kept entry's master, in addition to its weight."""
-        return MASTER_BYTES if self.half else 0
+        return MASTER_BYTES if self.half or self.holds_none else 0
+
+    @property
+    def holds_none(self) -> bool:
+        """Whether layers have no memory for sparse weights, which are gathered."""
+        return self.gathers and self.weights == "sparse" and self.replicas > 1
 
     @property
     def stores_weights(self) -> bool:
         """Whether sparse weights have memory next to their masters: in fp32, where it is the
-        masters', and where the device has not all masters."""
-        return not self.half or self.replicas > 1 or self.offload
+        masters', and where the device has not all masters, unless they are gathered."""
+        is_partial = not self.half or self.replicas > 1 or self.offload
+        return is_partial and not self.holds_none
 
 
 @dataclass(frozen=True)
@@ -232,6 +248,14 @@ def expanded_bytes(sizes: Iterable[TensorSize], stored: StateFormat) -> int:
     )
 
 
+def gathered_bytes(sizes: Sequence[TensorSize], stored: StateFormat) -> int:
+    """Bytes of the buffers in which a layer's kept weights are gathered."""
+    if not any(is_sparse(size, stored) and not size.is_alias for size in sizes):
+        return 0
+    is_gathered = stored.holds_none
+    return is_gathered * GATHERED * stored.weight_bytes * sum(map(owned_entries, sizes))
+
+
 def owned_entries(size: TensorSize) -> int:
     """Kept entries that have a master, whose replicas may share them."""
     return size.kept if size.trained and not size.is_alias else 0
@@ -280,6 +304,7 @@ def stage_bytes(
         for layer, of_layer, form in zip(layers, sizes, formats, strict=True)
     ]
     expanded = max(map(expanded_bytes, sizes, formats), default=0)
+    expanded += max(map(gathered_bytes, sizes, formats), default=0)
     if not stored.offload:
         return StateBytes.sum(each) + StateBytes(expanded=expanded)
     count = stored.moments

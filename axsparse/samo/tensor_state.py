@@ -60,7 +60,8 @@ class TensorState:
     None for a weight that is dense at rest."""
     kept_weight: Tensor | None = None
     """The kept weights in the training precision, of a weight that is sparse at rest; None where
-    they are rounded from masters, and for an alias."""
+    they are rounded from masters or have to be gathered, and for an alias. While a layer lends its
+    gradient's memory to its weights, all of its tensors have a view there."""
 
     @property
     def index(self) -> Index:

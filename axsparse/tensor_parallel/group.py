@@ -47,8 +47,6 @@ class TensorGroup:
         """On GPUs, the counter of messages that have come to all ranks of the group."""
         for direction in Direction if on_gpus else ():
             self._arrivals[direction] = transport.collective(f"arrivals {direction.name}", ranks)
-        self._sending: list[Work] = []
-        self._receiving: tuple[Tensor, Work] | None = None
 
     @property
     def bytes_sent(self) -> int:
@@ -94,27 +92,7 @@ class TensorGroup:
         ends."""
         self._copied = None
 
-    # -- the next action ----------------------------------------------------------------
-
-    def broadcast(self, words: Sequence[int]) -> None:
-        """Send whole numbers to the other ranks; rank 0 calls this. On GPUs they have left when
-        this returns."""
-        self._sending = [work for work in self._sending if not work.poll()]
-        self._sending.append(self._ranks.start(Op.BROADCAST, torch.tensor(words)))
-        if self.on_gpus:
-            self._wait(self._sending[-1])
-
-    def next_broadcast(self, count: int) -> list[int] | None:
-        """The next numbers, so many, that rank 0 sends, or None if they have not come yet."""
-        if self._receiving is None:
-            words = torch.zeros(count, dtype=torch.int64)
-            self._receiving = words, self._ranks.start(Op.BROADCAST, words)
-        words, work = self._receiving
-        if not work.poll():
-            return None
-        self._receiving = None
-        found: list[int] = words.tolist()
-        return found
+    # -- messages between stages ---------------------------------------------------------
 
     def arrived(self, direction: Direction) -> Work:
         """Note that the next message of a direction has come here, on GPUs. The work is done once

@@ -1,18 +1,62 @@
-"""Has the tensor-parallel ranks of a stage run the same actions in the same order.
+"""Has the ranks of a stage run the same actions in the same order.
 
-Arrivals differ between ranks, but the sums within their layers must meet. So the first rank asks
-its policy and broadcasts each action as it begins it; the others follow.
+Arrivals differ between ranks, but the sums within the layers of tensor-parallel ranks must meet,
+and so must the gathers of weights that replicas share. So the first rank asks its policy and
+broadcasts each action as it begins it; the others follow.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from axsparse.runtime.communication import Direction, Link, Message, Work
+import torch
+from torch import Tensor
+
+from axsparse.runtime.communication import (
+    Backoff,
+    Collective,
+    Direction,
+    Link,
+    Message,
+    Op,
+    Work,
+    wait,
+)
 from axsparse.runtime.errors import ConfigError
 from axsparse.tensor_parallel.group import TensorGroup
+
+
+class ActionBroadcast:
+    """Broadcasts whole numbers from the first rank of a group to the others, in order."""
+
+    def __init__(self, ranks: Collective, backoff: Backoff, *, on_gpus: bool) -> None:
+        """`ranks` is used for nothing else. They compute `on_gpus` or on CPUs."""
+        self.rank, self._ranks = ranks.rank, ranks
+        self._backoff, self._on_gpus = backoff, on_gpus
+        self._sending: list[Work] = []
+        self._receiving: tuple[Tensor, Work] | None = None
+
+    def broadcast(self, words: Sequence[int]) -> None:
+        """Send numbers to the other ranks; rank 0 calls this. On GPUs they have left when this
+        returns."""
+        self._sending = [work for work in self._sending if not work.poll()]
+        self._sending.append(self._ranks.start(Op.BROADCAST, torch.tensor(words)))
+        if self._on_gpus:
+            wait(self._sending[-1], self._backoff)
+
+    def next_broadcast(self, count: int) -> list[int] | None:
+        """The next numbers, so many, that rank 0 sends, or None if they have not come yet."""
+        if self._receiving is None:
+            words = torch.zeros(count, dtype=torch.int64)
+            self._receiving = words, self._ranks.start(Op.BROADCAST, words)
+        words, work = self._receiving
+        if not work.poll():
+            return None
+        self._receiving = None
+        found: list[int] = words.tolist()
+        return found
 
 
 class Lockstep:
@@ -24,7 +68,7 @@ class Lockstep:
     """
 
     def __init__(
-        self, group: TensorGroup, make: Callable[[int, int], Any], policy: Any, mode: int
+        self, group: ActionBroadcast, make: Callable[[int, int], Any], policy: Any, mode: int
     ) -> None:
         """`policy` is one of `pipeline/policy.py`, and `make` makes its actions of a kind and a
         microbatch. `mode` distinguishes training from evaluation."""

@@ -52,6 +52,7 @@ from axsparse.samo.expansion import Expansion
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
+from axsparse.samo.layer_gather import LayerGather
 from axsparse.samo.layer_state import StageTie, Use
 from axsparse.samo.masks import Masks
 from axsparse.samo.optim.optimizer import Optimizer, own_learning_rate
@@ -414,12 +415,18 @@ def _replicas(plan: RunPlan, transport: Transport) -> Replicas:
         ),
         transport.backoff,
         shard=bool(plan.config.samo.zero_stage),
+        gather=plan.gathers_weights,
     )
 
 
 def _state_options(plan: RunPlan, replicas: Replicas, placement: Placement) -> StateOptions:
     """How the state of every layer is stored, before there are masks."""
-    backend = placement.backend
+    backend, gather, coords = placement.backend, None, plan.coords
+    if plan.gathers_weights:
+        assert replicas.backoff is not None
+        column = coords.grid.dp_group(coords.stage, coords.tp_rank)
+        group = placement.transport.collective(f"weights of stage {coords.stage}", column)
+        gather = LayerGather(group, replicas.backoff)
     if plan.config.samo.offload:
         assert placement.gpu is not None, "the settings were checked"
         backend = replace(backend, host=placement.gpu.pinned)
@@ -430,7 +437,9 @@ def _state_options(plan: RunPlan, replicas: Replicas, placement: Placement) -> S
         replicas=replicas,
         start=plan.model.start,
         backend=backend,
-        expansion=Expansion(plan.dtype, backend.device) if plan.has_sparse_weights else None,
+        expansion=Expansion(plan.dtype, backend.device, gather)
+        if plan.has_sparse_weights
+        else None,
         dense_layers=plan.dense_layers,
     )
 

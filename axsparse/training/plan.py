@@ -172,6 +172,12 @@ class RunPlan:
         return self.config.samo.weights == "sparse" and self.targets is not None
 
     @property
+    def gathers_weights(self) -> bool:
+        """Whether replicas gather sparse weights before they use them (ZeRO stage 3)."""
+        is_shared = self.config.samo.zero_stage == 3 and self.coords.grid.g_data > 1
+        return is_shared and self.has_sparse_weights
+
+    @property
     def starts_pruned(self) -> bool:
         """Whether state is built compressed; otherwise it is dense until the first pruning."""
         return starts_pruned(self.config, self.targets)
@@ -260,7 +266,10 @@ def plan_run(
     grid, row, choice = _layout(config, planned_model, transport.size, grid, budget)
     extra_in_flight = _extra_in_flight(config, profile, row)
     is_auto = config.samo.weights == "auto"
-    if is_auto:
+    if row is not None and row.weights == "gathered":
+        planned_model = planned_model.gathered()
+        config = planned_model.config
+    elif is_auto:
         weights = _weights(profile, row)
         config = config.with_values({"samo.weights": weights})
         planned_model = planned_model.stored(weights)
@@ -287,7 +296,7 @@ def plan_run(
 
     sizes = tuple(map(len, stages))
     decided = decided.with_values(
-        {"layout.split": sizes, "samo.zero_stage": int(_shares(decided, state_of))}
+        {"layout.split": sizes, "samo.zero_stage": _zero_stage(decided, state_of)}
     )
     prediction, dense_layers = None, frozenset[str]()
     if has_costs(profile):
@@ -341,7 +350,9 @@ def _layout(
     check_batch(config, grid)
     if choice is not None:
         return grid, choice.row, choice
-    is_asked = config.layout.memory_per_rank != "auto" or config.samo.weights == "auto"
+    samo = config.samo
+    is_open = samo.weights == "auto" or (samo.weights == "sparse" and samo.zero_stage == "auto")
+    is_asked = config.layout.memory_per_rank != "auto" or is_open
     if not is_asked or not has_costs(planned_model.profile):
         return grid, None, None
     return grid, fitting_row(planned_model, grid, budget), None
@@ -359,7 +370,7 @@ def _weights(profile: ModelProfile, row: Candidate | None) -> WeightKind:
     """The decision of `samo.weights: auto`: dense where that fits, and for a model whose memory
     nobody knows; `row` is as in `_layout`."""
     if row is not None:
-        return row.weights
+        return "dense" if row.weights == "dense" else "sparse"
     return "sparse" if has_costs(profile) else "dense"
 
 
@@ -423,17 +434,17 @@ def _ties(profile: ModelProfile, shards: Mapping[str, TensorShard], ranks: int) 
     }
 
 
-def _shares(config: Config, state_of: Callable[[Config], Sequence[int]]) -> bool:
-    """Whether replicas share the optimizer state: for `auto` if that makes a rank's state smaller.
-    `state_of` gives the bytes of one rank of each stage.
+def _zero_stage(config: Config, state_of: Callable[[Config], Sequence[int]]) -> Literal[0, 1, 3]:
+    """The decision of `samo.zero_stage: auto`: replicas share the optimizer state if that makes a
+    rank's state smaller. `state_of` gives the bytes of one rank of each stage.
 
     Time does not decide (docs/decisions/041-waiting-and-start-up.md).
     """
     asked = config.samo.zero_stage
     if asked != "auto":
-        return bool(asked)
+        return asked
     shared, full = (state_of(config.with_values({"samo.zero_stage": stage})) for stage in (1, 0))
-    return any(here < there for here, there in zip(shared, full, strict=True))
+    return int(any(here < there for here, there in zip(shared, full, strict=True)))
 
 
 def _gradient(config: Config, grid: Grid) -> str:

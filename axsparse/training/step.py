@@ -88,6 +88,10 @@ class Step:
             for layer in self.layers
             for name, parameter in layer.module.named_parameters()
         ]
+        self._together = 0
+        """The microbatches that all replicas run together, since they gather weights."""
+        if self.plan.gathers_weights:
+            self._together = num_microbatches(self._config.batch, self._coords.grid.g_data)
         self._units: Units | None = None
         """The units of exact sums; None where gradients are summed as numbers."""
         if self._config.samo.gradient == "exact":
@@ -127,6 +131,7 @@ class Step:
             self._clip_and_update(verdict)
         else:
             self.statistics.undo()
+            self.restore_weights()
         self._warn_of_own_buffers()
         self.skips.record(step, verdict, spike)
         self.progress.end_step()
@@ -211,6 +216,7 @@ class Step:
             self.progress.loss_scale,
             self.statistics.before_forward,
             lambda is_last: self.collector.microbatch(is_last=is_last),
+            together=self._together,
         )
         self._name_once(
             f"warning: {self._coords}: its microbatches of step {self.progress.step + 1} gave "
@@ -300,6 +306,11 @@ class Step:
             if verdict.finite:
                 return
             self.skips.rescale(self.progress.step + 1, verdict)
+
+    def restore_weights(self) -> None:
+        """Gather weights again whose memory gradients have taken that no update has used. All
+        replicas call this together."""
+        self.weights.restore(self._states)
 
     def follow_masks(self, change: MaskUpdate) -> None:
         """Adapt counters and the agreement; all ranks call this together after masks changed."""

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -31,8 +32,8 @@ from axsparse.observe.phases import DevicePhases, Phases
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Activity, open_watchdog
-from axsparse.pipeline.engine import Engine, Rank, decides_alone
-from axsparse.pipeline.policy import action
+from axsparse.pipeline.engine import EVALUATED, Engine, Rank
+from axsparse.pipeline.policy import Policy, action
 from axsparse.planner.auto_layout import configured_schedule
 from axsparse.pruning.criteria import Score
 from axsparse.pruning.mask_file import MASK_FILE
@@ -54,7 +55,7 @@ from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.offload import Offload
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.samo.state_bytes import StateBytes
-from axsparse.tensor_parallel.lockstep import Lockstep
+from axsparse.tensor_parallel.lockstep import ActionBroadcast, Lockstep
 from axsparse.tensor_parallel.modules import Sharding
 from axsparse.training.build import (
     build_state,
@@ -258,6 +259,9 @@ class Trainer:
         """The tensor-parallel ranks of this stage, where its layers are sharded."""
         products = stage_products(plan, self.layers, self.collector)
         self.link = stage_link(transport.link(coords), self.tp_group, self.phases, products)
+        if self.expansion is not None and self.expansion.gather is not None:
+            gather = self.expansion.gather
+            gather.idle, gather.timed = self.link.push, partial(self.phases, "collective")
         self.engine = Engine(
             Rank(coords, backoff, self.phases, gpu),
             stage_of_layers(
@@ -267,9 +271,7 @@ class Trainer:
             self.link,
             schedule=configured_schedule(resolved.pipeline),
             while_idle=self.sync.advance,
-            around=decides_alone
-            if self.tp_group is None
-            else partial(Lockstep, self.tp_group, action),
+            around=self._lockstep(),
         )
         self.statistics = stage_statistics(plan, self.layers, options.replicas)
         self.offload = Offload(gpu, states, backoff) if gpu and resolved.samo.offload else None
@@ -705,6 +707,35 @@ class Trainer:
 
     # -- details ------------------------------------------------------------------------
 
+    def _lockstep(self) -> Callable[[Policy, int], Policy]:
+        """The function that has policies of this rank run the actions of other ranks' ones: of its
+        tensor-parallel group, and in training of all replicas where these gather weights and
+        arrivals decide the order."""
+        grid = self.coords.grid
+        here = [(self.coords.replica, tp_rank) for tp_rank in range(grid.g_tensor)]
+        evaluating = training = self._actions(here)
+        is_driven = grid.g_inter > 1 and self.config.pipeline.schedule == "message-driven"
+        if is_driven and self.plan.gathers_weights:
+            every = itertools.product(range(grid.g_data), range(grid.g_tensor))
+            training = self._actions(list(every))
+
+        def around(policy: Policy, mode: int) -> Policy:
+            actions = evaluating if mode == EVALUATED else training
+            return policy if actions is None else Lockstep(actions, action, policy, mode)
+
+        return around
+
+    def _actions(self, members: Sequence[tuple[int, int]]) -> ActionBroadcast | None:
+        """The broadcast of actions among ranks of this stage, by replica and tensor-parallel rank;
+        None for this rank alone."""
+        transport, coords = self.placement.transport, self.coords
+        if len(members) == 1:
+            return None
+        ranks = [coords.grid.rank(coords.stage, *member) for member in members]
+        group = transport.collective(f"actions of {len(ranks)} ranks", ranks)
+        on_gpus = self.placement.gpu is not None
+        return ActionBroadcast(group, transport.backoff, on_gpus=on_gpus)
+
     def _recorded_step(self) -> StepResult:
         self.activity.at("training", self.steps_done + 1)
         self._step.check_layers()  # before anything of the step is counted
@@ -821,6 +852,7 @@ class Trainer:
             self._loss_at_masks,
         )
         change = pruner.before_step(now)
+        self._step.restore_weights()
         if change is None:
             return
         self._step.follow_masks(change)
@@ -838,7 +870,9 @@ class Trainer:
         sync, tp_group = self.sync, self.tp_group
         of_group = 0 if tp_group is None else tp_group.bytes_sent
         others = self.link.bytes_sent + sync.tie_bytes_sent + of_group
-        return sync.gradient_bytes_sent, others
+        gather = None if self.expansion is None else self.expansion.gather
+        gathered = 0 if gather is None else gather.bytes_sent
+        return sync.gradient_bytes_sent + gathered, others
 
     def _heed_signal(self) -> None:
         """Learn outside of a step whether a rank was asked to stop; StoppedError if nothing is to

@@ -139,6 +139,7 @@ class Case:
 
 
 SHARD = {"samo": {"zero_stage": 1}}
+GATHERED = {"samo": {"weights": "sparse", "zero_stage": 3}}
 REPLICAS = (1, 2), (2, 2)
 STATES = {
     "fp16": Case({"precision": "fp16", "loss_scale": {"initial": 1024.0, "growth_interval": 3}}),
@@ -154,6 +155,8 @@ STATES = {
     "weights sparse in shards": Case(
         {"precision": "bf16", "samo": {"weights": "sparse"}}, SHARD, REPLICAS
     ),
+    "gathered before": Case(GATHERED, {"samo": {"weights": "dense", "zero_stage": 0}}, REPLICAS),
+    "gathered after": Case({"precision": "bf16"}, GATHERED, REPLICAS),
     "shards before": Case(SHARD, {"samo": {"zero_stage": 0}}, REPLICAS),
     "shards after": Case({"precision": "bf16"}, SHARD, REPLICAS),
     "shards both times": Case({"precision": "bf16", **SHARD}, layouts=REPLICAS),

@@ -22,6 +22,7 @@ from support.cases import (
     Row,
     Settings,
     axis,
+    batch,
     crossed,
     judge,
     parameters,
@@ -198,6 +199,7 @@ STORAGE = [
 ]
 
 
+GATHERED = {"samo": {"weights": "sparse", "zero_stage": 3}}
 SPARSE_WEIGHTS = {"samo": {"weights": "sparse"}}
 SPARSE_AT_REST = [
     *stored(
@@ -231,6 +233,40 @@ SPARSE_AT_REST = [
             subject=WIDE,
         ),
         {"samo": {"weights": "sparse", "zero_stage": 1}},
+    ),
+    *stored(
+        crossed(
+            [(1, 2), (2, 2), (1, 3)],
+            [{"precision": "fp32"}, {"precision": "bf16"}, {"samo": {"gradient": "exact"}}],
+            axis("pruning", "at_step", 0, 2),
+            subject=WIDE,
+        ),
+        GATHERED,
+    ),
+    # Both ways to come back to a layer, orders that arrivals decide or a schedule, and an optimizer
+    # that reads state twice.
+    *stored(
+        crossed(
+            [(2, 2), (1, 2), (3, 2)],
+            [
+                {"pipeline": {"split_backward": True}, "optimizer": {"name": "lamb"}},
+                {"pipeline": {"checkpoint_activations": 1}, "samo": {"gradient": "fp32"}},
+                {"pipeline": {"schedule": "1f1b"}, "train": {"eval_every": 2, "eval_steps": 1}},
+            ],
+            [{"precision": "bf16"}, {"precision": "fp16"}],
+            settings={**steps(3, pruning={"include": "all"}), **batch(11, 2)},
+        ),
+        GATHERED,
+    ),
+    *(
+        Row(
+            (2, 2),
+            {**LONG, "pruning": {**PRUNING[name], "include": "all"}, "precision": "bf16"},
+            GATHERED,
+            SAME_LAYOUT,
+            is_usual=name in ("gradual", "snip"),
+        )
+        for name in PRUNING
     ),
     *(
         Row(

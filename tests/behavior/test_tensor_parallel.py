@@ -165,6 +165,7 @@ CASES: list[Case] = [
     ((2, 1), 2, {"samo": {"enabled": False}}, {}, None),
     ((1, 2), 2, SUMS, {"samo": {"zero_stage": 1}}, None),
     ((2, 2), 2, SUMS, {}, 4),
+    ((2, 2), 2, SUMS, {"samo": {"weights": "sparse", "zero_stage": 3}}, 4),
     ((1, 3), 4, SUMS, {}, None),
     ((2, 1), 2, {"precision": "bf16", "optimizer": {"name": "sgd"}}, {}, None),
     ((1, 2), 2, {"optimizer": LAMB, **SUMS}, {"samo": {"zero_stage": 1}}, None),

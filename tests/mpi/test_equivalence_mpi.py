@@ -51,6 +51,15 @@ ROWS = [
         for layout, shard in itertools.product(LAYOUTS, [False, True])
         if layout[0] <= len(WIDE.model(tiny_config()).layers)
     ),
+    *(
+        Row(
+            layout,
+            {"samo": {"weights": "sparse", "zero_stage": 3}, "pruning": {"include": "all"}},
+            subject=WIDE,
+        )
+        for layout in LAYOUTS
+        if layout[0] <= len(WIDE.model(tiny_config()).layers)
+    ),
     # Integers, and replicas of which one takes a microbatch more.
     *(
         Row(

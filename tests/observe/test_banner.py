@@ -115,5 +115,7 @@ def test_what_was_predicted_and_what_replicas_share_stands_beside_the_state() ->
     assert lines(shared, grid=Grid(2, 1))[2] == state
     sparse = config(samo={"weights": "sparse"})
     assert lines(sparse)[2] == f"{state}, weights sparse at rest"
+    gathered = lines(config(samo={"weights": "sparse", "zero_stage": 3}))[2]
+    assert gathered.startswith(f"{state}, weights sparse at rest and gathered by replicas, ")
     some = lines(sparse, dense_layers=frozenset(["block1", "block2"]))[2]
     assert some == f"{state}, weights sparse at rest (dense in block1–2)"

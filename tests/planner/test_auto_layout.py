@@ -86,6 +86,30 @@ def test_sparse_weights_fit_fewer_stages_and_dense_ones_come_first() -> None:
     assert tight.reason.endswith(" GB a rank, with weights sparse at rest)")
 
 
+def test_replicas_gather_weights_where_nothing_else_fits() -> None:
+    samo = {"weights": "sparse", "zero_stage": "auto"}
+    config = tiny_config(precision="fp16", samo=samo, model={"num_layers": 8, "hidden_size": 128})
+    profiled = profile(tiny_gpt(config), torch.float16)
+    kept = {
+        p.name: p.numel // 2 for layer in profiled.layers for p in layer.parameters if p.numel > 999
+    }
+    planned_model = ProfiledModel(config, profiled, kept, ADAMW)
+
+    def found(nbytes: float) -> LayoutDecision:
+        decision = fewest_stages(run_request(planned_model, MACHINE, 2, [1, 2], nbytes))
+        assert isinstance(decision, LayoutDecision)
+        return decision
+
+    roomy = found(1e12).row
+    tight = found(0.99 * roomy.most_bytes)
+
+    assert (roomy.weights, roomy.layout.grid.g_inter) == ("dense", 1), "as configured"
+    assert (tight.row.weights, tight.row.layout.grid.g_inter) == ("gathered", 1)
+    assert tight.row.most_bytes < roomy.most_bytes
+    assert tight.row.seconds > roomy.seconds
+    assert tight.reason.endswith(", with weights sparse at rest and gathered by replicas)")
+
+
 def test_slack_goes_where_memory_asks_for_it() -> None:
     config = tiny_config(model={"num_layers": 6}, layout={"split": [2, 2, 2, 2]})
     found, rank_budget = [], 1e9

@@ -214,6 +214,9 @@ def test_state_formula_and_process_agree_to_the_byte(name: str) -> None:
         ("bf16", 1, 2, 1, {"weights": "sparse"}),
         ("fp32", 0, 1, 2, {"weights": "sparse"}),
         ("bf16", 0, 1, 2, {"weights": "sparse", "zero_stage": 1}),
+        ("bf16", 0, 1, 2, {"weights": "sparse", "zero_stage": 3}),
+        ("bf16", 1, 2, 2, {"weights": "sparse", "zero_stage": 3}),
+        ("fp32", 0, 1, 3, {"weights": "sparse", "zero_stage": 3}),
     ],
 )
 def test_after_training_every_rank_holds_what_the_formula_says(
@@ -232,7 +235,7 @@ def test_after_training_every_rank_holds_what_the_formula_says(
         names = {layer.spec.name for layer in trainer.layers}
         layers = [layer for layer in profiled.layers if layer.name in names]
         gradient_bytes = trainer.layers[0].state.accumulator.itemsize
-        shares = config.samo.zero_stage == 1
+        shares = config.samo.zero_stage != 0
         stored = StateFormat(
             half=precision == "bf16",
             gradient_bytes=gradient_bytes,
@@ -240,6 +243,7 @@ def test_after_training_every_rank_holds_what_the_formula_says(
             index="auto",
             replicas=g_data if shares else 1,
             weights=trainer.plan.types.weights,
+            gathers=config.samo.zero_stage == 3,
         )
         replica = trainer.coords.replica
         expected = stage_bytes(layers, profiled.ties, kept(model, config.pruning), stored, replica)

@@ -250,8 +250,13 @@ def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[Tensor
         if held:
             part = shares.shard_slice(tensor, held.start, held.stop)
             master = None if master_K is None else master_K[part]
-            index = tensor.index
-            if tensor.expanded_at is None:
+            index, gradient_K = tensor.index, layer.gradient_of(tensor)
+            if layer.gathers:
+                # The held masters, like a small fp32 tensor; gathers round and distribute them.
+                assert master is not None
+                index, gradient_K = layer.backend.full_index(len(held)), gradient_K[held.start :]
+                held, weight, master = range(len(held)), master, None
+            elif tensor.expanded_at is None:
                 weight = tensor.weight_D
             else:
                 # Kept entries alone, like a small dense tensor. Masters from which the weight is
@@ -265,7 +270,7 @@ def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[Tensor
             yield TensorSlot(
                 index,
                 weight,
-                layer.gradient_of(tensor),
+                gradient_K[: index.kept],
                 master,
                 tuple(values_K[part] for values_K in moments_K),
                 held,
