@@ -526,8 +526,8 @@ class LayerState:
         return self.gradient.view(dtype)[: self.shares.bounds[-1]]
 
     def collect_weights(self, exchanged: Tensor | None = None) -> None:
-        """Put the kept weights of this replica's share into a buffer of those of all owned tensors,
-        by default `exchanged_weights`."""
+        """Put the kept weights of this replica's share into a buffer for all owned tensors, by
+        default `exchanged_weights`."""
         exchanged = self.exchanged_weights if exchanged is None else exchanged
         state = self.optimizer_state
         read = state.read_master if self.gathers else state.read_weight
