@@ -444,7 +444,7 @@ def _zero_stage(config: Config, state_of: Callable[[Config], Sequence[int]]) -> 
     if asked != "auto":
         return asked
     shared, full = (state_of(config.with_values({"samo.zero_stage": stage})) for stage in (1, 0))
-    return int(any(here < there for here, there in zip(shared, full, strict=True)))
+    return 1 if any(here < there for here, there in zip(shared, full, strict=True)) else 0
 
 
 def _gradient(config: Config, grid: Grid) -> str:
