@@ -86,10 +86,12 @@ def _read(
 
 
 def full_key(short: str) -> str:
-    """The dotted key of a setting that is named by its last part; ConfigError unless one is."""
+    """The dotted key of a setting that is named by its last part; ConfigError unless one is, or
+    one of several is in `train`, which a trainer's own settings are."""
     found = [key for key in FIELDS if key == short or key.endswith(f".{short}")]
-    if short in found:
-        return short
+    for usual in (short, f"train.{short}"):
+        if usual in found:
+            return usual
     if not found:
         raise unknown_key(short, "Trainer")
     if len(found) > 1:

@@ -21,6 +21,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
 
 from axsparse.models.layer import Kind, Layer, Model, StartValues, on_meta
 from axsparse.models.layer_cost import (
@@ -456,6 +457,23 @@ def _sharded(
     }
 
 
+def _copiable(layer: Layer) -> str:
+    """How a user's module becomes one that can be copied."""
+    given = [part for part in getattr(layer.build, "args", ()) if isinstance(part, nn.Module)]
+    for path, module in nn.ModuleList(given[:1]).named_modules():
+        hooks = module._forward_pre_hooks.values()
+        pruned = [repr(hook._tensor_name) for hook in hooks if isinstance(hook, BasePruningMethod)]
+        normed = [repr(hook.name) for hook in hooks if type(hook).__name__ == "WeightNorm"]
+        for function, names in (("prune.remove", pruned), ("remove_weight_norm", normed)):
+            if names:
+                place = layer.name + path.removeprefix("0")
+                return (
+                    f"first call torch.nn.utils.{function}(module, name) for each module that has "
+                    f"such a hook, here {place} with {', '.join(names)}"
+                )
+    return "give a module that copy.deepcopy can copy"
+
+
 def _module_of(layer: Layer) -> nn.Module:
     """The module on the meta device, or in memory if it cannot be built there."""
     with preserved_rng(), warnings.catch_warnings():
@@ -471,7 +489,7 @@ def _module_of(layer: Layer) -> nn.Module:
             suggestion = "; correct the function that makes the module"
             if made.startswith("axsparse."):  # a module of ours, or a copy of one of the user's
                 is_ours = made.startswith(("axsparse.models.zoo.", "axsparse.models.adapters"))
-                suggestion = "" if is_ours else "; give a module that copy.deepcopy can copy"
+                suggestion = "" if is_ours else f"; {_copiable(layer)}"
             raise ConfigError(
                 f"layer {layer.name}: its build raised {one_line(reason)}{suggestion}"
             ) from reason

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.config import load
-from axsparse.config.load import configure, to_yaml
+from axsparse.config.load import configure, full_key, to_yaml
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import AxsparseError
 
@@ -42,6 +42,10 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 # --- what is taken -----------------------------------------------------------------------
+
+
+def test_a_name_of_several_sections_is_that_in_train() -> None:
+    assert full_key("eval_steps") == "train.eval_steps"
 
 
 def test_without_a_file_everything_is_default() -> None:
