@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import sys
 from typing import NoReturn
 
 from axsparse.runtime.backoff import SleepingBackoff
@@ -74,6 +76,11 @@ def connect() -> Transport:
         remove_leftovers()
     os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # UCX would take SIGHUP for itself
     try:
+        import mpi4py
+
+        # A fork of this process that exits would end MPI for it, which this process does alone.
+        is_ours = "mpi4py.MPI" not in sys.modules
+        mpi4py.rc.finalize = not is_ours
         if started_by_launcher():
             wait_until_all_ranks_have_started()
         from mpi4py import MPI
@@ -85,8 +92,17 @@ def connect() -> Transport:
             ) from reason
         check_size(1)
         return _alone()
+    if is_ours:
+        atexit.register(end_mpi, os.getpid())
     check_size(MPI.COMM_WORLD.size)
     return MpiTransport(MPI.COMM_WORLD)
+
+
+def end_mpi(process: int | None = None) -> None:
+    """End MPI, if it runs, in the process that has started it."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and process in (None, os.getpid()) and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _alone() -> Transport:

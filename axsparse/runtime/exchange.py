@@ -1,13 +1,15 @@
 """Small exchanges between all ranks: texts, sums, and errors that all ranks raise.
 
-An all-to-all exchange grows with the square of the ranks. So the exchanges of every start
-(`together`, `text_of_first`) only broadcast how many ranks have failed, or one rank's text.
+Every call that all ranks make together begins or ends with a `meet`, at which they learn that none
+does something else. An all-to-all exchange grows with the square of the ranks, so a `meet` and
+`text_of_first` only sum four numbers, or broadcast one rank's text.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -19,50 +21,67 @@ from axsparse.runtime.errors import AxsparseError, ConfigError, everywhere
 
 T = TypeVar("T")
 
+CODES = 2**16
+"""How many numbers stand for what ranks do: squares of smaller ones are added exactly."""
 
-def together(transport: Transport, work: Callable[[], T]) -> T:
+
+def meet(
+    transport: Transport, doing: str, failure: AxsparseError | None = None, value: float = 0.0
+) -> float:
+    """Let all ranks learn that all of them do the same; returns the sum of their values.
+
+    `doing` completes "rank 3 …", such as "calls evaluate() after step 2"; it is the same text on
+    all ranks. All raise the failure of the first rank that has one, else ConfigError if one does
+    something else than rank 0.
+    """
+    code = float(zlib.crc32(doing.encode()) % CODES)
+    sums = sum_of(transport, [float(failure is not None), code, code**2, value])
+    failed, codes, squares, total = sums
+    if not failed and transport.size * int(squares) == int(codes) ** 2:
+        return total
+    error: list[str] = []
+    if failure is not None:
+        known = next(c.__name__ for c in type(failure).__mro__ if hasattr(errors, c.__name__))
+        error = [known, str(failure)]
+    said = gather_texts(transport.world, transport.backoff, json.dumps([doing, *error]))
+    first, *others = [json.loads(text) for text in said]
+    for _, *error in (first, *others):
+        if error:
+            cls: type[AxsparseError] = getattr(errors, error[0])
+            raise everywhere(cls(error[1]))
+    rank, odd = next((r, said[0]) for r, said in enumerate(others, 1) if said[0] != first[0])
+    raise everywhere(
+        ConfigError(
+            f"rank {rank} {odd}, and rank 0 {first[0]}; make the same trainers on all ranks, and "
+            "the same calls of them in the same order (`if trainer.rank == 0` is for what no other "
+            "rank does)"
+        )
+    )
+
+
+def together(
+    transport: Transport, work: Callable[[], T], doing: str = "is in the middle of a call"
+) -> T:
     """Do some work on every rank and return its result there.
 
-    All ranks call this together. If the work raises an AxsparseError on any rank, all ranks raise
-    the error of the first such rank. Any other exception is a defect and leaves its rank alone.
+    All ranks call this together; `doing` is as in `meet`. If the work raises an AxsparseError on
+    any rank, all ranks raise the error of the first such rank. Any other exception is a defect and
+    leaves its rank alone.
     """
     result: T | None = None
-    failure = ""
+    failure: AxsparseError | None = None
     try:
         result = work()
     except AxsparseError as error:
-        known = next(c.__name__ for c in type(error).__mro__ if hasattr(errors, c.__name__))
-        failure = json.dumps([known, str(error)])
-    if sum_of(transport, [float(bool(failure)), 0.0]) != [0.0, 0.0]:
-        _raise_first(gather_texts(transport.world, transport.backoff, failure))
-    assert result is not None or not failure
+        failure = error
+    meet(transport, doing, failure)
     return result  # type: ignore[return-value]  # T may be None itself
 
 
 def leave_together(transport: Transport) -> None:
-    """Wait until all ranks have nothing left to do.
-
-    If another rank does something `together` instead, all ranks raise a ConfigError that names the
-    first rank that has ended.
-    """
-    # The two numbers that `together` sums: ranks that have failed, ranks that have ended.
-    if sum_of(transport, [0.0, 1.0]) == [0.0, transport.size]:
-        return
-    farewell = (
-        f"rank {transport.rank}: has ended, and other ranks wait for it; make a Trainer on every "
-        "rank of the job, or on none"
-    )
-    text = json.dumps([ConfigError.__name__, farewell])
-    _raise_first(gather_texts(transport.world, transport.backoff, text))
-
-
-def _raise_first(failures: Sequence[str]) -> None:
-    """Raise, on all ranks alike, the failure of the first rank that has one."""
-    for failure in failures:
-        if failure:
-            name, message = json.loads(failure)
-            cls: type[AxsparseError] = getattr(errors, name)
-            raise everywhere(cls(message))
+    """Wait until all ranks have nothing left to do; ConfigError on all if one makes a call
+    instead."""
+    meet(transport, "has ended")
 
 
 def sum_of(transport: Transport, values: Sequence[float]) -> list[float]:

@@ -14,9 +14,11 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import NoReturn, Protocol, TextIO
 
@@ -24,7 +26,7 @@ import torch
 from pydantic import ValidationError
 
 from axsparse.runtime.communication import Closable, Transport
-from axsparse.runtime.connection import connect, connect_alone
+from axsparse.runtime.connection import connect, connect_alone, end_mpi
 from axsparse.runtime.console import erase_bar
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
@@ -34,9 +36,19 @@ from axsparse.runtime.errors import (
     StoppedError,
 )
 from axsparse.runtime.exchange import leave_together, sum_of
-from axsparse.runtime.process import exit_process, flush_streams, speaks, write_line
+from axsparse.runtime.process import (
+    exit_process,
+    flush_streams,
+    forget_ways_out,
+    speaks,
+    watch_ways_out,
+    write_line,
+)
 from axsparse.runtime.seeds import seed_main
 from axsparse.runtime.stop_signal import StopRequest
+
+ALIKE_SECONDS = 0.5
+"""How long a rank that fails waits for rank 0 to fail likewise, and to speak for both."""
 
 
 class HasTransport(Protocol):
@@ -68,6 +80,12 @@ class Job:
         """The file for tracebacks of internal errors; None until there is a run directory."""
         self.in_progress: list[Closable] = []
         """The trainers whose runs have begun and are not closed."""
+        self.calls = 0
+        """How many calls of trainers, one within the other, are under way."""
+        self.left: SystemExit | None = None
+        """The `sys.exit` that has ended a call of a trainer, which Python tells no hook."""
+        self.process = os.getpid()
+        """The process of this rank; a fork of it has another one, and is no rank."""
         self._branches: list[tuple[Transport, Callable[[], object | None]]] = []
         """The transport of each trainer, and a function that returns the trainer while in use."""
 
@@ -109,6 +127,7 @@ def own_job() -> Job:
     if not _own:
         if hasattr(sys, "ps1"):
             _own.append(Job(connect_alone()))
+            os.register_at_fork(after_in_child=_own[0].stop.release)
         else:
             job = _connected(None)
             sys.excepthook = lambda _, failure, __: _end(job, failure)
@@ -136,8 +155,11 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     seed_main()
     try:
         main(job)
-        _leave(job)
+        if os.getpid() == job.process:
+            _leave(job)
     except BaseException as failure:
+        if os.getpid() != job.process:
+            raise
         _end(job, failure)
     exit_process()
 
@@ -151,7 +173,17 @@ def _connected(stop: StopRequest | None) -> Job:
         # Without MPI every process takes itself for rank 0, so `speaks` asks the launcher.
         exit_process(error.exit_code, f"error: {error}" if speaks() else None)
     threading.excepthook = lambda hook: _last_words(job, hook.exc_value or hook.exc_type())
+    watch_ways_out(partial(_leave_at_once, job))
+    os.register_at_fork(after_in_child=partial(_forget, job))
     return job
+
+
+def _forget(job: Job) -> None:
+    """Have a fork of this process, which is no rank, end as any other process."""
+    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+    atexit.unregister(_leave_at_exit)
+    forget_ways_out()
+    job.stop.release()
 
 
 def _end(job: Job, failure: BaseException) -> NoReturn:
@@ -171,9 +203,8 @@ def _line_of_all(job: Job, failure: AxsparseError) -> str | None:
 def _leave(job: Job) -> None:
     """Close all resources, once all ranks have nothing left to do.
 
-    All ranks have to make the same trainers: if one makes another, all end with ConfigError; if one
-    trains on, the others wait until the watchdog ends them. What was left in the middle of its run
-    is saved.
+    If another rank makes a trainer, or a call of one, all end with ConfigError. What was left in
+    the middle of its run is saved.
     """
     leave_together(job.transport)
     for trainer in [*job.in_progress]:
@@ -183,6 +214,8 @@ def _leave(job: Job) -> None:
 
 def _leave_at_exit(job: Job) -> None:
     """`_leave`, where Python ignores exceptions."""
+    if job.left is not None:
+        _last_words(job, job.left)
     try:
         _leave(job)
     except BaseException as failure:
@@ -193,6 +226,21 @@ def _leave_at_exit(job: Job) -> None:
         leave_together(job.transport)  # All come here; none ends before the line is written.
         flush_streams()
         job.transport.abort(failure.exit_code)
+
+
+def _leave_at_once(job: Job, way: str, arguments: tuple[object, ...]) -> None:
+    """Before a way out that runs no code, end the job in the middle of a run or call, and leave it
+    as at the exit between them."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not job.in_progress and not job.calls and is_main:
+        atexit.unregister(_leave_at_exit)
+        _leave_at_exit(job)
+        flush_streams()
+        end_mpi()
+    else:
+        left = SystemExit(arguments[0] if arguments else None)
+        left.__dict__["way"] = f"{way}({', '.join(map(repr, arguments[:1]))})"
+        _last_words(job, left)
 
 
 def _reopen_streams() -> None:
@@ -211,14 +259,14 @@ def _nowhere() -> TextIO:
 
 
 def _last_words(job: Job, failure: BaseException) -> NoReturn:
-    """Print why this rank fails and end the job."""
+    """Print why this rank fails and end the job; rank 0 comes first, for all that fail alike."""
+    if job.transport.rank:
+        time.sleep(ALIKE_SECONDS)
     code, words = _describe(failure)
     if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)
-    if not isinstance(failure, KeyboardInterrupt):
-        write_line(f"error: {job.where}: {words}")
-    elif speaks():  # every rank of a job is interrupted
-        write_line(f"error: {words}")
+    who = "" if isinstance(failure, KeyboardInterrupt) else f"{job.where}: "
+    write_line(f"error: {who}{words}")
     erase_bar(sys.stdout)
     job.transport.abort(code)
 
@@ -233,7 +281,8 @@ def _describe(failure: BaseException) -> tuple[int, str]:
         return EXIT_INTERRUPTED, "interrupted; nothing was saved"
     if isinstance(failure, SystemExit):
         code = failure.code if isinstance(failure.code, int) and failure.code else EXIT_INTERNAL
-        return code, f"left in the middle of the run (sys.exit({failure.code!r}))"
+        way = vars(failure).get("way", f"sys.exit({failure.code!r})")
+        return code, f"left in the middle of the run ({way})"
     text = " ".join(str(failure).split()) or "no message"
     notes = [note for note in getattr(failure, "__notes__", ()) if isinstance(note, str)]
     return EXIT_INTERNAL, ": ".join([*notes, type(failure).__name__, text])

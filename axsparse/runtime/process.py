@@ -10,11 +10,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from axsparse.runtime.errors import ConfigError
 
@@ -43,6 +44,8 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """torchrun sets all of these, and knows no MPI."""
 SPEAKING_SECONDS = 10.0
 """How long the first process of torchrun, or of srun, has to say what is wrong."""
+AT_ONCE = {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
+"""The ways by which Python leaves a process without running any code at the exit."""
 JOB_SIZE = "AXSPARSE_RANKS"
 """The variable in which a job script of `axsparse submit` says how many ranks it starts."""
 
@@ -201,7 +204,28 @@ def exit_process(code: int = 0, line: str | None = None) -> NoReturn:
 
 def exit_at_once(code: int) -> NoReturn:
     """End this process from any thread, although a stream or MPI hangs: nothing is flushed."""
-    os._exit(code)
+    AT_ONCE["_exit"](code)
+
+
+def watch_ways_out(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:
+    """Have `leaving(name, arguments)` called before this process leaves by a way of `AT_ONCE`.
+
+    Python has no hook for these, and nobody else can tell: MPICH's launcher takes the 0 of a rank
+    that leaves so for the job's, and ends all others silently.
+    """
+
+    def by(name: str, *args: Any, **more: Any) -> None:
+        leaving(f"os.{name}", (*args, *more.values()))
+        AT_ONCE[name](*args, **more)
+
+    for name in AT_ONCE:
+        setattr(os, name, partial(by, name))
+
+
+def forget_ways_out() -> None:
+    """Leave the ways out of the process as they were."""
+    for name, way in AT_ONCE.items():
+        setattr(os, name, way)
 
 
 def flush_streams() -> None:

@@ -27,6 +27,8 @@ class LiveWeights:
     layers: Sequence[BuiltLayer]
     """The layers of this rank's stage."""
     transport: Transport
+    note_progress: Callable[[], object]
+    """Called for each tensor."""
 
     def collect(self, *, trained: bool, caches: bool) -> dict[str, Tensor] | None:
         """All weights and buffers by global name, dense and on the CPU; None but on rank 0.
@@ -51,6 +53,7 @@ class LiveWeights:
         if not coords.is_first:
             for _, value in own.values():
                 tensor = value()
+                self.note_progress()
                 if coords.tp_rank == 0:
                     self._send(groups[coords.stage], bytes_of(tensor))
             return None
@@ -61,6 +64,7 @@ class LiveWeights:
             for name, dtype, shape in json.loads(texts[coords.grid.rank(stage, 0)]):
                 copies[name] = torch.empty(shape, dtype=getattr(torch, dtype))
                 self._send(group, copies[name].view(-1).view(torch.uint8))
+                self.note_progress()
         return copies
 
     def _own(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,7 +48,8 @@ from axsparse.runtime.errors import (
     everywhere,
     note_errors,
 )
-from axsparse.runtime.exchange import sum_by_owner, sum_of, together
+from axsparse.runtime.exchange import meet, sum_by_owner, sum_of, together
+from axsparse.runtime.files.run_folder import RunLock
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
@@ -154,6 +156,7 @@ class Trainer:
         given = together(
             job.transport,
             lambda: run_sources(model, data, config, settings, loss, metrics),
+            "makes a Trainer",
         )
         self._prepare(
             job,
@@ -166,10 +169,24 @@ class Trainer:
             overwrite=overwrite,
         )
 
+    def _prepare(self, job: Job, given: RunSources, **how: Any) -> None:
+        """`_build`, after whose failure nothing is left behind."""
+        self._job, job.left, self._under_way = job, None, ""
+        self._lock: RunLock | None = None
+        threads = torch.get_num_threads()
+        try:
+            self._build(job, given, **how)
+        except BaseException:
+            if self._lock is not None:
+                self._lock.release()
+            raise
+        finally:
+            torch.set_num_threads(threads)
+
     # Reason: the arguments of `__init__`, and all that a rank consists of, in order.
     @torch.inference_mode(mode=False)
     @torch.enable_grad()  # whoever calls may have switched gradients off
-    def _prepare(
+    def _build(
         self,
         job: Job,
         given: RunSources,
@@ -207,6 +224,7 @@ class Trainer:
 
         # The plan of the run, its data, and its directory.
         found = RunDir() if quiet else find_run(config, transport, resume)
+        self._lock = found.lock
         deciding = partial(
             plan_run,
             *(config, model, profile, transport),
@@ -228,6 +246,7 @@ class Trainer:
         entry, directory = self.data.entry, None
         if not quiet:
             directory = open_run_directory(job, plan, config, entry, found, overwrite=overwrite)
+            self._lock = directory.lock
         self.run_dir: Path | None = None if directory is None else directory.path
         """The directory that the run writes to; None of a quiet one."""
         wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
@@ -302,7 +321,6 @@ class Trainer:
         if not resolved.checkpoint.keep_best:
             self.progress.best = None
         self.last_evaluation: Evaluation | None = None
-        self._job = job
         self._stop = job.stop
         self._saver: Saver | None = None
         """Saves, as signals ask for; None of a quiet run."""
@@ -342,7 +360,7 @@ class Trainer:
         self._awaits_step = False
         """Whether the loop has given a step's number, and the step has not been done."""
         self._callbacks: dict[str, Callable[[int, Any], object] | None] = {}
-        self._live_weights = LiveWeights(plan, self.layers, transport)
+        self._live_weights = LiveWeights(plan, self.layers, transport, self.activity.note_progress)
         self._tracing = self._make_tracing()
 
     @property
@@ -385,11 +403,19 @@ class Trainer:
             raise ConfigError(
                 f"trainer: step {self.steps_done + 1} was not done; call trainer.step() in the loop"
             )
-        if not self._make_ready():
-            self._end()
+        with self._call("step", in_callbacks=False):
+            has_next = self._next()
+        if not has_next:
             raise StopIteration
         self._awaits_step = True
         return self.steps_done + 1
+
+    def _next(self) -> bool:
+        """Do the work before the coming step; if none follows, end the run, and return False."""
+        if not self._make_ready():
+            self._end()
+            return False
+        return True
 
     def step(self) -> StepResult:
         """One training step: forward, backward, sums and update, and before it the work between two
@@ -400,13 +426,14 @@ class Trainer:
         signal came, once all is saved.
         """
         self._reject_closed("step")
-        if not self._make_ready():
-            raise ConfigError(
-                f"step: the run is over after {self.steps_done} steps; raise train.steps"
-            )
-        self._awaits_step = self._is_ready = False
-        with self._ending_on_failure():
-            return self._recorded_step()
+        with self._call("step", in_callbacks=False, meets=not self._is_ready):
+            if not self._make_ready():
+                raise ConfigError(
+                    f"step: the run is over after {self.steps_done} steps; raise train.steps"
+                )
+            self._awaits_step = self._is_ready = False
+            with self._ending_on_failure():
+                return self._recorded_step()
 
     def train(
         self,
@@ -423,17 +450,55 @@ class Trainer:
         of them ends the run. If one returns True, on any rank, the run ends there as it ends after
         its last step. A run without evaluations warns of an `on_evaluation`, which it never calls.
         StoppedError on all ranks once a signal ends it before the last step and all is saved.
+        Within a callback all calls for which a run is between two steps can be made, on every rank:
+        `evaluate`, `save` and those that give weights or masks. ConfigError for others.
         """
         self._reject_closed("train")
-        self._callbacks = {
-            "on_step": on_step,
-            "on_evaluation": on_evaluation,
-            "on_checkpoint": on_checkpoint,
-        }
-        with self._ending_on_failure():
+        with self._call("train", in_callbacks=False), self._ending_on_failure():
+            given = (on_step, on_evaluation, on_checkpoint)
+            self._callbacks = dict(zip(CALLBACKS, given, strict=True))
             self._warn_of_no_evaluation(on_evaluation)
-            for _ in self:
+            while self._next():
                 self.step()
+
+    @contextmanager
+    def _call(self, what: str, *, in_callbacks: bool = True, meets: bool = True) -> Iterator[None]:
+        """One call of all ranks together, in the threads of the settings; the watchdog watches.
+
+        ConfigError in another call of this trainer, or in a callback unless `in_callbacks`; in a
+        fork of the process; and on all ranks if one makes another call, unless they have met.
+        """
+        job, outer = self._job, self._under_way
+        if os.getpid() != job.process:
+            raise ConfigError(
+                f"{what}: process {os.getpid()} is a fork of {self.coords}, and no rank itself; "
+                f"call it in process {job.process}"
+            )
+        is_own = (outer, what) == ("train", "step")
+        if outer and not is_own and not (in_callbacks and outer in CALLBACKS):
+            raise ConfigError(
+                f"{what}: called within {outer} of this trainer, which would go on afterwards; "
+                f"call it when {outer} has returned (a callback ends the run by returning True)"
+            )
+        threads = torch.get_num_threads()
+        if self._watchdog is not None:
+            self._watchdog.start()
+        job.calls += 1
+        self._under_way = what
+        try:
+            if meets:
+                meet(self.transport, f"calls {what}() after step {self.steps_done}")
+            torch.set_num_threads(self.config.train.threads)
+            yield
+        except SystemExit as failure:
+            job.left = failure
+            raise
+        finally:
+            job.calls -= 1
+            self._under_way = outer
+            torch.set_num_threads(threads)
+            if self._watchdog is not None and self not in job.in_progress:
+                self._watchdog.close()
 
     def _reject_closed(self, what: str) -> None:
         if self._closed:
@@ -447,22 +512,9 @@ class Trainer:
             with self._ending_on_failure():
                 if self not in self._job.in_progress:
                     self._job.in_progress.append(self)
-                    if self._watchdog is not None:
-                        self._watchdog.start()
                     self._heed_signal()
                 self._is_ready = self._between_steps()
         return self._is_ready
-
-    @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Watch the code within; a run is watched from its first step until it is closed."""
-        if self._watchdog is not None:
-            self._watchdog.start()
-        try:
-            yield
-        finally:
-            if self._watchdog is not None and self not in self._job.in_progress:
-                self._watchdog.close()
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
@@ -509,16 +561,18 @@ class Trainer:
 
         All ranks call this together. In the middle of a run it saves, as a signal does, so that
         `resume="auto"` continues from here; while an exception is handled it does not, since other
-        ranks may not have raised it. It is safe to call this twice.
+        ranks may not have raised it. It is safe to call this twice. ConfigError in a
+        callback.
         """
         is_in_progress = self in self._job.in_progress and sys.exc_info()[0] is None
-        if not self._closed and is_in_progress:
-            if self._is_over:
-                if self._is_ready or not self._make_ready():
-                    self._end()
-            elif self._saver is not None:
-                with self._ending_on_failure():
-                    self._save_in_the_middle(self._saver)
+        if not self._closed and (is_in_progress or self._under_way):
+            with self._call("close", in_callbacks=False):
+                if self._is_over:
+                    if self._is_ready or not self._make_ready():
+                        self._end()
+                elif self._saver is not None:
+                    with self._ending_on_failure():
+                        self._save_in_the_middle(self._saver)
         self._release()
 
     def _save_in_the_middle(self, saver: Saver) -> None:
@@ -539,6 +593,8 @@ class Trainer:
     def _release(self) -> None:
         """End threads, hooks (which would keep the model alive) and record; safe to call twice."""
         self._closed = True
+        if os.getpid() != self._job.process:
+            return  # they are those of the process that this one is a fork of
         if self in self._job.in_progress:
             self._job.in_progress.remove(self)
         if self._saver is not None:
@@ -605,8 +661,8 @@ class Trainer:
         validation = self.data.validation
         if validation is None or self.config.train.eval_steps == 0:
             return None
-        self.activity.at("evaluation", self.steps_done)
-        with self._watched():
+        with self._call("evaluate"):
+            self.activity.at("evaluation", self.steps_done)
             self.last_evaluation = self._evaluated(validation, self.config.train.eval_steps)
         return self.last_evaluation
 
@@ -620,8 +676,8 @@ class Trainer:
         if self._saver is None:
             raise ConfigError("save: a quiet trainer has no run directory; make it without quiet")
         self._reject_closed("save")
-        self.activity.at("checkpoint", self.steps_done)
-        with self._watched():
+        with self._call("save"):
+            self.activity.at("checkpoint", self.steps_done)
             self._saver.start(self.progress)
             self._saver.finish()
         return path_of(self._saver.folder, self.steps_done)
@@ -636,7 +692,9 @@ class Trainer:
         live = self.live
         if live is None:
             raise ConfigError("mask file: nothing of this model is pruned; set pruning.sparsity")
-        live.save(path)
+        with self._call("save_mask"):
+            self.activity.at("masks", self.steps_done)
+            live.save(path)
 
     def save_hf(
         self,
@@ -655,7 +713,6 @@ class Trainer:
         memory for the full model. Raises, on all ranks alike, ConfigError for a model that
         transformers does not have, and OutputError.
         """
-        found = self.state_dict(trained=trained)
 
         def write() -> None:
             if found is not None:
@@ -673,12 +730,19 @@ class Trainer:
                 for note in notes:
                     self.recorder.say(note)
 
-        together(self.transport, write)
+        with self._call("save_hf"):
+            found = self._collected(trained=trained)
+            together(self.transport, write)
 
     def state_dict(self, *, trained: bool = False) -> dict[str, Tensor] | None:
         """All weights and buffers as `ax.load` gives them for a checkpoint, on rank 0; None on
         the others. All ranks call this together, before, between or after steps."""
-        return self._live_weights.collect(trained=trained, caches=False)
+        with self._call("state_dict"):
+            return self._collected(trained=trained)
+
+    def _collected(self, *, trained: bool, caches: bool = False) -> dict[str, Tensor] | None:
+        self.activity.at("weights", self.steps_done)
+        return self._live_weights.collect(trained=trained, caches=caches)
 
     def model(self, *, trained: bool = False) -> nn.Module | None:
         """The model as a module of plain torch on the CPU, on rank 0; None on the others.
@@ -694,7 +758,8 @@ class Trainer:
         model = self.plan.model
         if model.container is None:
             reject_dotted_names(model)
-        tensors = self._live_weights.collect(trained=trained, caches=True)
+        with self._call("model"):
+            tensors = self._collected(trained=trained, caches=True)
         return None if tensors is None else plain_model(model, self.profile.ties, tensors)
 
     def state_bytes(self) -> StateBytes:
@@ -794,12 +859,21 @@ class Trainer:
         callback = self._callbacks.get(name)
         if callback is not None:
             # A callback may switch gradients off: the end of the block switches them on again.
-            with note_errors(f"{name} {when} {step}"), torch.enable_grad():
+            with note_errors(f"{name} {when} {step}"), torch.enable_grad(), self._within(name):
                 ends = callback(step, value) is True
-            if sum_of(self.transport, [float(ends)]) != [0.0] and not self._is_over:
+            if meet(self.transport, f"returns from {name}", value=ends) and not self._is_over:
                 self._is_ended = True
                 total = self.config.train.steps
                 self.recorder.say(f"{name} ends the run after step {self.steps_done}/{total}")
+
+    @contextmanager
+    def _within(self, callback: str) -> Iterator[None]:
+        """Allow what a callback may call."""
+        outer, self._under_way = self._under_way, callback
+        try:
+            yield
+        finally:
+            self._under_way = outer
 
     def _announce_checkpoints(self) -> None:
         """Call `on_checkpoint` for the checkpoints that are complete since the last call."""
@@ -827,7 +901,8 @@ class Trainer:
         return self._evaluated(validation, number).loss
 
     def _recorded_evaluation(self) -> None:
-        evaluation = self.evaluate()
+        with self._within("on_evaluation"):
+            evaluation = self.evaluate()
         self.progress.evaluated = True
         if evaluation is not None:
             if self.config.checkpoint.keep_best:
@@ -863,7 +938,8 @@ class Trainer:
             MaskRecord(self.steps_done, change.text, dict(change.figures), new, old)
         )
         if change.is_final and self.run_dir is not None:
-            self.save_mask(self.run_dir / MASK_FILE)
+            assert self.live is not None, "masks have changed"
+            self.live.save(self.run_dir / MASK_FILE)
 
     def _bytes_sent(self) -> tuple[int, int]:
         """Bytes that were sent so far to other replicas, and to other stages and shards."""
@@ -923,6 +999,7 @@ def build(
     return trainer
 
 
+CALLBACKS = ("on_step", "on_evaluation", "on_checkpoint")
 OnStep = Callable[[int, StepResult], object]
 """`on_step(steps done, verdict)`, after each step; True ends the run."""
 OnEvaluation = Callable[[int, Evaluation], object]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -162,8 +163,9 @@ def test_ranks_that_end_before_others_make_a_trainer_end_all_with_one_line() -> 
     assert_rejected(
         job,
         78,
-        "rank 1: has ended, and other ranks wait for it; make a Trainer on every rank of the job, "
-        "or on none",
+        "rank 1 has ended, and rank 0 makes a Trainer; make the same trainers on all ranks, and "
+        "the same calls of them in the same order (`if trainer.rank == 0` is for what no other "
+        "rank does)",
     )
 
 
@@ -200,6 +202,145 @@ def test_a_call_that_one_rank_makes_alone_ends_the_job(
     assert "hangs" in line, str(job)
     assert ("are above; a larger" in line) == (where == "quiet")
     assert (tmp_path / "run").exists() == (where == "run")
+
+
+ENDS = """
+import os, sys, threading
+import numpy as np
+import axsparse as ax
+from support.runs import mlp, tiny_config, vector_data
+
+where, who, code = sys.argv[1:]
+
+def act():
+    if who == "all" or trainer.rank == int(who):
+        exec(code, globals())
+
+class Read(ax.ArrayDataset):
+    def read(self, rows, *more):
+        if where == "read" and trainer is not None and trainer.steps_done == 2:
+            act()
+        return super().read(rows, *more)
+
+def on_step(step, result):
+    if where == "callback" and step == 2:
+        act()
+
+trainer, (inputs, targets) = None, vector_data().read(np.arange(30))
+data = Read(inputs[0], targets), vector_data()
+config = tiny_config(train={"steps": 6, "eval_steps": 1})
+# What all ranks do is done in a run that listens to signals.
+trainer = ax.Trainer(mlp(), data, config, g_inter=2, run_dir="run", quiet=who != "all")
+if where == "before":
+    act()
+if where == "loop":
+    for step in trainer:
+        trainer.step()
+        if step == 2:
+            act()
+else:
+    trainer.train(on_step)
+if where == "after":
+    act()
+print("end", flush=True)
+"""
+
+
+def left(rank: int, how: str) -> tuple[int, str]:
+    return 70, f"rank {rank} (stage {rank}, replica 0): left in the middle of the run ({how})"
+
+
+def apart(other: str, first: str) -> tuple[int, str]:
+    return 78, (
+        f"rank 1 {other}, and rank 0 {first}; make the same trainers on all ranks, and the same "
+        "calls of them in the same order (`if trainer.rank == 0` is for what no other rank does)"
+    )
+
+
+def within(call: str) -> tuple[int, str]:
+    return 78, (
+        f"rank 1 (stage 1, replica 0): {call}: called within on_step of this trainer, which would "
+        "go on afterwards; call it when on_step has returned (a callback ends the run by returning "
+        "True)"
+    )
+
+
+FINE = 0, ""
+IN_A_THREAD = """
+threading.Thread(target=os._exit, args=[0]).start()
+threading.Event().wait()
+"""
+POOL = """
+import multiprocessing
+pool = multiprocessing.get_context("fork").Pool(1)
+assert pool.map(abs, [-1]) == [1]
+pool.terminate()
+pool.join()
+"""
+FORK = """
+child = os.fork()
+if not child:
+    try:
+        trainer.model()
+    except Exception as error:
+        assert f": process {os.getpid()} is a fork of rank " in str(error)
+        assert " and no rank itself; call it in process " in str(error)
+        sys.exit(5)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
+"""
+
+
+WAYS_OUT = [
+    ("callback", "1", "os._exit(0)", left(1, "os._exit(0)")),
+    ("callback", "1", "sys.exit(0)", left(1, "sys.exit(0)")),
+    ("callback", "0", "os.execl('/bin/true', 'true')", left(0, "os.execv('/bin/true')")),
+    ("callback", "1", "os.abort()", left(1, "os.abort()")),
+    ("callback", "1", "raise KeyboardInterrupt", (130, "interrupted; nothing was saved")),
+    ("callback", "1", IN_A_THREAD, left(1, "os._exit(0)")),
+    ("read", "all", "os._exit(0)", left(0, "os._exit(0)")),
+    ("read", "all", "sys.exit(0)", left(0, "sys.exit(0)")),
+    ("loop", "1", "os._exit(0)", left(1, "os._exit(0)")),
+    ("loop", "1", "sys.exit(0)", apart("has ended", "calls step() after step 2")),
+    (
+        "loop",
+        "1",
+        "trainer.close()",
+        apart(*(f"calls {c}() after step 2" for c in ("close", "step"))),
+    ),
+    ("before", "1", "os._exit(0)", apart("has ended", "calls train() after step 0")),
+    ("after", "1", "os._exit(0)", FINE),
+    ("after", "0", "trainer.model()", apart("has ended", "calls model() after step 6")),
+    ("after", "0", "trainer.evaluate()", apart("has ended", "calls evaluate() after step 6")),
+    (
+        "callback",
+        "0",
+        "trainer.save_hf('x')",
+        apart("returns from on_step", "calls save_hf() after step 2"),
+    ),
+    ("callback", "1", "trainer.train()", within("train")),
+    ("callback", "1", "trainer.step()", within("step")),
+    ("callback", "1", "next(iter(trainer))", within("step")),
+    ("callback", "1", "trainer.close()", within("close")),
+    ("callback", "all", "trainer.evaluate(); trainer.save(); trainer.model()", FINE),
+    ("callback", "all", FORK, FINE),
+    ("read", "all", "os.fork() or os.execv('/bin/true', ['true'])", FINE),
+    ("callback", "all", POOL, FINE),
+]
+
+
+@pytest.mark.parametrize(("where", "who", "code", "end"), by_default(WAYS_OUT[::4], WAYS_OUT))
+def test_what_is_over_is_over_and_every_way_out_is_clean(
+    where: str, who: str, code: str, end: tuple[int, str], tmp_path: Path
+) -> None:
+    # The fork that tests start Python by ends MPI itself, and so in a fork of that fork.
+    python = sys.executable if code == FORK else None
+    words = ["-c", ENDS, where, who, code]
+    job = run_mpirun(2, words, cwd=tmp_path, timeout=100, python=python)
+
+    returncode, line = end
+    assert job.returncode == returncode, str(job)
+    assert job.errors == [f"axsparse: error: {line}"] * bool(line), str(job)
+    assert line or job.stdout.count("end\n") == (1 if where == "after" else 2), str(job)
 
 
 @pytest.mark.fault(18)

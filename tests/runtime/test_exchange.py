@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 
 from axsparse.runtime.errors import ConfigError, DataError
-from axsparse.runtime.exchange import leave_together, sum_of, text_of_first, together
+from axsparse.runtime.exchange import leave_together, meet, sum_of, text_of_first, together
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
 
 
 def endings(*ends: str) -> list[str]:
-    """The end of each rank: one "leaves", the others work together, of which one "fails"."""
+    """The end of each rank: one "leaves", the others work together, of which one "fails", or make
+    a call."""
 
     def fail() -> None:
         raise DataError("no data here")
@@ -21,6 +22,8 @@ def endings(*ends: str) -> list[str]:
         try:
             if ends[rank] == "leaves":
                 leave_together(transport)
+            elif ends[rank].startswith("calls"):
+                assert meet(transport, ends[rank], value=rank) == sum(range(len(ends)))
             else:
                 together(transport, fail if ends[rank] == "fails" else lambda: None)
         except (ConfigError, DataError) as error:
@@ -36,17 +39,25 @@ def test_ranks_that_all_leave_part_without_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "first"), [(("works", "leaves", "leaves"), 1), (("leaves", "works"), 0)]
+    ("ends", "said"),
+    [
+        (("works", "leaves", "leaves"), "rank 1 has ended, and rank 0 is in the middle of a call"),
+        (("leaves", "works"), "rank 1 is in the middle of a call, and rank 0 has ended"),
+        (("calls a", "calls a", "calls b"), "rank 2 calls b, and rank 0 calls a"),
+        (("calls a", "leaves"), "rank 1 has ended, and rank 0 calls a"),
+    ],
 )
-def test_a_rank_that_leaves_while_others_work_is_named_on_all(
-    ends: tuple[str, ...], first: int
-) -> None:
-    said = (
-        f"rank {first}: has ended, and other ranks wait for it; make a Trainer on every rank of "
-        "the job, or on none"
+def test_ranks_that_do_different_things_are_named_on_all(ends: tuple[str, ...], said: str) -> None:
+    rule = (
+        "make the same trainers on all ranks, and the same calls of them in the same order "
+        "(`if trainer.rank == 0` is for what no other rank does)"
     )
 
-    assert endings(*ends) == [said] * len(ends)
+    assert endings(*ends) == [f"{said}; {rule}"] * len(ends)
+
+
+def test_ranks_that_make_the_same_call_learn_the_sum_of_their_values() -> None:
+    assert endings(*["calls a"] * 3) == [""] * 3
 
 
 def test_a_failure_of_a_rank_before_it_is_what_all_raise() -> None:

@@ -78,8 +78,9 @@ class Taken:
         def stepping() -> object:
             verdict = step()
             if trainer.steps_done == STEPS:
-                self.states.append(trainer.state_dict(trained=self.trained))
-                self.models.append(trainer.model(trained=self.trained))
+                with trainer._within("on_step"):
+                    self.states.append(trainer.state_dict(trained=self.trained))
+                    self.models.append(trainer.model(trained=self.trained))
             return verdict
 
         vars(trainer)["step"] = stepping

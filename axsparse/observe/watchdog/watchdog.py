@@ -43,7 +43,7 @@ from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.process import exit_at_once, write_line
 
-Task = Literal["training", "evaluation", "masks", "checkpoint"]
+Task = Literal["training", "evaluation", "masks", "checkpoint", "weights"]
 THREAD = "axsparse watchdog"
 REPORT_FILE = "hang-report.txt"
 """The report in the run directory; a later hang overwrites it."""
