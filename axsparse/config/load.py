@@ -103,12 +103,19 @@ def full_key(short: str) -> str:
 
 
 def _read_dictionaries(source: Mapping[str, Any], origin: str) -> Iterator[tuple[str, Setting]]:
+    given_keys = set[str]()
     for section, given in source.items():
         nested = section in SECTIONS and isinstance(given, Mapping)
         for leaf, value in given.items() if nested else [("", given)]:
             key = f"{section}.{leaf}" if leaf else section
             if key not in FIELDS:
                 raise unknown_key(key, origin)
+            if key in given_keys:
+                raise ConfigError(
+                    f"{key} ({origin}): given twice, as {key!r} and within {key.partition('.')[0]!r}; "
+                    "keep one of them"
+                )
+            given_keys.add(key)
             yield key, Setting(value, origin)
 
 

@@ -44,7 +44,8 @@ def drawn(path: Path, config: Config, g_inter: int, g_data: int) -> list[Trainer
 
         def save_and_release() -> None:
             if trainer.steps_done == config.train.steps:
-                trainer.save_mask(path)
+                with trainer._within("on_step"):
+                    trainer.save_mask(path)
             release()
 
         trainer._release = save_and_release  # type: ignore[method-assign]  # the last moment of a run
