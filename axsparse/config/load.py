@@ -69,7 +69,8 @@ def load_settings(
             '{"pruning.sparsity": 0.5}, or what configure returns'
         )
     for given in above:
-        settings.update((full_key(key), Setting(value, "Trainer")) for key, value in given.items())
+        said = ((full_key(key), Setting(value, "Trainer")) for key, value in given.items())
+        settings.update(_once(said))
     return _validated(settings, name)
 
 
@@ -80,7 +81,7 @@ def _read(
     if source is None:
         return {}, None
     if isinstance(source, Mapping):
-        return dict(_read_dictionaries(source, origin)), None
+        return _once(_read_dictionaries(source, origin)), None
     path = find_file("config", str(source), packaged_folder("configs"))
     return dict(_read_file(path)), path.stem
 
@@ -102,20 +103,26 @@ def full_key(short: str) -> str:
     return found[0]
 
 
+def _once(settings: Iterator[tuple[str, Setting]]) -> dict[str, Setting]:
+    """The settings by key; ConfigError if one is given twice, by different names."""
+    found: dict[str, Setting] = {}
+    for key, setting in settings:
+        if key in found:
+            raise ConfigError(
+                f"{key} ({setting.origin}): given twice, {show(found[key].value)} and "
+                f"{show(setting.value)}; keep one of them"
+            )
+        found[key] = setting
+    return found
+
+
 def _read_dictionaries(source: Mapping[str, Any], origin: str) -> Iterator[tuple[str, Setting]]:
-    given_keys = set[str]()
     for section, given in source.items():
         nested = section in SECTIONS and isinstance(given, Mapping)
         for leaf, value in given.items() if nested else [("", given)]:
             key = f"{section}.{leaf}" if leaf else section
             if key not in FIELDS:
                 raise unknown_key(key, origin)
-            if key in given_keys:
-                raise ConfigError(
-                    f"{key} ({origin}): given twice, as {key!r} and within {key.partition('.')[0]!r}; "
-                    "keep one of them"
-                )
-            given_keys.add(key)
             yield key, Setting(value, origin)
 
 
