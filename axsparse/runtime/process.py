@@ -204,7 +204,8 @@ def exit_process(code: int = 0, line: str | None = None) -> NoReturn:
 
 def exit_at_once(code: int) -> NoReturn:
     """End this process from any thread, although a stream or MPI hangs: nothing is flushed."""
-    AT_ONCE["_exit"](code)
+    leave: Callable[[int], NoReturn] = AT_ONCE["_exit"]
+    leave(code)
 
 
 def watch_ways_out(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:

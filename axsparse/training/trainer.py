@@ -172,13 +172,14 @@ class Trainer:
     def _prepare(self, job: Job, given: RunSources, **how: Any) -> None:
         """`_build`, after whose failure nothing is left behind."""
         self._job, job.left, self._under_way = job, None, ""
-        self._lock: RunLock | None = None
+        self._locks: list[RunLock | None] = []
         threads = torch.get_num_threads()
         try:
             self._build(job, given, **how)
         except BaseException:
-            if self._lock is not None:
-                self._lock.release()
+            for lock in self._locks:
+                if lock is not None:
+                    lock.release()
             raise
         finally:
             torch.set_num_threads(threads)
@@ -224,7 +225,7 @@ class Trainer:
 
         # The plan of the run, its data, and its directory.
         found = RunDir() if quiet else find_run(config, transport, resume)
-        self._lock = found.lock
+        self._locks.append(found.lock)
         deciding = partial(
             plan_run,
             *(config, model, profile, transport),
@@ -246,7 +247,7 @@ class Trainer:
         entry, directory = self.data.entry, None
         if not quiet:
             directory = open_run_directory(job, plan, config, entry, found, overwrite=overwrite)
-            self._lock = directory.lock
+            self._locks.append(directory.lock)
         self.run_dir: Path | None = None if directory is None else directory.path
         """The directory that the run writes to; None of a quiet one."""
         wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
