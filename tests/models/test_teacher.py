@@ -115,7 +115,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", by_default(["tied", "recomputed", "sparse weights"], [*WAYS]))
 def test_every_layout_has_the_same_bits(folder: Path, way: str) -> None:
     config = taught(folder, **{"model": {"tie_embeddings": False}, **WAYS[way]})
     data = token_data()
@@ -139,7 +139,7 @@ def other_llama(path: Path, **changed: Any) -> Path:
     return path
 
 
-@pytest.mark.parametrize("layers", [1, 5])
+@pytest.mark.parametrize("layers", by_default([5], [1, 5]))
 def test_a_teacher_may_have_other_layers_and_widths(
     transformers: Any, tmp_path: Path, layers: int
 ) -> None:
@@ -290,8 +290,8 @@ def test_only_the_same_teacher_goes_on(folder: Path, tmp_path: Path) -> None:
         ran((1, 1), taught(folder, train={"distillation_weight": 0.5}), tmp_path / "x", resume=step)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 5])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("layers", by_default([5], [1, 2, 5]))
+@pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
 def test_a_plan_counts_the_bytes_that_are_there(
     transformers: Any, tmp_path: Path, precision: str, layers: int
 ) -> None:
