@@ -20,6 +20,7 @@ from support.runs import (
     FEW_MICROBATCHES,
     VOCABULARY,
     assert_bitwise,
+    job_alone,
     tiny_config,
     tiny_gpt,
     token_data,
@@ -27,6 +28,7 @@ from support.runs import (
 )
 from torch import Tensor
 
+import axsparse as ax
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.models.model_profile import profile
@@ -109,6 +111,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tied": {"model": {"tie_embeddings": True}},
     "recomputed": {"pipeline": {"checkpoint_activations": 1}},
     "sparse weights": {"samo": {"weights": "sparse"}},
+    "gathered weights": {"samo": {"weights": "sparse", "zero_stage": 3}},
     "exact sums": {"samo": {"gradient": "exact"}},
     "bf16": {"precision": "bf16"},
     "gradual": {"pruning": {"method": "gradual", "interval": 1, "until_step": 3}},
@@ -171,6 +174,29 @@ def test_a_model_is_taught_by_its_dense_self(transformers: Any, tmp_path: Path) 
 
     assert abs(losses[0.0]) < 1e-5
     assert losses[0.5] > 0.01
+
+
+def test_a_program_names_a_teacher_and_saves_the_model_alone(
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = str(other_llama(tmp_path / "llama"))
+    monkeypatch.setattr("axsparse.training.trainer.own_job", job_alone)
+    settings: dict[str, Any] = {"pruning.sparsity": 0.5, "train.steps": 2, "precision": "fp32"}
+    settings["batch.global_batch_size"] = 4
+    data = token_data(), token_data()
+    trainer = ax.Trainer(ax.hf(folder), data, settings, quiet=True, teacher=folder)
+
+    trainer.train()
+    trainer.save_hf(tmp_path / "out")
+
+    assert trainer.plan.taught_from is not None
+    weights = trainer.state_dict()
+    assert weights is not None
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    for name, value in theirs.named_parameters():
+        assert torch.equal(weights[name], value), name
+    gates = weights["model.layers.1.mlp.gate_proj.weight"]
+    assert float((gates == 0).float().mean()) == pytest.approx(0.5, abs=0.01)
 
 
 def teacher_weights(trainer: Trainer) -> dict[str, Tensor]:

@@ -277,6 +277,29 @@ def test_routers_are_balanced_as_by_transformers_in_every_pipeline(
 
 
 @pytest.mark.parametrize(
+    ("family", "balances", "separates"), [("mixtral", True, False), ("gemma2", False, True)]
+)
+def test_a_model_that_is_its_own_teacher_learns_to_balance_alone(
+    transformers: Any, family: str, balances: bool, separates: bool, tmp_path: Path
+) -> None:
+    """Also of logits that a head has changed, and in documents of their own."""
+    make(transformers, family, tmp_path, **(BALANCED if balances else {}))
+    data: dict[str, Any] = {"sequence_length": 16, "intra_document_attention": separates}
+    traces = []
+    for g_inter in (1, 3):
+        train = {"steps": 2, "teacher": str(tmp_path)}
+        config = settings_of(tmp_path, family, data=data, train=train)
+        runs = train_in_process(g_inter, 1, named_model(config), config, separated_data())
+        traces += [trace for _, trace in runs]
+
+    for trace in traces:
+        assert_bitwise(trace, traces[0])
+    # Two of four experts read a token: evenly used, they would cost 2.
+    least = 0.4 * 2 if balances else 0.0
+    assert least - 1e-5 < traces[0].losses[0] < 1.1 * least + 1e-5
+
+
+@pytest.mark.parametrize(
     ("family", "changed", "why"),
     [
         ("deepseek_v3", {}, "this model has no balancing loss, or another one than here"),
