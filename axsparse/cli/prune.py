@@ -33,7 +33,7 @@ DESCRIPTION = """\
 Prune a model of a Hugging Face folder, heal it, and write a folder again. A killed run goes on when
 it is started again with the same arguments:
 
-  axsparse prune --from FOLDER --data texts/ --method wanda --heal blocks --out PRUNED
+  axsparse prune --from FOLDER --data texts/ --sparsity 0.8 --out PRUNED
   mpirun -n 4 axsparse prune --from FOLDER --data texts/ --heal train --steps 200 --out PRUNED
 
 Or say which tensors a run prunes and how many of their entries stay in the end, which tensors stay
@@ -47,7 +47,7 @@ ways to heal:
   blocks   each layer's kept weights, norms and biases are fitted to what the dense layer put out,
            those of the last one by the loss as well (pruning.heal_passes, pruning.heal_rate)
   adapters low-rank changes of what is kept, norms and biases are trained for --steps, and merged
-  train    the pruned model is trained on for --steps
+  train    blocks, and the pruned model is trained on for --steps
 
 none and blocks take the state of one layer and the samples' activations, adapters the weights and
 the state of the adapters, train the state of the pruned model.
@@ -76,9 +76,20 @@ def parser() -> CommandParser:
         "prune_llama.yaml)"
     )
     add("--sparsity", metavar="S", help=text)
-    add("--method", choices=("wanda", "sparsegpt", "magnitude"), default="wanda")
-    add("--heal", choices=("blocks", "adapters", "train", "none"), default="blocks")
-    add("--steps", metavar="N", help="adapters, train: short for --set train.steps=N")
+    text = "the criterion of the first masks (default: by the sparsity)"
+    add("--method", choices=("wanda", "sparsegpt", "magnitude"), help=text)
+    text = "see below (default: blocks up to 0.55, train with the model as its teacher above)"
+    add("--heal", choices=("blocks", "adapters", "train", "none"), help=text)
+    text = (
+        "train: gradual prunes half before, and the rest while the model trains (default: gradual "
+        "above 0.55)"
+    )
+    add("--schedule", choices=("once", "gradual"), help=text)
+    text = (
+        "adapters, train: short for --set train.steps=N (default: one to four passes over the "
+        "texts, by the sparsity)"
+    )
+    add("--steps", metavar="N", help=text)
     text = (
         "adapters, train: learn from the logits of FOLDER, or of --from, as well: short for --set "
         "train.teacher=FOLDER"
@@ -104,18 +115,16 @@ def main(argv: Sequence[str]) -> NoReturn:
             f"prune: {missing[0]} is left out; name it, or add --dry-run to see what a run of a "
             "configuration would prune"
         )
-    if arguments.steps is not None and arguments.heal not in ("train", "adapters"):
-        reject(f"--steps: --heal {arguments.heal} makes no step; choose --heal train")
+    heal = arguments.heal
     teacher = arguments.source if arguments.teacher == SOURCE else arguments.teacher
-    if teacher is not None and arguments.heal not in ("train", "adapters"):
-        reject(f"--teacher: --heal {arguments.heal} makes no step; choose --heal train")
+    for option, given in (("--steps", arguments.steps), ("--teacher", teacher)):
+        if given is not None and heal in ("none", "blocks"):
+            reject(f"{option}: --heal {heal} makes no step; choose --heal train")
     for key in DECIDED:
         if any(each.startswith(f"{key}=") for each in arguments.overrides):
             reject(f"--set: {key} is what --from and --out say; leave it out")
     settings = [
-        f"pruning.method={arguments.method}",
         *([] if arguments.sparsity is None else [f"pruning.sparsity={arguments.sparsity}"]),
-        f"pruning.heal={'blocks' if arguments.heal == 'blocks' else 'none'}",
         *([] if arguments.steps is None else [f"train.steps={arguments.steps}"]),
         *([] if teacher is None else [override("train.teacher", Path(teacher))]),
         *arguments.overrides,
@@ -137,7 +146,9 @@ def main(argv: Sequence[str]) -> NoReturn:
             out=arguments.out,
             config=arguments.config,
             settings=tuple(settings),
-            heal=arguments.heal,
+            heal=heal,
+            schedule=arguments.schedule,
+            method=arguments.method,
             rank=arguments.rank,
         )
         prune_folder(job, order)

@@ -2,8 +2,8 @@
 
 Tokens are prepared, the model is pruned and healed one layer at a time, with held-out samples that
 are evaluated before and after, and the folder is written from the layers' files; no rank ever has
-the full model. Adapters are then trained on such a folder and merged. Where the pruned model itself
-is trained, or masks need the full model at once, the steps are the same as the commands': the dense
+the full model. Such a folder, or adapters of it, may then be trained, with its masks or while they
+rise. Where masks need the full model at once, the steps are the same as the commands': the dense
 model is evaluated, the pruned one is built, saved, trained, evaluated and exported. A page in
 Markdown reports the result. A second start with the same arguments skips the steps that are done.
 """
@@ -17,8 +17,8 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -27,27 +27,42 @@ from torch import Tensor
 
 from axsparse.cli.data import prepare_and_show
 from axsparse.cli.parser import override, say
-from axsparse.cli.prune_order import PAGE, PRUNED, PruneOrder, goes_by_layers
-from axsparse.config.schema import Config
+from axsparse.cli.prune_defaults import Work, chosen, plan_lines, rising, training_settings
+from axsparse.cli.prune_order import (
+    BLOCKWISE,
+    FACTS,
+    PAGE,
+    PRUNED,
+    TRAINS,
+    PruneOrder,
+    goes_by_layers,
+)
+from axsparse.config.hf_config import read_json
+from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config
+from axsparse.data.dataset import Datasets
 from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
+from axsparse.data.token_file import read_sidecar
 from axsparse.models.adapters import INNER, OUTER, merged, with_adapters
 from axsparse.models.layer import Model, StartValues
+from axsparse.models.model_profile import profile
 from axsparse.models.start_weights import FromFile
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.observe.metrics import perplexity
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_seconds
-from axsparse.runtime.errors import writing
+from axsparse.runtime.errors import StoppedError, writing
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.job import Job
 from axsparse.runtime.machine import peak_memory_bytes
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.training.build import HEALED, PrunedLayers, prune_layers
-from axsparse.training.checkpoint.verification import checkpoint_of
+from axsparse.training.checkpoint.verification import checkpoint_of, steps_in
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.export import Weights, export, export_folder
+from axsparse.training.plan import RunPlan
 from axsparse.training.trainer import Trainer, build
 
 UNTRAINED = (
@@ -73,17 +88,19 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     """Do all that `axsparse prune` without `--dry-run` promises; all ranks call this together."""
     transport, seconds = job.transport, Seconds()
     is_first = transport.rank == 0
+    order = together(transport, partial(chosen, order))
     lock = together(transport, lambda: order.take() if is_first else None)
+    job.kept = f"what is finished is in {order.work}, and the same command continues"
     with timed(seconds, "tokens"):
         together(transport, lambda: _prepare(order) if is_first else None)
-    asked = together(transport, order.configured)
-    order = replace(order, settings=(*order.implied(asked), *order.settings))
-    asked = together(transport, order.configured)
+    order, asked = together(transport, partial(_with_settings, order))
     together(transport, lambda: order.adopt(asked) if is_first else None)
-    if order.heal == "train" or not goes_by_layers(asked):
-        facts = _prune_at_once(job, order, seconds)
-    else:
-        facts = _prune_by_layers(job, order, seconds)
+    by_layers = goes_by_layers(asked)
+    try:
+        facts = (_prune_by_layers if by_layers else _prune_at_once)(job, order, asked, seconds)
+    except StoppedError as stopped:
+        saved = str(stopped).partition("; ")[0]
+        raise StoppedError(f"{saved}; the same command continues") from None
     peaks = gather_texts(transport.world, transport.backoff, str(peak_memory_bytes()))
 
     def write() -> None:
@@ -99,65 +116,141 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
         lock.release()
 
 
+def _with_settings(order: PruneOrder) -> tuple[PruneOrder, Config]:
+    """The order with the settings that follow from its tokens, and its configuration."""
+    config = order.configured()
+    tokens = read_sidecar(order.work / "tokens", "--out").train.tokens
+    trains = order.heal in TRAINS
+    training = [*training_settings(config, order.length(config), tokens)] if trains else []
+    order = replace(order, settings=(*training, *order.settings))
+    config = order.configured()
+    implied = order.implied(config, config.batch.global_batch_size)
+    order = replace(order, settings=(*implied, *order.settings))
+    return order, order.configured()
+
+
 # -- layer by layer -----------------------------------------------------------------------
 
 
-def _prune_by_layers(job: Job, order: PruneOrder, seconds: Seconds) -> Facts:
-    """Prune and heal one layer at a time, perhaps train adapters, and write the folder."""
+@dataclass(frozen=True)
+class PrunedFolder:
+    """A folder that was pruned layer by layer."""
+
+    facts: Facts
+    shapes: Mapping[str, Sequence[int]]
+    """The shapes of the pruned matrices."""
+
+
+def _prune_by_layers(job: Job, order: PruneOrder, asked: Config, seconds: Seconds) -> Facts:
+    """Prune and heal one layer at a time, perhaps train, and write the folder."""
+    if order.heal not in TRAINS:
+        return _pruned(job, order, asked, seconds, order.out).facts
+    transport = job.transport
+    path = order.work / FACTS
+    # Steps of a training stand for the folder that it has begun with.
+    done = together(transport, lambda: path if steps_in(order.work / "run") else None)
+    if done is None:
+        found = _pruned(job, order, asked, seconds, order.work / PRUNED)
+
+        def keep() -> None:
+            if transport.rank == 0:
+                with writing(f"--out: {path}", "free the disk"), new_path(path) as unfinished:
+                    unfinished.write_text(json.dumps(asdict(found)), encoding="utf-8")
+
+        together(transport, keep)
+    known = together(transport, lambda: read_json(path))
+    return _train_on(job, order, asked, Facts(**known["facts"]), known["shapes"], seconds)
+
+
+def _pruned(
+    job: Job, order: PruneOrder, asked: Config, seconds: Seconds, folder: Path
+) -> PrunedFolder:
+    """Prune and heal one layer at a time, and write a folder."""
     transport = job.transport
     is_first = transport.rank == 0
-    config = together(transport, partial(order.configured, *UNTRAINED))
+    settings = (*order.of_layers(asked), *UNTRAINED)
+    config = together(transport, partial(order.configured, *settings))
     together(transport, partial(check_config, config))
+    length = order.length(asked)
+    judged = together(transport, partial(order.configured, f"data.sequence_length={length}"))
+
+    def opened() -> Datasets:
+        """Samples of calibration, and held-out ones as the training has them."""
+        return replace(open_datasets(config), validation=open_datasets(judged).validation)
+
+    announce = partial(_announce, order, asked, transport)
     with timed(seconds, "pruning and healing"):
         model = together(transport, lambda: named_model(config))
-        opened = partial(open_datasets, config)
-        done = prune_layers(job, model, opened, config, order.work / "layers")
+        done = prune_layers(job, model, opened, config, order.work / "layers", announce)
     start, targets = model.start, done.plan.targets
     assert start is not None and targets is not None, "the model is of a folder, and pruned"
     kept: dict[str, int] = {}
-
-    def counted(name: str, value: Tensor | None) -> Tensor | None:
-        if value is not None and name in targets.shapes:
-            kept[name] = int(value.count_nonzero())
-        return value
 
     def read(layer: str, name: str) -> Tensor | None:
         value = start.read(name)
         if value is not None and layer in done.pruned:
             value = done.healed.value(layer, name, value)
-        return counted(name, value)
+        if value is not None and name in targets.shapes:
+            kept[name] = int(value.count_nonzero())
+        return value
 
-    adapts = order.heal == "adapters"
-    folder = order.work / PRUNED if adapts else order.out
+    trains = order.heal in TRAINS
 
     def write() -> int:
         if not is_first:
             return 0
-        dtype = (lambda _: torch.float32) if adapts else _dtype_of(start)
+        dtype = (lambda _: torch.float32) if trains else _dtype_of(start)
         return export_folder(done.plan.config, done.plan.profile, read, folder, dtype)
 
     with timed(seconds, "export"):
         nbytes = together(transport, write)
-    after = done.after
-    if adapts:
-        after, nbytes = _adapt(job, order, done, seconds, counted)
     kept = json.loads(text_of_first(transport, json.dumps(kept)))
     blocks = {
         layer.name: errors
         for layer in done.plan.profile.layers
         if (errors := done.healed.errors(layer.name)) is not None
     }
-    return Facts(
+    facts = Facts(
         done.before,
-        after,
+        done.after,
         sum(map(math.prod, targets.shapes.values())),
         sum(kept.values()),
         nbytes,
         _state_of(order, done, kept),
         held_out=done.held_out,
-        pruned=done.after if adapts else None,
         blocks=blocks,
     )
+    return PrunedFolder(facts, targets.shapes)
+
+
+def _announce(
+    order: PruneOrder,
+    asked: Config,
+    transport: Transport,
+    plan: RunPlan,
+    block_seconds: float | None,
+) -> None:
+    """Say on rank 0 what is done and how long it takes, by the time of a microbatch in a layer."""
+    if transport.rank:
+        return
+    assert plan.targets is not None, "something is pruned"
+    names, work = plan.targets.shapes, None
+    pruned = [
+        layer.flops
+        for layer in plan.profile.layers
+        if any(parameter.name in names for parameter in layer.parameters)
+    ]
+    if block_seconds is not None:
+        work = Work(
+            pruned[0],
+            len(pruned),
+            plan.profile.flops,
+            sample_length(plan.config),
+            block_seconds / plan.config.batch.microbatch_size,
+            transport.size,
+        )
+    for line in plan_lines(order, asked, order.length(asked), work):
+        say(f"axsparse: {line}")
 
 
 def _dtype_of(start: StartValues | None) -> Callable[[str], torch.dtype]:
@@ -177,45 +270,71 @@ def _state_of(order: PruneOrder, done: PrunedLayers, kept: Mapping[str, int]) ->
     return run.state_bytes(run.profile.layers, kept)
 
 
-def _adapt(
+def _train_on(
     job: Job,
     order: PruneOrder,
-    done: PrunedLayers,
+    asked: Config,
+    facts: Facts,
+    shapes: Mapping[str, Sequence[int]],
     seconds: Seconds,
-    counted: Callable[[str, Tensor | None], Tensor | None],
-) -> tuple[float, int]:
-    """Train adapters of the pruned folder and write the merged one; returns the loss after, and the
-    bytes of the weights. `counted` sees all that is written."""
+) -> Facts:
+    """Train the pruned folder or adapters of it, and write the result; `facts` are the folder's."""
     transport = job.transport
     pruned = order.work / PRUNED
-    more = ("samo.enabled=false", override("model.from", pruned))
-    config = together(transport, partial(order.configured, *more))
+    settings = [override("model.from", pruned), "pruning.heal=none"]
+    adapts = order.heal == "adapters"
+    if adapts:
+        settings.append("samo.enabled=false")
+    else:
+        settings += [f"data.sequence_length={order.length(asked)}", *_masks_of(order, asked, facts)]
+    config = together(transport, partial(order.configured, *settings))
     together(transport, partial(check_config, config))
-    assert done.plan.targets is not None, "something is pruned"
-    adapted = partial(with_adapters, matrices=done.plan.targets.shapes, rank=order.rank)
     with timed(seconds, "training"):
-        trainer = _built(job, config, adapted, resume="auto")
+        adapted = partial(with_adapters, matrices=shapes, rank=order.rank)
+        trainer = _built(job, config, *((adapted,) if adapts else ()), resume="auto")
         trainer.train()
     with timed(seconds, "evaluation"):
         after = _evaluated(trainer).loss
+    state = trainer.state_bytes().total
     trainer.close()
+    kept: dict[str, int] = {}
 
     def write() -> int:
         if transport.rank:
             return 0
-        start = named_model(config).start
+        model = named_model(config)
+        start = model.start
         assert start is not None, "the model is of a folder"
         weights = Weights(checkpoint_of(order.work / "run", None), trained=False)
 
         def read(_: str, name: str) -> Tensor | None:
-            return counted(name, _merged_value(weights, start, name))
+            value = _merged_value(weights, start, name)
+            if value is not None and name in shapes:
+                kept[name] = int(value.count_nonzero())
+            return value
 
-        folder = named_model(done.plan.config).start
-        return export_folder(config, done.plan.profile, read, order.out, _dtype_of(folder))
+        dtype = _dtype_of(named_model(order.configured()).start)
+        return export_folder(config, profile(model), read, order.out, dtype)
 
-    with timed(seconds, "merging"):
+    with timed(seconds, "export"):
         nbytes = together(transport, write)
-    return after, nbytes
+    return replace(
+        facts,
+        after=after,
+        pruned=facts.after,
+        export_bytes=nbytes,
+        kept=int(text_of_first(transport, str(sum(kept.values())))),
+        state_bytes=facts.state_bytes if adapts else state,
+    )
+
+
+def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:
+    """The settings by which a training keeps the zeros of a folder, or makes more and more."""
+    zeros = f"{1 - facts.kept / facts.entries:.4f}"
+    if order.schedule == "once":
+        return ["pruning.method=zeros", f"pruning.sparsity={zeros}", "pruning.layers=[]"]
+    initial = BLOCKWISE if asked.pruning.layers else zeros
+    return [*rising(asked), f"pruning.initial_sparsity={initial}"]
 
 
 def _merged_value(weights: Weights, start: StartValues, name: str) -> Tensor | None:
@@ -230,13 +349,14 @@ def _merged_value(weights: Weights, start: StartValues, name: str) -> Tensor | N
 # -- the full model ----------------------------------------------------------------------
 
 
-def _prune_at_once(job: Job, order: PruneOrder, seconds: Seconds) -> Facts:
+def _prune_at_once(job: Job, order: PruneOrder, asked: Config, seconds: Seconds) -> Facts:
     """Evaluate the dense model, build the pruned one, perhaps train it, and export it."""
     transport = job.transport
     is_first = transport.rank == 0
-    dense = together(transport, partial(order.configured, "samo.enabled=false", *UNTRAINED))
+    length = f"data.sequence_length={order.length(asked)}"
+    dense = together(transport, partial(order.configured, "samo.enabled=false", length, *UNTRAINED))
     still = () if order.heal == "train" else UNTRAINED
-    pruned = together(transport, partial(order.configured, *still))
+    pruned = together(transport, partial(order.configured, length, *still))
     for config in (dense, pruned):
         together(transport, partial(check_config, config))
     with timed(seconds, "dense evaluation"):
@@ -333,7 +453,7 @@ class Facts:
     held_out: int = 0
     """The validation samples that the losses are of."""
     pruned: float | None = None
-    """The validation loss of the pruned model before adapters; None where there are none."""
+    """The validation loss of the pruned model before it was trained; None where it was not."""
     blocks: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """The error of a token before and after healing, of each layer that was fitted; of the last
     one the loss of a target."""
@@ -343,28 +463,21 @@ def page(order: PruneOrder, config: Config, facts: Facts, seconds: Seconds) -> s
     """The page about a pruned model, in Markdown."""
     pruning = config.pruning
     removed = 1 - facts.kept / facts.entries
-    healed = "trained on" if order.heal == "train" else f"healed: {order.heal}"
-    half = facts.export_bytes // 2
-    pruned = facts.entries - facts.kept
+    trained, rises = order.heal == "train", order.schedule == "gradual"
+    healed = "trained on" if trained else f"healed: {order.heal}"
+    by = f"{pruning.method}, then by magnitude in training" if rises else pruning.method
     figures: list[tuple[str, Callable[[float], str]]] = [
         ("validation loss", "{:.4f}".format),
         ("perplexity", lambda loss: f"{perplexity(loss):.3f}"),
     ]
     losses = [facts.before, *([] if facts.pruned is None else [facts.pruned]), facts.after]
-    columns = ["dense", *([] if facts.pruned is None else ["pruned"]), "this folder"]
-    sizes = [
-        ("safetensors, fp32: this folder", facts.export_bytes),
-        ("safetensors, bf16 or fp16: `save_pretrained` after `from_pretrained(dtype=…)`", half),
-        ("kept entries in bf16 and one bit an entry", half - 2 * pruned + facts.entries // 8),
-    ]
-    if pruning.pattern == "2:4":
-        packed = half - facts.entries + facts.entries // 4
-        sizes.append(("2:4 as sparse tensor cores read it: half the entries, 2 bits each", packed))
+    first = "before training" if trained else "pruned"
+    columns = ["dense", *([] if facts.pruned is None else [first]), "this folder"]
     lines = [
         f"# {order.out.name}",
         "",
         f"{order.source.name}, of whose pruned matrices {100 * removed:.1f} % of the entries are "
-        f"zero (by {pruning.method}), {healed}.",
+        f"zero (by {by}), {healed}.",
         "",
         f"| {facts.held_out} validation samples | {' | '.join(columns)} |",
         f"|---|{'---|' * len(columns)}",
@@ -372,7 +485,10 @@ def page(order: PruneOrder, config: Config, facts: Facts, seconds: Seconds) -> s
         "",
         "| weights in | bytes |",
         "|---|---|",
-        *(f"| {name} | {format_bytes(nbytes)} |" for name, nbytes in sizes),
+        *(
+            f"| {name} | {format_bytes(nbytes)} |"
+            for name, nbytes in _sizes(facts, pruning.pattern)
+        ),
         "",
         "The folder loads in transformers and everything that reads its folders. Zeros alone make "
         "nothing there faster or smaller: their kernels multiply dense matrices. What gains is "
@@ -387,6 +503,7 @@ def page(order: PruneOrder, config: Config, facts: Facts, seconds: Seconds) -> s
         shlex.join(_training_on(order, removed)),
         "```",
         "",
+        *([f"`axsparse report {order.work / 'run'}` draws the training.", ""] if trained else []),
         "| part | time |",
         "|---|---|",
         *(f"| {name} | {format_seconds(value)} |" for name, value in seconds.items()),
@@ -399,6 +516,20 @@ def page(order: PruneOrder, config: Config, facts: Facts, seconds: Seconds) -> s
         "",
     ]
     return "\n".join([*lines, *_errors(facts.blocks)])
+
+
+def _sizes(facts: Facts, pattern: str | None) -> list[tuple[str, int]]:
+    """The bytes of the weights in several formats."""
+    half, pruned = facts.export_bytes // 2, facts.entries - facts.kept
+    sizes = [
+        ("safetensors, fp32: this folder", facts.export_bytes),
+        ("safetensors, bf16 or fp16: `save_pretrained` after `from_pretrained(dtype=…)`", half),
+        ("kept entries in bf16 and one bit an entry", half - 2 * pruned + facts.entries // 8),
+    ]
+    if pattern == "2:4":
+        packed = half - facts.entries + facts.entries // 4
+        sizes.append(("2:4 as sparse tensor cores read it: half the entries, 2 bits each", packed))
+    return sizes
 
 
 def _training_on(order: PruneOrder, removed: float) -> list[str]:

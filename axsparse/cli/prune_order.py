@@ -27,12 +27,17 @@ from axsparse.training.checkpoint.verification import MEANS, START, flat, steps_
 from axsparse.training.export import is_export
 
 PAGE = "README.md"
-ORDER, PRUNED = "order.json", "pruned"
-"""The names in the folder of the work of the settings of the training, and of the pruned folder
-whose adapters are trained."""
+ORDER, PRUNED, FACTS = "order.json", "pruned", "pruned.json"
+"""The names in the folder of the work of the settings of the training, of the pruned folder that is
+trained, and of its figures."""
 Heal = Literal["none", "blocks", "adapters", "train"]
-"""The healing after the pruning; `train` trains the pruned model on for `train.steps`, and
+"""The healing after the pruning; `train` heals blocks, and trains the model on for `train.steps`,
 `adapters` its adapters."""
+TRAINS = ("adapters", "train")
+Schedule = Literal["once", "gradual"]
+"""Whether a training keeps its masks, or they rise from `BLOCKWISE` while it goes on."""
+BLOCKWISE = 0.5
+"""The sparsity at which blocks leave a model nearly as it was (decision 49)."""
 SHORT = 256
 """Tokens of a sample for calibration and healing: more and shorter ones heal better than fewer and
 longer ones of as many tokens (decision 49)."""
@@ -59,7 +64,11 @@ class PruneOrder:
     config: str
     settings: tuple[str, ...]
     """Overrides KEY=VALUE, of which later ones win."""
-    heal: Heal
+    heal: Heal | None
+    """None lets `prune_defaults` choose, as it does for the next two."""
+    schedule: Schedule | None = None
+    method: str | None = None
+    """The value of `pruning.method`; None also if a configuration has it."""
     rank: int = 16
     """The rank of adapters."""
 
@@ -86,18 +95,36 @@ class PruneOrder:
         """The configuration of one of the runs."""
         return configure(self.config, self.overrides(*more))
 
-    def implied(self, config: Config) -> Sequence[str]:
+    def length(self, config: Config) -> int:
+        """Tokens of a sample of training and evaluation: fewer than a model's longest sequence,
+        which takes more memory and time than it is worth."""
+        if config.data.sequence_length != "auto":
+            return config.data.sequence_length
+        return min(sample_length(config), TRAINED if self.heal in TRAINS else SHORT)
+
+    def implied(self, config: Config, batch: int) -> Sequence[str]:
         """The settings that the order gives unless they are given: as many held-out as calibration
-        samples, and samples shorter than a model's longest sequence, which takes more memory and
-        time than it is worth."""
+        samples, in steps of `batch`, and the length of samples."""
         implied = []
         if self.config == BUNDLED:
-            batches = -(-config.pruning.calibration_samples // config.batch.global_batch_size)
+            batches = -(-config.pruning.calibration_samples // batch)
             implied.append(f"train.eval_steps={batches}")
-        if config.data.sequence_length == "auto":
-            most = TRAINED if self.heal in ("train", "adapters") else SHORT
-            implied.append(f"data.sequence_length={min(sample_length(config), most)}")
+        if config.data.sequence_length == "auto" and self.heal != "train":
+            implied.append(f"data.sequence_length={self.length(config)}")
         return implied
+
+    def of_layers(self, config: Config) -> Sequence[str]:
+        """The settings by which layers are pruned before a training: short samples, and the
+        sparsity from which masks rise."""
+        settings = []
+        if config.data.sequence_length == "auto":
+            settings.append(f"data.sequence_length={min(sample_length(config), SHORT)}")
+        if self.schedule == "gradual":
+            share = BLOCKWISE / config.pruning.sparsity
+            entries = (entry.rpartition("=") for entry in config.pruning.layers)
+            layers = [f"{pattern}={share * float(value):.4f}" for pattern, _, value in entries]
+            settings += [f"pruning.sparsity={BLOCKWISE}", f"pruning.layers={json.dumps(layers)}"]
+        return settings
 
     def take(self) -> RunLock:
         """Reserve the folder of the work for this process, and remove unfinished files of killed
@@ -178,6 +205,7 @@ class PruneOrder:
         return {
             "weights of --from": fingerprint(*open_weights(self.source).files),
             "--heal": self.heal,
+            "--schedule": self.schedule,
             **({"--rank": self.rank} if self.heal == "adapters" else {}),
             **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
         }

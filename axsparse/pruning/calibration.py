@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
+from time import monotonic, perf_counter
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from axsparse.pruning.healing import (
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
+from axsparse.runtime.console import format_seconds
 from axsparse.runtime.errors import ConfigError, TrainingError, note_errors
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.seeds import preserved_rng, seed_all
@@ -48,6 +49,8 @@ from axsparse.samo.shards import ALONE
 Tensors = tuple[Tensor, ...]
 SECONDS = 5.0
 """The shortest time between two lines that say how far the calibration is."""
+TIMED = 3
+"""How often a layer runs to be timed, the first time with compilation and cold caches."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,8 @@ class Calibration:
     held_out: Batch
     """The samples of which the loss is computed before and after; nothing is made of them else."""
     says: Callable[[str], None] = lambda _: None
+    shows: Callable[[int, int, str], None] = lambda *_: None
+    """Draws how many of the layers of this stage are done, next to a text."""
     fit: Reconstruction | None = None
     """How pruned layers are fitted to the dense ones; None leaves them as they were pruned."""
     num_targets: Sequence[int] = ()
@@ -90,6 +95,29 @@ class Calibration:
             )
         self.pruning.check(self.layers)
 
+    def seconds_of_layer(self) -> float | None:
+        """Seconds of a forward and a backward of the first pruned layer of this stage for one
+        microbatch of samples; None if the stage is not the first, or has none."""
+        if not self.coords.is_first:
+            return None
+        inputs, times = self._prepared(self.samples[0].inputs), []
+        for layer in self.layers:
+            built = self._built(layer)
+            if layer.name in self.pruned:
+                parameters = [each for each in built.module.parameters() if each.requires_grad]
+                for _ in range(TIMED):
+                    began = perf_counter()
+                    with torch.enable_grad():
+                        outputs = self._forward(built, 0, inputs)
+                        sums = [each.float().sum() for each in outputs if each.requires_grad]
+                    gradients = torch.autograd.grad(sums, parameters, allow_unused=True)
+                    float(sum(each.sum() for each in gradients if each is not None))  # on a GPU
+                    times.append(perf_counter() - began)
+                return min(times)
+            with torch.no_grad():
+                inputs = self._forward(built, 0, inputs)
+        return None
+
     def draw(self) -> CalibratedMasks:
         """The masks; all ranks call this together."""
         masks = CalibratedMasks(self.pruning.kept(), self.options.start)
@@ -108,11 +136,12 @@ class Calibration:
         pruned, dense = flow[: len(both)], flow[len(both) : len(both) + len(again)]
         targets = flow[len(both) + len(again) :]
         with torch.no_grad():
-            progress = CalibrationProgress(self.says)
+            progress = CalibrationProgress(self.says, self.shows, len(self.layers))
             for number, layer in enumerate(self.layers):
                 progress.show(
+                    number,
                     f"{self.pruning.method}: stage {self.coords.stage}, layer {number + 1} of "
-                    f"{len(self.layers)}, {len(self.samples)} microbatches of samples"
+                    f"{len(self.layers)}, {len(self.samples)} microbatches of samples",
                 )
                 self._pass(layer, pruned, dense, targets, masks)
             if masks.unmet:
@@ -366,14 +395,29 @@ class Calibration:
 
 
 class CalibrationProgress:
-    """Shows the first of several texts, and later ones when some seconds have passed."""
+    """Shows the first of several texts, and later ones when some seconds have passed, with the time
+    that is left by the layers that are done."""
 
-    def __init__(self, says: Callable[[str], None], clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        says: Callable[[str], None],
+        shows: Callable[[int, int, str], None],
+        layers: int,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
         self._says = says
+        self._shows = shows
+        self._layers = layers
         self._clock = clock
-        self._shown = -SECONDS
+        self._began = clock()
+        self._said = -SECONDS
 
-    def show(self, text: str) -> None:
-        if self._clock() - self._shown >= SECONDS:
-            self._shown = self._clock()
+    def show(self, done: int, text: str) -> None:
+        now = self._clock()
+        if done:
+            left = (now - self._began) / done * (self._layers - done)
+            text += f", eta {format_seconds(left)}"
+        self._shows(done, self._layers, text)
+        if now - self._said >= SECONDS:
+            self._said = now
             self._says(text)

@@ -78,6 +78,8 @@ class Job:
         """Names this rank in messages; "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
         """The file for tracebacks of internal errors; None until there is a run directory."""
+        self.kept = "nothing was saved"
+        """The work that an interruption leaves, for its message."""
         self.in_progress: list[Closable] = []
         """The trainers whose runs have begun and are not closed."""
         self.calls = 0
@@ -262,7 +264,7 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
     """Print why this rank fails and end the job; rank 0 comes first, for all that fail alike."""
     if job.transport.rank:
         time.sleep(ALIKE_SECONDS)
-    code, words = _describe(failure)
+    code, words = _describe(failure, job.kept)
     if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)
     who = "" if isinstance(failure, KeyboardInterrupt) else f"{job.where}: "
@@ -271,14 +273,14 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
     job.transport.abort(code)
 
 
-def _describe(failure: BaseException) -> tuple[int, str]:
-    """The exit code of a failure, and one line about it."""
+def _describe(failure: BaseException, kept: str = "nothing was saved") -> tuple[int, str]:
+    """The exit code of a failure, and one line about it; `kept` is what an interruption leaves."""
     if isinstance(failure, AxsparseError):
         return failure.exit_code, str(failure)
     if isinstance(failure, ValidationError):  # a Config made by hand in Python
         return EXIT_CONFIG, " ".join(str(failure).split())
     if isinstance(failure, KeyboardInterrupt):
-        return EXIT_INTERRUPTED, "interrupted; nothing was saved"
+        return EXIT_INTERRUPTED, f"interrupted; {kept}"
     if isinstance(failure, SystemExit):
         code = failure.code if isinstance(failure.code, int) and failure.code else EXIT_INTERNAL
         way = vars(failure).get("way", f"sys.exit({failure.code!r})")

@@ -42,7 +42,7 @@ from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.methods.pruner import Pruner
 from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Collective, Link, Transport
-from axsparse.runtime.console import Console
+from axsparse.runtime.console import Console, make_console
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.job import Job
@@ -120,14 +120,16 @@ def prune_layers(
     open_datasets: Callable[[], Datasets],
     config: Config,
     folder: Path,
+    announce: Callable[[RunPlan, float | None], None] = lambda _plan, _seconds: None,
 ) -> PrunedLayers:
     """Prune a model at once, and heal it if `pruning.heal` says so, one layer at a time.
 
     All ranks call this together. Every stage has one of its layers at a time and the activations
     of the samples, and what is made of the layer goes into a file in `folder`, where a killed start
-    finds it. The losses are of the first `train.eval_steps` batches of validation samples, which
-    pass through the layers by the side. Raises what `prepare_run` raises, and TrainingError where
-    healing diverges.
+    finds it. Before, all ranks call `announce` with the plan and the seconds of a forward and a
+    backward of one microbatch through a pruned layer, None if the first stage has none. The losses
+    are of the first `train.eval_steps` batches of validation samples, which pass through the layers
+    by the side. Raises what `prepare_run` raises, and TrainingError where healing diverges.
     """
     check_settings(job, config, model)
     placement, config = placed(job, config)
@@ -150,14 +152,19 @@ def prune_layers(
     options = _state_options(plan, _replicas(plan, transport), placement)
     own = [model.layers[number] for number in plan.stages[plan.coords.stage]]
     healed = _healed_layers(plan, data, folder)
-    says = partial(print, flush=True) if plan.coords.replica == 0 else lambda _: None
+    console = together(transport, lambda: make_console(sys.stdout))
+    is_shown = plan.coords.replica == 0
     calibration = replace(
         _calibration(plan, own, options, transport, data, held_out),
-        says=says,
+        says=console.line if is_shown else lambda _: None,
+        shows=console.progress if is_shown else lambda *_: None,
         healed=healed,
         forgets=True,
     )
+    seconds = text_of_first(transport, json.dumps(calibration.seconds_of_layer()))
+    announce(plan, json.loads(seconds))
     losses = json.dumps(_calibrated(transport, calibration).losses)
+    console.close()
     known = gather_texts(transport.world, transport.backoff, losses)
     before, after = next(json.loads(text) for text in known if text != "[]")
     return PrunedLayers(plan, healed, calibration.pruned, before, after, count)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.commands import axsparse as axsparse
 from support.exhaustive import by_default
-from support.hf import saved_model, write_folder
-from support.mpirun import run_alone, run_mpirun
+from support.hf import saved_model, write_folder, write_llama
+from support.mpirun import ENVIRONMENT, Finished, run_alone, run_mpirun
 from support.pictures import FAMILIES, saved_with_pictures
 from support.runs import VOCABULARY, job_alone
 
@@ -23,8 +29,11 @@ from axsparse.cli import prune_folder
 from axsparse.cli.prune_folder import Facts, page, write_page
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.config.load import configure
+from axsparse.data.sources import token_datasets
 from axsparse.models.start_weights import open_weights
-from axsparse.runtime.errors import EXIT_CONFIG, OutputError
+from axsparse.pruning.mask_file import open_masks
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_SAVED, OutputError
+from axsparse.training.checkpoint.verification import steps_in
 
 FEW = (
     *("--from", "model", "--data", "texts", "--validation", "held"),
@@ -202,10 +211,78 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
         assert all(torch.equal(other[name], value) for name, value in alone.items())
 
 
-def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    order = PruneOrder(
-        Path("model"), (Path("texts"),), (), tmp_path / "out", "prune_llama.yaml", (), "none"
+RISING = (
+    *("--sparsity", "0.8", "--set", "train.steps=24", "--set", "checkpoint.every=3"),
+    *("--set", "train.eval_steps=all", "--set", "train.log_every=1"),
+)
+
+
+def begun(cwd: Path, out: str, number: int, words: tuple[str, ...], step: int) -> Finished:
+    """Start the command alone, and send it a signal once a step is saved."""
+    command = [sys.executable, "-m", "axsparse", "prune", *FEW, "--out", out, *words]
+    with (cwd / "said").open("w+") as said:
+        process = subprocess.Popen(
+            command, cwd=cwd, stdout=said, stderr=said, env={**os.environ, **ENVIRONMENT}
+        )
+        run = cwd / f"{out}.run" / "run"
+        while not any(saved >= step for saved in steps_in(run)):
+            assert process.poll() is None, (cwd / "said").read_text()
+            time.sleep(0.01)
+        process.send_signal(number)
+        code = process.wait()
+        return Finished(code, (cwd / "said").read_text(), "", 0.0)
+
+
+def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
+    transformers: Any, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "model")
+
+    alone = pruned(tmp_path, "alone", *RISING)
+    stopped = begun(tmp_path, "cut", signal.SIGINT, RISING, 3)
+    later = max(steps_in(tmp_path / "cut.run" / "run")) + 3
+    killed = begun(tmp_path, "cut", signal.SIGKILL, RISING, later)
+    cut = pruned(tmp_path, "cut", *RISING, "--set", "layout.g_inter=2", ranks=2)
+
+    assert stopped.returncode == EXIT_SAVED and killed.returncode == -signal.SIGKILL
+    assert re.search(
+        r"^axsparse: stopped after step \d+, saved in cut\.run/run/checkpoints; the same command "
+        "continues$",
+        stopped.stdout,
+        re.MULTILINE,
     )
+    assert "heal: " in stopped.stdout and "heal: " not in killed.stdout, "layers are done once"
+    assert cut.keys() == alone.keys()
+    assert all(torch.equal(cut[name], value) for name, value in alone.items())
+    said = (tmp_path / "alone" / "README.md").read_text()
+    assert "80.0 % of the entries are zero (by wanda, then by magnitude in training)" in said
+    masks = open_masks(tmp_path / "alone.run" / "run")
+    first = open_weights(tmp_path / "alone.run" / "pruned" / "model.safetensors")
+    for name, kept in masks.kept.items():
+        zeros = alone[name] == 0
+        mask = masks.mask(name, tuple(zeros.shape), lambda: torch.empty(0))
+        assert torch.equal(zeros, ~mask.view(zeros.shape)), name
+        assert kept == zeros.numel() - round(0.8 * zeros.numel())
+        assert zeros[first.read(name) == 0].all(), "masks only shrink"
+    records = (tmp_path / "cut.run" / "run" / "metrics.jsonl").read_text().splitlines()
+    rises = [record for record in map(json.loads, records) if "masks" in record]
+    assert [record["step"] for record in rises] == list(range(7, 19))
+    assert all(record["loss_before"] != record["loss_after"] for record in rises[:6])
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
+    _, held_out = token_datasets(tmp_path / "alone.run" / "tokens", 12, validate=True)
+    assert held_out is not None
+    (inputs,), targets = held_out.read(np.arange(len(held_out)))
+    with torch.no_grad():
+        logits = model(inputs).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    [printed] = re.findall(r"^\| perplexity \| .* \| .* \| (.*) \|$", said, re.MULTILINE)
+    assert f"{loss.exp():.3f}" == printed
+
+
+def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_llama(tmp_path / "model")
+    given = (tmp_path / "model", (Path("texts"),), (), tmp_path / "out", "prune_llama.yaml")
+    order = PruneOrder(*given, (), "none")
     monkeypatch.setattr(prune_folder, "_prepare", lambda again: again.take())
 
     with pytest.raises(OutputError, match=r"out\.run: is in use by"):
@@ -223,7 +300,8 @@ def test_the_page_says_what_gains_and_what_does_not() -> None:
     patterned = page(order, configure(None, ["pruning.pattern=2:4"]), facts, {})
 
     assert "60.0 % of the entries are zero (by magnitude), trained on." in said
-    assert "| 7 validation samples | dense | pruned | this folder |" in said
+    assert "| 7 validation samples | dense | before training | this folder |" in said
+    assert "`axsparse report out.run/run` draws the training." in said
     assert "| perplexity | 7.389 | 9.025 | 12.182 |" in said
     assert "| block7 | 0.5000 | 0.2500 |\n| block8, loss of a target | 3.0000 | 2.5000 |" in said
     assert "2 bits each | 3.2 kB |" in patterned

@@ -32,29 +32,45 @@ def settled(order: PruneOrder, *settings: str) -> None:
 @pytest.mark.parametrize(
     ("heal", "longest", "given", "expected"),
     [
-        ("blocks", 4096, "auto", ["data.sequence_length=256"]),
-        ("none", 64, "auto", ["data.sequence_length=64"]),
-        ("blocks", 4096, "1024", []),
-        ("train", 4096, "auto", ["data.sequence_length=1024"]),
-        ("adapters", 600, "auto", ["data.sequence_length=600"]),
-        ("train", 4096, "2048", []),
+        ("blocks", 4096, "auto", 256),
+        ("none", 64, "auto", 64),
+        ("blocks", 4096, "1024", 1024),
+        ("adapters", 600, "auto", 600),
+        ("train", 4096, "auto", 1024),
+        ("train", 4096, "2048", 2048),
     ],
 )
 def test_samples_are_shorter_than_the_longest_unless_it_is_said(
-    heal: Heal, longest: int, given: str, expected: list[str]
+    heal: Heal, longest: int, given: str, expected: int
 ) -> None:
     settings = [f"model.sequence_length={longest}", f"data.sequence_length={given}"]
     config = configure("quickstart.yaml", settings)
+    order = order_of(Path(), heal=heal, config="own.yaml")
 
-    assert order_of(Path(), heal=heal).implied(config)[1:] == expected
-    assert order_of(Path(), heal=heal, config="own.yaml").implied(config) == expected
+    assert order.length(config) == expected
+    # A training and the layers before it have samples of different lengths.
+    is_implied = given == "auto" and heal != "train"
+    assert order.implied(config, 4) == [f"data.sequence_length={expected}"] * is_implied
+    short = min(longest, 256) if given == "auto" else None
+    assert order.of_layers(config) == [f"data.sequence_length={n}" for n in (short,) if n]
+
+
+def test_layers_are_pruned_half_before_masks_rise_and_named_ones_by_the_same_share() -> None:
+    settings = ["pruning.sparsity=0.8", "data.sequence_length=64", 'pruning.layers=["*.fc1*=0.4"]']
+    config = configure("quickstart.yaml", settings)
+    order = order_of(Path(), heal="train")
+
+    assert order.of_layers(config) == []
+    assert replace(order, schedule="gradual").of_layers(config) == [
+        "pruning.sparsity=0.5",
+        'pruning.layers=["*.fc1*=0.2500"]',
+    ]
 
 
 def test_as_many_are_judged_as_calibrate_unless_a_configuration_says_it() -> None:
-    settings = ["pruning.calibration_samples=9", "batch.global_batch_size=4"]
-    config = configure("quickstart.yaml", settings)
+    config = configure("quickstart.yaml", ["pruning.calibration_samples=9"])
 
-    assert order_of(Path()).implied(config)[0] == "train.eval_steps=3"
+    assert order_of(Path()).implied(config, 4)[0] == "train.eval_steps=3"
 
 
 def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
