@@ -40,8 +40,10 @@ SLACK = 1 << 13
 """Characters beyond a piece in which a place to cut is searched for."""
 TABLES = (".parquet", ".arrow", ".idx")
 """Endings of files whose documents have no lines, but rows."""
-STATE = "state.json"
-"""A file next to the Arrow files that save_to_disk of `datasets` writes."""
+STATES = {"state.json", "dataset_dict.json"}
+"""Files next to the Arrow files, or their folders, that save_to_disk of `datasets` writes."""
+SPLIT = re.compile(r"(?:^|/)(train|validation|test)(-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.arrow$)")
+"""Finds the split in a file's path, as `datasets` and the hub name it."""
 WHY = 200
 """The length to which the reason why a file cannot be read is cut, in letters."""
 NAMED = 8
@@ -153,6 +155,23 @@ def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
             yield _record(number, line, reading.jsonl_field)
 
 
+def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
+    """The records of a JSON file as `datasets` reads it: a list, which is read as a whole, or one a
+    line."""
+    is_list = file.read(PIECE).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+    file.seek(0)
+    if not is_list:
+        yield from read_json_lines(file, reading)
+        return
+    try:
+        records = json.loads(file.read().decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        yield Piece(1, "", problem="malformed JSON")
+        return
+    for number, record in enumerate(records, 1):
+        yield _document(number, record, reading.jsonl_field)
+
+
 def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> Iterator[Piece]:
     """The rows of a file of Arrow or Parquet: each is a document."""
     contents = (reading.jsonl_field, *OTHER_FIELDS)
@@ -184,10 +203,13 @@ PAIR = ("prompt", "completion")
 """Keys of two texts, or of messages, for records without these."""
 INSTRUCTION = {"instruction", "output"}
 """Keys of records that are rejected with a suggestion: prompts of instruction and input differ."""
-BESIDE = (LABELS, PADDING, *MASKS, TOOLS, KWARGS)
+PACKED = ("seq_lengths", "position_ids")
+"""Keys next to token ids that say where the documents of a row begin."""
+BESIDE = (LABELS, PADDING, *MASKS, *PACKED, TOOLS, KWARGS)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
+    ".json": read_json,
     ".parquet": partial(read_table, parquet=True),
     ".arrow": read_table,
     ".idx": read_index,
@@ -273,8 +295,15 @@ def _document(number: int, record: object, field: str) -> Piece:
         return Piece(number, "", problem=None if value else "empty", content=chat)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
         return _ids(number, value, record)
-    if not isinstance(value, str | bytes) or values[0] is None:  # A chat or ids are no text.
+    if value is None:
         return Piece(number, "", problem=_missing(record, field))
+    if not isinstance(value, str | bytes) or values[0] is None:  # A chat or ids are no text.
+        key = (field, *OTHER_FIELDS)[next(n for n, one in enumerate(values) if one is not None)]
+        parts = {type(one).__name__ for one in value} if isinstance(value, list) else ()
+        found = f"{type(value).__name__}{' of ' if parts else ''}{' and '.join(sorted(parts))}"
+        wanted = "a list of messages or of whole numbers"
+        wanted = f"a text, {wanted}" if key == field else wanted
+        return Piece(number, "", problem=f"{key} that cannot be read ({found}; give {wanted})")
     text = _text(value)
     if text is None:
         return Piece(number, "", problem="not UTF-8")
@@ -334,6 +363,10 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
     for name, column in columns.items():
         if not isinstance(column, list) or len(column) != len(ids):
             return Piece(number, "", problem=f"{name} that do not fit the ids")
+    lengths, places = map(record.get, PACKED)
+    if (lengths and len(lengths) > 1) or (places and places.count(0) > 1):
+        why = f"several documents in a row ({' or '.join(PACKED)} says so; give each its own row)"
+        return Piece(number, "", problem=why)
     is_text = columns.get(PADDING, [1] * len(ids))
     labels = columns.get(LABELS, ids)
     content = []
@@ -420,14 +453,22 @@ def _files(
         ):
             at = Path(folder)
             subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
-            if STATE in files:  # a folder that save_to_disk of `datasets` wrote
+            if STATES & {*files}:
                 files = [name for name in files if name.endswith(TABLES)]
             indexed = {f"{name[:-4]}.bin" for name in files if name.endswith(".idx")}
             files = [name for name in files if name not in indexed]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
-        for name in sorted(names, key=PurePath.as_posix):
-            if reading.takes(name):
-                yield path / name
+        taken = sorted(filter(reading.takes, names), key=PurePath.as_posix)
+        found = [match for name in taken if (match := SPLIT.search(name.as_posix()))]
+        splits = sorted({match[1] for match in found})
+        if len(splits) > 1:
+            one = found[-1]
+            begin = f"{path}/{one.string[: one.end(1)]}{'' if one[2][0] == '/' else '-*'}"
+            raise ConfigError(
+                f"input: {path} holds the splits {', '.join(splits)}; name the files of one, such "
+                f"as {begin}, and by --validation those that are held out"
+            )
+        yield from (path / name for name in taken)
 
 
 # -- documents ------------------------------------------------------------------------------
@@ -441,7 +482,8 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
     changed since it was found.
     """
     rest, held_out, begins, place, read = "", False, True, "", 0
-    unit = "row" if source.path.endswith(TABLES) else "line"
+    *_, ending = _endings(source.path)
+    unit = "row" if ending in TABLES else "record" if ending == ".json" else "line"
     try:
         with Path(source.path).open("rb") as raw:
             _check_unchanged(raw, source)
@@ -472,7 +514,7 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
 def first_contents(sources: Sequence[DocumentSource], reading: Reading) -> Iterator[Content]:
     """The contents that are no text of the first documents of files."""
     for source in sources:
-        if any(suffix in READERS for suffix in PurePath(source.path).suffixes[-2:]):
+        if any(suffix in READERS for suffix in _endings(source.path)):
             for piece in islice(documents(source, reading, 0.0), FIRST):
                 if piece.content is not None:
                     yield piece.content
@@ -484,10 +526,16 @@ def has_marks(content: Content | None) -> bool:
 
 
 def _found(raw: BinaryIO, source: DocumentSource, reading: Reading) -> Iterator[Piece]:
-    path, file = PurePath(source.path), raw
-    if opens := COMPRESSIONS.get(path.suffix):
-        path, file = path.with_suffix(""), cast("BinaryIO", opens(raw))
-    return READERS.get(path.suffix, read_text)(file, reading)
+    file: BinaryIO = raw
+    *before, ending = _endings(source.path)
+    if opens := COMPRESSIONS.get(ending):
+        file, ending = cast("BinaryIO", opens(raw)), before[0] if before else ""
+    return READERS.get(ending, read_text)(file, reading)
+
+
+def _endings(path: str) -> list[str]:
+    """The last two endings of a file's name, in small letters."""
+    return ["", *map(str.lower, PurePath(path).suffixes[-2:])][-2:]
 
 
 def pieces(text: str) -> Iterator[str]:

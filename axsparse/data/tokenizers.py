@@ -223,7 +223,7 @@ def given_tokenizer(path: Path) -> GivenTokenizer:
         loaded: Any = AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
         )
-        special = [str(token) for token in loaded.added_tokens_decoder.values()][:8]
+        special = [one for one in loaded.special_tokens_map.values() if isinstance(one, str)]
         probe = PROBE.join(["", *special, ""])
         theirs = loaded(probe)["input_ids"]
         known = isinstance(loaded, PreTrainedTokenizerFast)
@@ -234,9 +234,9 @@ def given_tokenizer(path: Path) -> GivenTokenizer:
         ours.encode_special_tokens = split
     if ours is None or ours.encode(probe).ids != theirs:
         raise DataError(
-            f"--tokenizer: {type(loaded).__name__} of {folder} has code of its own next to what a "
-            f"{TOKENIZER} says; save input_ids that it makes by save_to_disk of `datasets`, and "
-            "name that folder as data.path"
+            f"--tokenizer: {type(loaded).__name__} of {folder} has code of its own, or draws, "
+            f"next to what a {TOKENIZER} says; save input_ids that it makes by save_to_disk of "
+            "`datasets`, and name that folder as data.path"
         )
     return GivenTokenizer(folder, text.encode(), loaded.eos_token, split, loaded)
 

@@ -150,10 +150,10 @@ RECORDS = {
     b'{"text": null}': ("", "missing field"),
     b'["text"]': ("", "missing field"),
     b'{"input_ids": [5], "text": "a"}': ("a", None),
-    b'{"text": ["a"]}': ("", "missing field"),
+    b'{"text": ["a"]}': ("", "text that cannot be read"),
     b'{"input_ids": []}': ("", "empty"),
-    b'{"input_ids": "5"}': ("", "missing field"),
-    b'{"messages": "hello", "text": null}': ("", "missing field"),
+    b'{"input_ids": "5"}': ("", "input_ids that cannot be read"),
+    b'{"messages": "hello", "text": null}': ("", "messages that cannot be read"),
     b'{"text": "x"': ("", "malformed JSON"),
     b"[" * 100_000: ("", "malformed JSON"),
     b'{"text": "\xe9"}': ("", "not UTF-8"),
@@ -161,6 +161,80 @@ RECORDS = {
     b'{"text": " \\n"}': (" \n", "empty"),
     '{"text": "é"}'.encode(): ("é", None),
 }
+
+
+@pytest.mark.parametrize(
+    ("record", "problem"),
+    [
+        ({"text": 5}, "text that cannot be read (int; give a text, a list of messages or of whole"),
+        ({"text": [1, "a"]}, "text that cannot be read (list of int and str; give a text, a list"),
+        ({"messages": "[]"}, "messages that cannot be read (str; give a list of messages or of wh"),
+        ({"input_ids": [1.0]}, "input_ids that cannot be read (list of float; give a list of mes"),
+        (
+            {"input_ids": [1, 2, 3], "seq_lengths": [2, 1]},
+            "several documents in a row (seq_lengths or position_ids says so; give each its own",
+        ),
+        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "several documents in a row (seq_"),
+        ({"input_ids": [1, 2], "seq_lengths": [2], "position_ids": [0, 1]}, ""),
+    ],
+)
+def test_what_a_record_has_is_told(record: dict[str, Any], problem: str) -> None:
+    [found] = read_json_lines(io.BytesIO(json.dumps(record).encode()), Reading())
+
+    assert (found.problem or "").startswith(problem)
+    assert bool(found.problem) == bool(problem)
+
+
+@pytest.mark.parametrize("name", ["d.json", "D.JSON", "d.json.gz", "D.JSONL.GZ", "d.jsonl"])
+def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -> None:
+    records = [{"text": "a"}, {"messages": [{"role": "user", "content": "b"}]}, {"id": 1}]
+    lines = "\n".join(map(json.dumps, records))
+    contents = [lines] if "jsonl" in name.lower() else [lines, json.dumps(records, indent=1)]
+    for content in contents:
+        data = ("\ufeff" + content).encode()
+        (tmp_path / name).write_bytes(gzip.compress(data) if name[-1] in "zZ" else data)
+
+        found = pieces_of(tmp_path / name)
+
+        assert [piece.text for piece in found] == ["a", "", ""]
+        assert isinstance(found[1].content, Chat)
+        unit = "line" if "jsonl" in name.lower() or ".gz" in name else "record"
+        assert found[2].place.endswith(f"{name}, {unit} 3")
+    (tmp_path / "bad.json").write_text("[")
+    assert [piece.problem for piece in pieces_of(tmp_path / "bad.json")] == ["malformed JSON"]
+
+
+@pytest.mark.parametrize(
+    ("files", "one"),
+    [
+        (["data/train-00000-of-00001.parquet", "data/test-00000-of-00001.parquet"], "data/train-*"),
+        (["train-00000-of-00002.jsonl.gz", "validation-00000-of-00001.jsonl.gz"], "validation-*"),
+        (["train/data-00000-of-00001.arrow", "test/data-00000-of-00001.arrow"], "train"),
+        (["train/a.txt", "test/b.txt"], ""),
+        (["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"], ""),
+    ],
+)
+def test_splits_of_a_folder_are_not_mixed(files: list[str], one: str, tmp_path: Path) -> None:
+    for name in files:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    if not one:
+        found, _ = find_sources([tmp_path], [], tmp_path / "out", Reading())
+        assert len(found) == len(files)
+        return
+
+    with pytest.raises(ConfigError) as caught:
+        find_sources([tmp_path], [], tmp_path / "out", Reading())
+
+    splits = ", ".join(
+        sorted(name for name in ("train", "validation", "test") if name in str(files))
+    )
+    assert str(caught.value) == (
+        f"input: {tmp_path} holds the splits {splits}; name the files of one, such as "
+        f"{tmp_path}/{one}, and by --validation those that are held out"
+    )
+    named = [*tmp_path.glob(one)]
+    assert len(find_sources(named, [], tmp_path / "out", Reading())[0]) == 1
 
 
 def test_each_record_stands_for_itself() -> None:

@@ -251,7 +251,7 @@ def test_a_class_with_code_of_its_own_is_refused(trained: Path, tmp_path: Path) 
     with pytest.raises(DataError) as caught:
         given_tokenizer(tmp_path)
     assert str(caught.value) == (
-        f"--tokenizer: ByT5Tokenizer of {tmp_path} has code of its own next to what a "
+        f"--tokenizer: ByT5Tokenizer of {tmp_path} has code of its own, or draws, next to what a "
         "tokenizer.json says; save input_ids that it makes by save_to_disk of `datasets`, and name "
         "that folder as data.path"
     )
