@@ -523,7 +523,7 @@ class TrainConfig(Section):
     """A Hugging Face folder of a language model of the same vocabulary, from whose logits the
     trained model learns as well, such as the model before it was pruned. Every stage has some of
     its layers, frozen, in `precision`; neither checkpoints nor exports have them, and evaluations
-    do not run them. null: no teacher."""
+    do not run them: their losses are the model's alone. null: no teacher."""
     distillation_weight: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """The teacher's share α in the loss, (1 − α) · cross entropy + α · τ² · divergence. 1 is the
     recipe for pruned language models of Minitron (Muralidharan et al. 2024, arXiv 2407.14679):

@@ -697,32 +697,21 @@ class Trainer:
             self.activity.at("masks", self.steps_done)
             live.save(path)
 
-    def save_hf(
-        self,
-        path: str | Path,
-        *,
-        trained: bool = False,
-        named: Callable[[str], str | None] = str,
-        force: bool = False,
-    ) -> None:
+    def save_hf(self, path: str | Path, *, trained: bool = False, force: bool = False) -> None:
         """Write the model as a Hugging Face folder, as `axsparse export --to hf` does.
 
         The values are the fp32 masters, zero where pruned, or with `trained` the weights in the
-        training precision. Of a model that is made around another, `named(name)` gives the name
-        that a weight has in the model of the settings, or None to leave it out. `force` replaces an
-        earlier folder. All ranks call this together, before, between or after steps; rank 0 needs
-        memory for the full model. Raises, on all ranks alike, ConfigError for a model that
-        transformers does not have, and OutputError.
+        training precision. `force` replaces an earlier folder. All ranks call this together,
+        before, between or after steps; rank 0 needs memory for the full model. Raises, on all ranks
+        alike, ConfigError for a model that transformers does not have, and OutputError.
         """
 
         def write() -> None:
             if found is not None:
-                names = {name: there for name in found if (there := named(name)) is not None}
-                shapes = self.profile.shapes
                 notes = save_folder(
                     self.config,
-                    {there: shapes[name] for name, there in names.items() if name in shapes},
-                    {there: found[name] for name, there in names.items()},
+                    self.profile.shapes,
+                    found,
                     self.data.entry,
                     Path(path),
                     step=self.steps_done,
