@@ -429,7 +429,8 @@ def test_facts_hold_every_version_every_setting_and_every_layer() -> None:
         len(value) if isinstance(value, dict) else 1 for value in config.model_dump().values()
     )
     assert facts["start values"] == "drawn from the seed"
-    assert len(facts) == 5 + leaves + 4 + 2 + 2
+    assert facts["teacher"] == "none"
+    assert len(facts) == 5 + leaves + 4 + 3 + 2
 
 
 def refusals(facts: Mapping[int, Mapping[str, str]], monkeypatch: pytest.MonkeyPatch) -> list[str]:
