@@ -24,8 +24,11 @@ def check_config(config: Config) -> None:
     _check_zero_stage(config)
     _check_warm_up(config)
     _check_checkpoints(config)
-    if config.train.teacher is not None:
-        _check_teacher(config)
+    if config.train.teacher is not None and config.pipeline.compile not in (False, "auto"):
+        raise ConfigError(
+            f"{config.where('train.teacher')}: the loss of a teacher is not fused, and "
+            f"pipeline.compile is {str(config.pipeline.compile).lower()}; choose false"
+        )
     if config.layout.g_inter != "auto":
         _check_split_length(config, config.layout.g_inter)
 
@@ -50,21 +53,6 @@ def _check_checkpoints(config: Config) -> None:
         raise ConfigError(
             f"{config.where('checkpoint.keep_best')}: true, but train.eval_steps 0 never "
             "evaluates; set train.eval_steps, or choose false"
-        )
-
-
-def _check_teacher(config: Config) -> None:
-    """ConfigError for what a training with a teacher has not."""
-    where = config.where("train.teacher")
-    if config.layout.g_tensor > 1:
-        raise ConfigError(
-            f"{where}: a teacher's layers are not sharded, and layout.g_tensor is "
-            f"{config.layout.g_tensor}; choose 1, and more stages (layout.g_inter)"
-        )
-    if config.pipeline.compile not in (False, "auto"):
-        raise ConfigError(
-            f"{where}: the loss of a teacher is not fused, and pipeline.compile is "
-            f"{str(config.pipeline.compile).lower()}; choose false"
         )
 
 

@@ -22,6 +22,7 @@ from axsparse.planner.stage_load import Fits, StageLoad, no_bytes, value_bytes
 from axsparse.planner.stage_memory import activation_memory, is_recomputed
 from axsparse.pruning.input_statistics import METHODS, STATISTICS
 from axsparse.runtime.communication import NO_SUM
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import DTYPES, accumulates_in_half
@@ -280,6 +281,11 @@ class ProfiledModel:
         if g_tensor == 1:
             return {}
         assert self.model is not None, "nobody says which modules are sharded"
+        if self.profile.teacher is not None:
+            raise ConfigError(
+                f"{self.config.where('train.teacher')}: a teacher's layers are not sharded, and "
+                f"layout.g_tensor is {g_tensor}; choose 1, and more stages (layout.g_inter)"
+            )
         fuses = self.config.pipeline.compile is True
         where = self.config.where("layout.g_tensor")
         check_plan(self.model.layers, self.model.name, where, fuses=fuses)
