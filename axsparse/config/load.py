@@ -225,9 +225,6 @@ def _read_override(override: str) -> tuple[str, Setting]:
             f"--set {show(override)}: not of the form key=value; "
             "write it like --set pruning.sparsity=0.8"
         )
-    if key in SECTIONS:
-        leaves = ", ".join(f"{key}.{leaf}" for leaf in SECTIONS[key])
-        raise ConfigError(f"{key} (--set): a section has no value; set one of {leaves}")
     if key not in FIELDS:
         raise unknown_key(key, "--set")
     node = compose(text, lambda _: f"{key} (--set)")

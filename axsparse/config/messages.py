@@ -30,8 +30,19 @@ FOREIGN_KEYS = {
     **dict.fromkeys(
         ("epochs", "max_epochs", "max_steps", "num_steps", "iterations"), "train.steps"
     ),
-    "batch_size": "batch.global_batch_size",
+    **dict.fromkeys(("num_epochs", "num_train_epochs"), "train.steps"),
+    **dict.fromkeys(("batch_size", "train_batch_size"), "batch.global_batch_size"),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"),
+        "batch.microbatch_size",
+    ),
     **dict.fromkeys(("amount", "density"), "pruning.sparsity"),
+    **dict.fromkeys(
+        ("max_grad_norm", "gradient_clip", "grad_clip", "clip_grad", "gradient_clip_val"),
+        "optimizer.clip_norm",
+    ),
+    **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype"), "precision"),
+    **dict.fromkeys(("output_dir", "save_dir", "out_dir"), "run_dir"),
 }
 """Name that other libraries have for a setting, and that looks like no key of ours -> the key."""
 _SUGGESTIONS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
@@ -65,7 +76,13 @@ def _said(problems: list[Any]) -> str:
     if kind == "missing":
         return f"{show(list(value))} is too short; give more entries"
     texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)
+    texts = dict.fromkeys(text.replace("a valid tuple", "a list") for text in texts)
     suggestion = _SUGGESTIONS.get(kind, "") if len(problems) == 1 else ""
+    if kind == "tuple_type" and isinstance(value, str | Mapping):
+        pairs = (
+            [f"{name}={one}" for name, one in value.items()] if not isinstance(value, str) else ()
+        )
+        suggestion = f"; write [{', '.join(pairs or [str(value)])}]"
     if isinstance(value, str) and kind in _NUMBERS and re.fullmatch(_NUMBERS[kind], value):
         suggestion = "; write it without quotes"
     shown = show(list(value) if isinstance(value, tuple) else value)
@@ -106,17 +123,20 @@ def _key_of(problem: Mapping[str, Any]) -> str:
 
 def unknown_key(key: str, origin: str) -> ConfigError:
     """The error about a key that is not in the schema, with the nearest one that is."""
+    if key in SECTIONS:
+        own = ", ".join(f"{key}.{leaf}" for leaf in SECTIONS[key])
+        return ConfigError(f"{key} ({origin}): a section has no value; set one of {own}")
     key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
+    leaves = {known.rpartition(".")[2]: known for known in FIELDS}
+    near = [names[leaf] for names in (FOREIGN_KEYS, leaves) if leaf in names]
     # Where the section is right, only the rest distinguishes its keys.
-    near = [FOREIGN_KEYS[leaf]] if leaf in FOREIGN_KEYS else []
     near += [
         f"{section}.{name}" for name in get_close_matches(leaf, SECTIONS.get(section, ()), n=1)
     ]
-    leaves = {known.rpartition(".")[2]: known for known in FIELDS}
     if section not in SECTIONS:
         near += get_close_matches(key, [*FIELDS, *([] if section else SECTIONS)], n=1)
-    near += [leaves[name] for name in get_close_matches(leaf, leaves, n=1)]
+        near += [leaves[name] for name in get_close_matches(leaf, leaves, n=1)]
     if near:
         suggestion = f"did you mean {near[0]}?"
     else:

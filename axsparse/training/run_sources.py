@@ -110,6 +110,11 @@ def run_sources(
             else f"Trainer: loss is for an nn.Module, and model is {kind}; leave it out, since "
             "such a model has its loss"
         )
+    if isinstance(model, Model) and model.loss is None:
+        raise ConfigError(
+            "Trainer: the model's loss is None; give a function that returns the summed loss of "
+            "the outputs and the targets"
+        )
     of_data = data.settings if isinstance(data, Tokens) else {}
     whole = load_settings(config, of_model, of_data, settings)
     opener = cache(_opener(data, whole)) if isinstance(model, nn.Module) else _opener(data, whole)
