@@ -2,7 +2,7 @@
 again.
 
 `make bench-smollm2` makes the environment and calls this. Finished cases are kept in the work
-folder, so that the same command continues where it was cut off.
+folder, so that the same command continues where it was cut off; a training continues in its middle.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from smollm2.cases import (
     COMMON,
     HEALING,
     HEALING_STEPS,
+    RECOVERY_STEPS,
     TRAINING,
     Case,
     Study,
     all_cases,
+    recoveries,
 )
 
 TEXTS = ("english", "code", "GPL-3")
@@ -37,8 +39,8 @@ NOTE = (
 )
 
 
-def write_report(records: Records, out: Path, name: str) -> None:
-    """Write a table and the records into a folder: NAME.md and NAME.json."""
+def write_report(records: Records, cases: Sequence[Case], out: Path, name: str) -> None:
+    """Write a table and the records of cases into a folder: NAME.md and NAME.json."""
     out.mkdir(parents=True, exist_ok=True)
     known = {
         "machine": host_machine(),
@@ -50,7 +52,7 @@ def write_report(records: Records, out: Path, name: str) -> None:
     }
     (out / f"{name}.json").write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     lines = ["# SmolLM2 135M, pruned and trained on", "", NOTE, "", *table(records), ""]
-    lines += [*remarks(records), ""]
+    lines += [*recovery_table(records), *remarks(records, cases), ""]
     (out / f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
     print("\n".join(lines), flush=True)
 
@@ -61,7 +63,7 @@ def table(records: Records) -> Iterator[str]:
     yield "| pruned by | % | healed | English | code | GPL-3 | CPU | peak | state | of dense |"
     yield "|---|---|---|---|---|---|---|---|---|---|"
     for case, found in records.items():
-        if "perplexity" not in found:
+        if "perplexity" not in found or case.recovers:
             continue
         steps = f"{len(found['losses'])} steps, {case.stages}×1" if case.stages else case.heal
         if case.heal in {"adapters", "train"}:
@@ -76,7 +78,32 @@ def table(records: Records) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
-def remarks(records: Records) -> Iterator[str]:
+def recovery_table(records: Records) -> Iterator[str]:
+    """Perplexities over the dense model's at each sparsity, with tokens and hours of two cores."""
+    dense = records.get(Case("dense", 0), {}).get("perplexity")
+    rows = [case for case in sorted(recoveries(), key=lambda case: case.percent) if case in records]
+    if dense is None or not any(case.recovers for case in rows):
+        return
+    yield "## Until it speaks again"
+    yield ""
+    yield "Trained: after blocks; taught: with the dense model as the teacher; gradual: taught,"
+    yield "while the mask rises from 50 %. Perplexity over dense; hours of training on two cores."
+    yield ""
+    yield "| % | healed | English | over dense | code | over dense | tokens | hours |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for case in rows:
+        found = records[case]
+        cells = [str(case.percent), case.heal]
+        for text in TEXTS[:2]:
+            value = found["perplexity"][text]
+            cells += [_rounded(value), f"{_rounded(value / dense[text])}"]
+        cells.append(f"{found['tokens'] / 1e6:.2f}M" if "tokens" in found else "")
+        cells.append(f"{found['train_seconds'] / 3600:.2f}" if "tokens" in found else "")
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def remarks(records: Records, cases: Sequence[Case]) -> Iterator[str]:
     """Whether the losses of the two layouts are equal, and what was not run."""
     for case, found in records.items():
         other = records.get(Case(case.method, case.percent, 2))
@@ -88,7 +115,7 @@ def remarks(records: Records) -> Iterator[str]:
                 yield f"Losses of {case.name} differ from those on two stages from step {apart[0]}."
             else:
                 yield f"All {count} losses of {case.name} are the same numbers as on two stages."
-    missing = [case.name for case in all_cases() if case not in records]
+    missing = [case.name for case in cases if case not in records]
     if missing:
         yield f"Not run: {', '.join(missing)}."
 
@@ -106,20 +133,23 @@ def main() -> None:
     arguments = argparse.ArgumentParser(prog="python -m smollm2", description=__doc__)
     add = arguments.add_argument
     add("--work", type=Path, default=CHECKOUT / ".bench-smollm2", help="model, texts, cases")
+    add("--steps", type=int, default=RECOVERY_STEPS, help="of recoveries (default %(default)s)")
+    add("--recoveries", action="store_true", help="run the cases of the table of recoveries alone")
     add("--only", default="", help="regular expression on names of cases, such as wanda")
     add("--out", type=Path, default=CHECKOUT / "benchmarks" / "results")
     add("--name", default="smollm2", help="of the files there")
     options = arguments.parse_args()
-    study = Study(options.work)
-    for case in all_cases():
+    study = Study(options.work, options.steps)
+    cases = [Case("dense", 0), *recoveries()] if options.recoveries else [*all_cases()]
+    for case in cases:
         if study.record(case) is not None or not re.search(options.only, case.name):
             continue
         study.prepare()
         study.run(case)
         print(f"{case.name}: {study.record(case)}", flush=True)
-    records = {case: study.record(case) for case in all_cases()}
+    records = {case: study.record(case) for case in cases}
     done = {case: found for case, found in records.items() if found}
-    write_report(done, options.out, options.name)
+    write_report(done, cases, options.out, options.name)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,17 @@ HEALING = ("data.sequence_length=256", "pruning.calibration_samples=128")
 """The default settings of `axsparse prune`."""
 STEPS, BATCH = 100, 2
 """Steps of training on for long, and sequences of a step."""
+RECOVERED = (50, 60, 70, 80, 90)
+"""The sparsities, in percent, at which a pruned model is trained until it speaks again."""
+RECOVERIES = {
+    "trained": ("--heal", "train", "--schedule", "once"),
+    "taught": ("--heal", "train", "--schedule", "once", "--teacher"),
+    "gradual": ("--heal", "train", "--schedule", "gradual", "--teacher"),
+}
+"""Trainings after blocks, of as many tokens each: alone, with the dense model as the teacher, and
+with it while the mask rises from 50 %."""
+RECOVERY_STEPS, RECOVERY_BATCH = 279, 8
+"""Steps of these trainings, and sequences of a step of 1,024 tokens: four passes over the texts."""
 HEALING_STEPS = 30
 """Steps by which `axsparse prune` trains adapters or all entries: with pruning about the compute
 of healing block by block."""
@@ -68,13 +79,19 @@ class Case:
     stages: int = 0
     """Stages on which it was trained on; 0: it was not."""
     heal: str = "none"
-    """How it was healed, as `axsparse prune --heal` names it; "none" if it was not."""
+    """How it was healed, as `axsparse prune --heal` or `RECOVERIES` name it; "none" if it was
+    not."""
 
     @property
     def name(self) -> str:
         arm = self.method if self.method == "dense" else f"{self.method}-{self.percent}"
         arm = arm if self.heal == "none" else f"{arm}-{self.heal}"
         return f"{arm}-{self.stages}x1" if self.stages else arm
+
+    @property
+    def recovers(self) -> bool:
+        """Whether it is one of the `RECOVERIES`."""
+        return self.heal in RECOVERIES
 
     @property
     def untrained(self) -> Case:
@@ -94,13 +111,24 @@ def all_cases() -> Iterator[Case]:
             yield from (Case(method, percent, heal=heal) for method in reversed(METHODS))
     yield from (Case(METHODS[-1], TRAINED_AT, stages) for stages in (2, 1))
     yield Case("dense", 0, 2)
+    yield from (case for case in recoveries() if case.percent not in SPARSITIES or case.recovers)
+
+
+def recoveries() -> Iterator[Case]:
+    """The rows of the table of recoveries, in the order in which they are run."""
+    for percent in sorted(RECOVERED, key=(80, 70, 90, 60, 50).index):
+        yield from (Case(METHODS[-1], percent, heal=heal) for heal in ("none", "blocks"))
+        # Masks that rise from half are those at half before.
+        heals = [heal for heal in reversed(RECOVERIES) if heal != "gradual" or percent > 50]
+        yield from (Case(METHODS[-1], percent, heal=heal) for heal in heals)
 
 
 class Study:
     """The work folder: model, texts, tokens, and a record of each case that is done."""
 
-    def __init__(self, work: Path) -> None:
-        self.work = work.absolute()
+    def __init__(self, work: Path, steps: int = RECOVERY_STEPS) -> None:
+        """`steps` is the length of the recoveries."""
+        self.work, self.steps = work.absolute(), steps
         self._models = self.work / "models"
         self._records = self.work / "cases"
         for folder in (self._models, self._records):
@@ -138,6 +166,8 @@ class Study:
         found: dict[str, Any] = asdict(case)
         if case.stages:
             found |= self._train_on(case)
+        elif case.recovers:
+            found |= self._recover(case)
         elif case.heal != "none":
             found |= self._heal(case)
         else:
@@ -168,24 +198,52 @@ class Study:
 
     def _heal(self, case: Case) -> dict[str, Any]:
         """Prune and heal by `axsparse prune`, on the documents to train on."""
-        texts, out = self.work / "texts", self._model(case)
-        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(self._model(case), ignore_errors=True)
+        trains = case.heal != "blocks"
+        settings = [*COMMON, *(SHORT_TRAINING if trains else HEALING)]
+        # Here trainings start from what pruning has left.
+        settings += ["pruning.heal=none"] if case.heal == "train" else []
+        steps = ("--steps", str(HEALING_STEPS)) if trains else ()
+        options = ("--heal", case.heal, "--schedule", "once", *steps)
+        return self._measured(self._command(case, options, settings), case.name)
+
+    def _recover(self, case: Case) -> dict[str, Any]:
+        """Prune, heal blocks and train by `axsparse prune`; a start that was cut goes on. Seconds
+        of pruning and of the processors are those of the last start."""
+        out = self._model(case)
+        settings = (
+            *(f"batch.global_batch_size={RECOVERY_BATCH}", "batch.microbatch_size=1"),
+            *("train.threads=2", "pipeline.checkpoint_activations=0", "train.log_every=10"),
+        )
+        options = (*RECOVERIES[case.heal], "--steps", str(self.steps))
+        used = self._measured(self._command(case, options, settings), case.name)
+        work = out.parent / f"{out.name}.run"
+        lines = (work / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        records = [json.loads(line) for line in lines]
+        steps = {record["step"]: record for record in records if "loss" in record}
+        for folder in (work / "run" / "checkpoints", work / "pruned", work / "layers"):
+            shutil.rmtree(folder)
+        return used | {
+            "tokens": sum(step["tokens"] for step in steps.values()),
+            "train_seconds": sum(step["step_seconds"] for step in steps.values()),
+            "losses": [step["loss"] for step in steps.values()],
+            "rises": [record for record in records if "masks" in record],
+        }
+
+    def _command(self, case: Case, options: Sequence[str], settings: Iterable[str]) -> list[str]:
+        texts = self.work / "texts"
         parts = {
             kind: [str(texts / f"{domain}.{kind}.jsonl") for domain in DOMAINS]
             for kind in ("train", "held_out")
         }
-        trains = case.heal != "blocks"
-        settings = [*COMMON, *(SHORT_TRAINING if trains else HEALING)]
-        command = [
+        return [
             *(sys.executable, "-m", "axsparse", "prune"),
             *("--from", str(self._model(Case("dense", 0)))),
             *("--data", *parts["train"], "--validation", *parts["held_out"]),
-            *("--method", case.method, "--sparsity", str(case.percent / 100), "--heal", case.heal),
-            *(("--steps", str(HEALING_STEPS)) if trains else ()),
+            *("--method", case.method, "--sparsity", str(case.percent / 100), *options),
             *(part for setting in settings for part in ("--set", setting)),
-            *("--out", str(out)),
+            *("--out", str(self._model(case))),
         ]
-        return self._measured(command, case.name)
 
     def _train_on(self, case: Case) -> dict[str, Any]:
         """Train with the mask that the pruned folder has as zeros."""

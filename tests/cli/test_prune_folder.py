@@ -251,6 +251,12 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
         stopped.stdout,
         re.MULTILINE,
     )
+    assert re.search(
+        "^axsparse: wanda to 50 %; blocks are healed; 24 steps .*, rising to 80 %, taught by the "
+        r"dense model; about \d\d:\d\d on this machine$",
+        stopped.stdout,
+        re.MULTILINE,
+    )
     assert "heal: " in stopped.stdout and "heal: " not in killed.stdout, "layers are done once"
     assert cut.keys() == alone.keys()
     assert all(torch.equal(cut[name], value) for name, value in alone.items())

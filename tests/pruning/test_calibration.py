@@ -28,6 +28,7 @@ from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
+from axsparse.pruning.calibration import CalibrationProgress
 from axsparse.training.trainer import build
 
 SAMPLES = 6
@@ -404,3 +405,18 @@ def test_it_says_how_far_it_is_and_what_the_pruning_costs(
         expected = linear_cross_entropy(hidden, weight, targets) / targets.numel()
     assert dense == pytest.approx(expected.item(), abs=1e-4)
     assert pruned != dense
+
+
+def test_it_shows_the_time_that_is_left_by_the_layers_that_are_done() -> None:
+    said: list[str] = []
+    shown: list[tuple[int, int, str]] = []
+    times = iter([0.0, 0.0, 3.0, 20.0])
+    progress = CalibrationProgress(
+        said.append, lambda *view: shown.append(view), 4, clock=lambda: next(times)
+    )
+
+    for number in range(3):
+        progress.show(number, f"layer {number + 1}")
+
+    assert said == ["layer 1", "layer 3, eta 00:20"], "the second comes too early"
+    assert shown == [(0, 4, "layer 1"), (1, 4, "layer 2, eta 00:09"), (2, 4, "layer 3, eta 00:20")]

@@ -161,6 +161,7 @@ def test_the_line_of_a_callback_that_fails_names_it(
         train_heard(tmp_path / "run", 1, callbacks[0], callbacks[1], callbacks[2])
 
     assert _describe(failure.value) == (70, f"{where}: ValueError: my own mistake")
+    assert _describe(KeyboardInterrupt(), "all is kept") == (130, "interrupted; all is kept")
 
 
 @pytest.mark.parametrize(
