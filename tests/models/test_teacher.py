@@ -370,3 +370,6 @@ def test_a_plan_counts_the_forward_of_the_teacher(folder: Path) -> None:
             assert after.forward == pytest.approx(2 * before.forward)
         assert taught_loads[0].outputs == 2 * loads[0].outputs
     assert models[0].sample_flops == pytest.approx(models[1].sample_flops * 4 / 3)
+    profiled = models[0].profile
+    works = [layer.work * 4 / 3 for layer in profiled.layers]
+    assert profiled.shares_of_work == pytest.approx(works)

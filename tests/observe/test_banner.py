@@ -40,6 +40,7 @@ def lines(
     live_bytes: int = 900_000,
     planned: str = "",
     dense_layers: frozenset[str] = frozenset(),
+    teacher_bytes: int = 0,
 ) -> list[str]:
     return list(
         banner(
@@ -53,6 +54,7 @@ def lines(
                 dense_bytes=4_000_000,
                 live_bytes=live_bytes,
                 dense_layers=dense_layers,
+                teacher_bytes=teacher_bytes,
             ),
             data="stdlib: 12.3k samples",
             metrics=Path("runs/x/metrics.jsonl"),
@@ -71,6 +73,14 @@ def test_the_banner_says_what_is_trained_where_it_stands_and_what_it_costs() -> 
         "batch 24 = 2 replicas × 6 microbatches × 2 · stdlib: 12.3k samples",
         "100 steps · metrics → runs/x/metrics.jsonl",
     ]
+
+
+def test_the_weights_of_a_teacher_are_next_to_the_state() -> None:
+    state = lines(config(), teacher_bytes=550_000, planned="peak of a rank ~9.0 MB")[2]
+
+    assert state == (
+        "model state/rank: dense 4.0 MB → SAMO 900 kB · teacher 550 kB · peak of a rank ~9.0 MB"
+    )
 
 
 @pytest.mark.parametrize(
