@@ -80,10 +80,12 @@ COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
     *("generation_config.json", "processor_config.json", "preprocessor_config.json"),
-    *("video_preprocessor_config.json", "chat_template.json"),
+    *("video_preprocessor_config.json", "chat_template.json", "vocab.txt", "spiece.model"),
+    *("sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "LICENSE", "LICENSE.txt"),
+    *("LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md"),
 )
 """Files of a Hugging Face folder that training does not change: the files of its tokenizer and
-of its processor of pictures, and the settings of how it generates."""
+of its processor of pictures, the settings of how it generates, and what copies have to carry."""
 TEMPLATES = "additional_chat_templates"
 """The folder next to them of chat templates with names, NAME.jinja."""
 _FOLDER_FILES = {WHOLE_FILE, SPARSE_FILE, CONFIG_FILE}

@@ -326,6 +326,8 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     (start / "tokenizer.json").write_text("words")
     (start / "additional_chat_templates").mkdir()
     (start / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (start / "vocab.txt").write_text("words")
+    (start / "LICENSE").write_text("copies have to carry it")
     (start / "README.md").write_text("not ours to carry")
     config = config_of(
         model={**SMALL_LLAMA, "from": str(start)},
@@ -340,7 +342,8 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
         return sorted(path.name for path in out.iterdir())
 
     templates = "additional_chat_templates"
-    there = [templates, "config.json", "model.safetensors", "tokenizer.json"]
+    there = ["LICENSE", templates, "config.json", "model.safetensors"]
+    there += ["tokenizer.json", "vocab.txt"]
     assert written() == there
     assert (out / templates / "tool_use.jinja").read_text() == "{{ tools }}"
     assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
