@@ -54,7 +54,11 @@ ROWS = [
     *(
         Row(
             layout,
-            {"samo": {"weights": "sparse", "zero_stage": 3}, "pruning": {"include": "all"}},
+            {
+                **steps(4, **batch(9, 2)),
+                "samo": {"weights": "sparse", "zero_stage": 3},
+                "pruning": {"include": "all"},
+            },
             subject=WIDE,
         )
         for layout in LAYOUTS

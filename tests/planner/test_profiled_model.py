@@ -33,7 +33,7 @@ from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.precision import DTYPES
-from axsparse.samo.state_bytes import StateFormat, stage_bytes
+from axsparse.samo.state_bytes import StateFormat, WeightKind, stage_bytes
 
 MODEL = profiled()
 CLUSTER = load_cluster("dgx-h100")
@@ -103,9 +103,11 @@ def test_more_replicas_have_less_to_save_each_and_a_tied_weight_is_saved_once() 
     assert loads[1].saved == 12 * 60 + 3 * FROZEN
 
 
-@pytest.mark.parametrize("shards", [False, True])
-def test_state_is_what_a_run_would_build(shards: bool) -> None:
-    loads = loads_of(2, 3, samo={"zero_stage": int(shards), "index": "mask"})
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_state_is_what_a_run_would_build(stage: int) -> None:
+    weights: WeightKind = "sparse" if stage == 3 else "dense"
+    samo = {"zero_stage": stage, "index": "mask", "weights": weights}
+    loads = loads_of(1 if stage == 3 else 2, 3, samo=samo)
     expected = stage_bytes(
         FOUR_LAYERS.layers,
         {},
@@ -115,11 +117,16 @@ def test_state_is_what_a_run_would_build(shards: bool) -> None:
             gradient_bytes=4,
             moments=2,
             index="mask",
-            replicas=3 if shards else 1,
+            replicas=3 if stage else 1,
+            weights=weights,
+            gathers=stage == 3,
         ),
     )
 
     assert sum(load.state.total for load in loads) == expected.total
+    # A layer without anything pruned is not gathered.
+    assert (sum(load.gathered for load in loads) > 0) is (stage == 3)
+    assert all(load.gathered < 2 * load.kept for load in loads)
 
 
 @pytest.mark.parametrize(("microbatches", "width"), [(8, 2), (9, 4)])

@@ -12,6 +12,7 @@ from support.planner_cases import cluster, formula, load_of, schedule, uniform
 
 from axsparse.pipeline.schedules import ScheduleName
 from axsparse.pipeline.simulator import MessageCost
+from axsparse.planner.cluster import load_cluster
 from axsparse.planner.stage_memory import most_in_flight
 from axsparse.planner.step_cost import (
     PLAYED_REPLICAS,
@@ -27,7 +28,9 @@ from axsparse.planner.step_cost import (
     ring_seconds,
     simulate_step,
     stage_seconds,
+    step_costs,
     sum_seconds,
+    with_gather,
 )
 from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
@@ -314,3 +317,20 @@ def test_any_step_keeps_its_promises(
             bound = most_in_flight(order, stage=number, g_inter=g_inter, microbatches=microbatches)
             assert len(stage_run.actions) == 2 * microbatches
             assert peak_in_flight(stage_run.actions, 0.0) <= bound
+
+
+def test_weights_are_gathered_in_all_passes_but_a_steps_first() -> None:
+    stage = StageSeconds(forward=4.0, backward=10.0, compress=0.0)
+    assert not ROUND.is_of_hosts
+
+    assert with_gather(stage, 3.0, ROUND, 4) == stage, "it is hidden behind compute"
+    assert with_gather(stage, 8.0, ROUND, 4) == replace(stage, forward=6.0)
+    assert with_gather(stage, 8.0, ROUND, 1) == stage
+    hosts = load_cluster("laptop")
+    assert hosts.is_of_hosts
+    assert with_gather(stage, 8.0, hosts, 4) == replace(stage, forward=10.0, backward=16.0)
+    load = replace(LOAD, gathered=1e3)
+    grid, ring = Grid(1, 2), all_reduce_seconds(1e3, ROUND, Grid(1, 2)) / 2
+    [costs] = step_costs(formula("gpt3_xl"), [load], ROUND, grid, 1, 2).stages
+    plain = stage_seconds(formula("gpt3_xl"), LOAD, ROUND, 1)
+    assert costs == with_gather(plain, ring, ROUND, 2)
