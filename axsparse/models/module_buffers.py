@@ -33,7 +33,8 @@ class BufferSlot:
         return buffer
 
     def put(self, tensor: Tensor) -> None:
-        """Replace the tensor; the old one is not changed."""
+        """Replace the tensor by another one, which gets its attributes."""
+        vars(tensor).update(vars(self.tensor))
         self.owner._buffers[self.key] = tensor
 
     @property

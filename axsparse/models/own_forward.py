@@ -385,6 +385,9 @@ def _chosen(module: nn.Module, watch: _Watch, inputs: Any) -> _Timeline:
             if least == lists[-1] or SMALL * sizes[least] > sizes[lists[-1]]:
                 raise _unfit(module, apart.why) from None
             lists.remove(least)
+    own = outermost_lists(module, nn.Sequential)
+    if own:
+        raise _unfit(module, f"{', '.join(own)} has a forward of its own, and runs as one")
     raise _unfit(module, "it has no nn.ModuleList or nn.Sequential")
 
 

@@ -209,23 +209,48 @@ def _reset(module: nn.Module) -> Callable[[], None] | None:
 
 
 def structure(module: nn.Module) -> nn.Module:
-    """A copy of a module on the meta device, with the hooks of its parameters; its tensors are not
+    """A copy of a module on the meta device, with all that the user has set; its tensors are not
     copied for this."""
     empty: dict[int, Tensor] = {
-        id(parameter): nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        id(parameter): like(parameter, parameter.detach().to("meta"))
         for parameter in module.parameters()
     }
-    for parameter in module.parameters():
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks = getattr(parameter, kind)
-            if hooks:
-                setattr(empty[id(parameter)], kind, hooks.copy())
-    empty.update((id(buffer), buffer.detach().to("meta")) for buffer in module.buffers())
+    for buffer in module.buffers():
+        empty[id(buffer)] = buffer.detach().to("meta")
+        vars(empty[id(buffer)]).update(vars(buffer))
     made = copy.deepcopy(module, empty)
-    for child in made.modules():
-        if COMPILING in vars(child):
-            child._compiled_call_impl = vars(child)[COMPILING](child._call_impl)
+    for given, child in zip(module.modules(), made.modules(), strict=True):
+        compiling = vars(child).get(COMPILING) or _compiling_in_place(given)
+        if compiling is not None:
+            child._compiled_call_impl = compiling(child._call_impl)
     return made
+
+
+@torch.no_grad()
+def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
+    """A parameter of other values with the class, attributes, hooks and order in memory of a
+    given one."""
+    if values.stride() != parameter.stride():
+        values = torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
+    made: Any = nn.Parameter(values, parameter.requires_grad)
+    if type(parameter) is not nn.Parameter and issubclass(type(parameter), nn.Parameter):
+        made = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        hooks = getattr(parameter, kind)
+        if hooks:
+            setattr(made, kind, hooks.copy())
+    found: nn.Parameter = made
+    return found
+
+
+def _compiling_in_place(module: nn.Module) -> Callable[..., Any] | None:
+    """What torch.compile made for a module that `compile()` has compiled in place, which a copy of
+    the module loses; None without."""
+    compiled: Any = module._compiled_call_impl
+    names = () if compiled is None else compiled.__code__.co_freevars
+    cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=True))
+    return cells["self"].cell_contents if "self" in cells else None
 
 
 def plainly_named(module: nn.Module) -> nn.Module:
@@ -258,10 +283,10 @@ def is_compiled(module: object) -> bool:
 
 def reject_compiled(modules: object) -> None:
     """ConfigError for a model that is compiled as one."""
-    if is_compiled(modules):
+    if is_compiled(modules) or getattr(modules, "_compiled_call_impl", None) is not None:
         raise ConfigError(
-            "model: is compiled as one, and stages run its layers; give the module that you gave "
-            "to torch.compile, and set pipeline.compile: true"
+            "model: is compiled as one, and stages run its layers; give the module as it was "
+            "before torch.compile, and set pipeline.compile: true"
         )
 
 
@@ -348,7 +373,7 @@ def filled_modules(
             name = layer.full_name(local)
             owner = ties.get(name, name)
             if owner not in owners:
-                owners[owner] = nn.Parameter(tensors[owner], empty.requires_grad)
+                owners[owner] = like(empty, tensors[owner])
             filled[id(empty)] = owners[owner]
         for child in module.modules():  # a parameter may stand in several of them
             for key, parameter in child._parameters.items():
@@ -377,7 +402,7 @@ def plain_model(model: Model, ties: Mapping[str, str], tensors: Mapping[str, Ten
 def _filled_copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of a module with these tensors, by all names that a shared one has."""
     filled: dict[int, Tensor] = {
-        id(parameter): nn.Parameter(tensors[name], parameter.requires_grad)
+        id(parameter): like(parameter, tensors[name])
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if name in tensors
     }

@@ -78,10 +78,10 @@ def together(
     return result  # type: ignore[return-value]  # T may be None itself
 
 
-def leave_together(transport: Transport) -> None:
-    """Wait until all ranks have nothing left to do; ConfigError on all if one makes a call
-    instead."""
-    meet(transport, "has ended")
+def leave_together(transport: Transport, has_spoken: bool = False) -> bool:
+    """Wait until all ranks have nothing left to do, and return whether one `has_spoken`;
+    ConfigError on all if one makes a call instead."""
+    return meet(transport, "has ended", value=float(has_spoken)) > 0
 
 
 def sum_of(transport: Transport, values: Sequence[float]) -> list[float]:

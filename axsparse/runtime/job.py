@@ -86,6 +86,8 @@ class Job:
         """How many calls of trainers, one within the other, are under way."""
         self.left: SystemExit | None = None
         """The `sys.exit` that has ended a call of a trainer, which Python tells no hook."""
+        self.has_spoken = False
+        """Whether this rank has written the line about an error of all ranks."""
         self.process = os.getpid()
         """The process of this rank; a fork of it has another one, and is no rank."""
         self._branches: list[tuple[Transport, Callable[[], object | None]]] = []
@@ -174,10 +176,16 @@ def _connected(stop: StopRequest | None) -> Job:
     except AxsparseError as error:
         # Without MPI every process takes itself for rank 0, so `speaks` asks the launcher.
         exit_process(error.exit_code, f"error: {error}" if speaks() else None)
-    threading.excepthook = lambda hook: _last_words(job, hook.exc_value or hook.exc_type())
+    threading.excepthook = partial(_end_thread, job)
     watch_ways_out(partial(_leave_at_once, job))
     os.register_at_fork(after_in_child=partial(_forget, job))
     return job
+
+
+def _end_thread(job: Job, hook: threading.ExceptHookArgs) -> None:
+    """End the job after an exception in a thread, which `sys.exit` alone ends by itself."""
+    if not issubclass(hook.exc_type, SystemExit):
+        _last_words(job, hook.exc_value or hook.exc_type())
 
 
 def _forget(job: Job) -> None:
@@ -193,6 +201,7 @@ def _end(job: Job, failure: BaseException) -> NoReturn:
     job.in_progress.clear()
     if not (isinstance(failure, AxsparseError) and failure.on_all_ranks):
         _last_words(job, failure)
+    job.has_spoken = job.transport.rank == 0
     exit_process(failure.exit_code, _line_of_all(job, failure))
 
 
@@ -208,7 +217,7 @@ def _leave(job: Job) -> None:
     If another rank makes a trainer, or a call of one, all end with ConfigError. What was left in
     the middle of its run is saved.
     """
-    leave_together(job.transport)
+    leave_together(job.transport, job.has_spoken)
     for trainer in [*job.in_progress]:
         trainer.close()
     (job.placement or job).transport.close()
@@ -225,7 +234,10 @@ def _leave_at_exit(job: Job) -> None:
             _last_words(job, failure)
         if (line := _line_of_all(job, failure)) is not None:
             write_line(line)
-        leave_together(job.transport)  # All come here; none ends before the line is written.
+            job.has_spoken = True
+        # All come here; none ends before the line is written, if only by a rank that caught none.
+        if not leave_together(job.transport, job.has_spoken):
+            write_line(f"error: {failure}")
         flush_streams()
         job.transport.abort(failure.exit_code)
 

@@ -192,7 +192,7 @@ def put_storage(parameter: nn.Parameter, storage: Tensor) -> None:
     # contents.
     new = nn.Parameter(storage, parameter.requires_grad)
     torch._C._swap_tensor_impl(parameter, new)
-    if type(new) is not type(parameter):  # such as the storage of a device written in Python
+    if type(new) is not nn.Parameter:  # such as the storage of a device written in Python
         parameter.__class__ = type(new)
         vars(parameter).update(vars(new))
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):

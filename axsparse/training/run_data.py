@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from axsparse.config.messages import show
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, integer_of
@@ -21,7 +22,7 @@ from axsparse.data.torch_dataset import advice_for
 from axsparse.models.layer import Model
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
-from axsparse.runtime.errors import DataError
+from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.training.checkpoint.manifest import DataEntry
@@ -95,6 +96,8 @@ def open_data(
     if facts["validation_samples"]:
         dataset = None if datasets is None else datasets.validation
         validation = batches(dataset, num_samples=facts["validation_samples"])
+    else:
+        together(transport, lambda: _reject_idle(config))
     known = {key: facts[key] for key in ("name", "fingerprint", "samples")}
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
     return Data(DataEntry(**known, position=0), training, validation, unit)
@@ -140,6 +143,21 @@ def with_example(
             torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in known
         )
     return replace(model, example=lambda _: inputs)
+
+
+def _reject_idle(config: Config) -> None:
+    """ConfigError for an evaluation that was asked for, and that has no data."""
+    values, usual = config.by_key(), Config().by_key()
+    for key in ("train.eval_steps", "train.eval_first", "checkpoint.keep_best"):
+        origin, value = config.origins.get(key, "configure"), values[key]
+        # The config.yaml of a run has all settings, and its defaults ask for nothing.
+        is_set = origin != "configure" and (value != usual[key] or ":" not in origin)
+        if value and is_set:
+            raise ConfigError(
+                f"{config.where(key)}: {show(value)} is for evaluations, and there are no "
+                "validation data; give them (data=(training, validation), data.validation), or "
+                "leave it out"
+            )
 
 
 MEMBERS = (

@@ -323,6 +323,7 @@ WAYS_OUT = [
     ("callback", "1", "trainer.close()", within("close")),
     ("callback", "all", "trainer.evaluate(); trainer.save(); trainer.model()", FINE),
     ("callback", "all", FORK, FINE),
+    ("callback", "all", "threading.Thread(target=sys.exit, args=[3]).start()", FINE),
     ("read", "all", "os.fork() or os.execv('/bin/true', ['true'])", FINE),
     ("callback", "all", POOL, FINE),
 ]

@@ -410,8 +410,12 @@ WAYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 }
 
 
-def compiled_linear() -> Any:
-    return torch.compile(after(lambda _, x: x * 2), backend=counted)
+def compiled_linear(*, in_place: bool = False) -> Any:
+    module = after(lambda _, x: x * 2)
+    if in_place:
+        module.compile(backend=counted)
+        return module
+    return torch.compile(module, backend=counted)
 
 
 def counted(graph: Any, _: Any) -> Any:
@@ -423,16 +427,17 @@ GRAPHS: list[Any] = []
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
-@pytest.mark.parametrize("is_watched", [False, True])
+@pytest.mark.parametrize(("is_watched", "in_place"), [(False, False), (True, False), (False, True)])
 def test_what_the_user_compiled_stays_compiled_under_its_own_names(
-    *, is_watched: bool, layout: tuple[int, int]
+    *, is_watched: bool, in_place: bool, layout: tuple[int, int]
 ) -> None:
     torch.manual_seed(7)
     if is_watched:
         module: nn.Module = Listed(compiled_linear(), compiled_linear())
         model = from_module(module, summed_loss, lambda samples: (torch.randn(samples, WIDTH),))
     else:
-        module = nn.Sequential(compiled_linear(), nn.Sequential(compiled_linear()), linear(CLASSES))
+        inner = nn.Sequential(compiled_linear(in_place=in_place))
+        module = nn.Sequential(compiled_linear(in_place=in_place), inner, linear(CLASSES))
         model = from_sequential(module, summed_loss)
     start = {name.replace("_orig_mod.", ""): each for name, each in module.state_dict().items()}
     built = model.layers[0].build().to_empty(device="cpu")

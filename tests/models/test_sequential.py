@@ -11,6 +11,7 @@ from support.images import assert_same_in_1_to_4_stages, image_config, image_dat
 from support.runs import summed_loss, train_in_process, vector_data
 from torch import nn
 
+import axsparse as ax
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential
@@ -100,6 +101,43 @@ def test_ranks_that_made_other_values_are_told_apart() -> None:
     torch.manual_seed(1)
 
     assert profile(from_sequential([nn.Linear(3, 2)], summed_loss)).start == one != two
+
+
+class Tagged(nn.Parameter):
+    """A user's own class of parameters."""
+
+
+def renamed(_: nn.Module, state: dict[str, torch.Tensor], prefix: str, __: object) -> None:
+    state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
+
+
+def test_what_a_user_has_set_is_there_while_a_run_trains_and_in_its_model() -> None:
+    made = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    modules = nn.Sequential(nn.Conv2d(3, 4, 3), made, nn.Flatten(), nn.Linear(4, 5))
+    made.weight = Tagged(made.weight.detach())
+    made.weight.no_decay = True  # type: ignore[attr-defined]
+    made.weight.register_hook(torch.zeros_like)
+    made.register_buffer("window", torch.ones(2))
+    made.window.unit = "s"  # type: ignore[union-attr]
+    made.register_state_dict_post_hook(renamed)
+    data = ax.ArrayDataset(torch.randn(8, 3, 5, 5), torch.arange(8) % 5)
+    trainer = ax.Trainer(
+        *(from_sequential(modules, summed_loss), data),
+        **{"steps": 2, "quiet": True, "precision": "fp32", "sparsity": 0.0},
+        **{"global_batch_size": 4, "microbatch_size": 4},
+    )
+    trainer.train()
+    live, model = trainer.layers[1].module, trainer.model()
+    assert isinstance(live, nn.Conv2d) and isinstance(model, nn.Sequential)
+    taken = model[1]
+    for module in (live, taken):
+        assert type(module.weight) is Tagged
+        assert module.weight.no_decay  # type: ignore[attr-defined]
+        assert module.window.unit == "s"
+        assert module._state_dict_hooks
+    torch.testing.assert_close(taken.weight, made.weight, rtol=2e-3, atol=0)  # decay alone
+    assert taken.weight.is_contiguous(memory_format=torch.channels_last)
+    assert "1.kernel" in model.state_dict() and type(made.weight) is Tagged
 
 
 def on_meta() -> Model:
