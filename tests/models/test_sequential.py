@@ -107,13 +107,16 @@ def test_ranks_that_made_other_values_are_told_apart() -> None:
 class Tagged(nn.Parameter):
     """A user's own class of parameters."""
 
+    no_decay: bool
+
 
 def renamed(_: nn.Module, state: dict[str, torch.Tensor], prefix: str, __: object) -> None:
     state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
 
 
 def test_what_a_user_has_set_is_there_while_a_run_trains_and_in_its_model() -> None:
-    made: Any = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+    made: Any = nn.Conv2d(4, 4, 3)
+    made.to(memory_format=torch.channels_last)
     modules = nn.Sequential(nn.Conv2d(3, 4, 3), made, nn.Flatten(), nn.Linear(4, 5))
     made.weight = Tagged(made.weight.detach())
     made.weight.no_decay = True
