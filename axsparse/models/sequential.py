@@ -245,7 +245,7 @@ def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def _compiling_in_place(module: nn.Module) -> Callable[..., Any] | None:
-    """What torch.compile made for a module that `compile()` has compiled in place, which a copy of
+    """The call by which torch.compile compiled a module in place (`compile()`), which a copy of
     the module loses; None without."""
     compiled: Any = module._compiled_call_impl
     names = () if compiled is None else compiled.__code__.co_freevars
