@@ -120,6 +120,9 @@ def test_of_a_folder_with_pictures_the_text_model_is_pruned_and_the_rest_stays(
     saved_with_pictures(transformers, family, tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "texts_only" / name, tmp_path / "model" / name)
+    # Without a class transformers takes the family's, whose special tokens are no letters here.
+    said = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(said))
     (tmp_path / "model" / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
     before = open_weights(tmp_path / "model" / "model.safetensors")
 
