@@ -183,10 +183,11 @@ def agreement(dense: Any, fast: Any, text: Tensor) -> dict[str, Any]:
 
 
 class Others:
-    """llama.cpp or OpenVINO in a process of another Python, which takes turns by lines of text."""
+    """Another program in a process of another Python, which takes turns by lines of text."""
 
-    def __init__(self, python: Path, files: list[Path], tokens: int) -> None:
-        self.files = {file.stem.rpartition(".")[2]: file for file in files}
+    def __init__(self, name: str, python: str, *paths: str, tokens: int) -> None:
+        files = [Path(path) for path in paths]
+        self.files = {f"{name} {file.stem.rpartition('.')[2]}": file for file in files}
         script = Path(__file__).parent / "decode_beside.py"
         self._process = subprocess.Popen(  # noqa: S603 - what the user names
             [python, script, str(PROMPT), str(tokens), *files],
@@ -204,7 +205,7 @@ class Others:
 
 
 # Reason: a model, how long it decodes, and who else does.
-def models(base: Any, batch: int, tokens: int, text: Tensor | None, others: Others | None) -> Any:
+def models(base: Any, batch: int, tokens: int, text: Tensor | None, others: list[Others]) -> Any:
     """One model: milliseconds of a token, speed over transformers in bf16 and fp32, agreement."""
     vocabulary, is_large = base.config.vocab_size, base.num_parameters() > 900e6
     prompt = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(3))
@@ -229,19 +230,19 @@ def models(base: Any, batch: int, tokens: int, text: Tensor | None, others: Othe
         name: partial(milliseconds_a_token, model, prompt, tokens)
         for name, model in contenders.items()
     }
-    if others is not None:
-        for name in others.files:
-            turns[name] = partial(others.milliseconds_a_token, name)
-            rows[name] = {"MB": rounded(others.files[name].stat().st_size / 1e6)}
+    for other in others:
+        for name, file in other.files.items():
+            turns[name] = partial(other.milliseconds_a_token, name)
+            rows[name] = {"MB": rounded(file.stat().st_size / 1e6)}
     taken: dict[str, list[float]] = {name: [] for name in turns}
     for _ in range(3):
         for name, run in turns.items():
             taken[name].append(run())
     for name, values in taken.items():
         rows[name]["ms a token"] = figure("ms", values).row()
-        for other in {"bf16", "fp32"} & {*rows}:
-            ratios = [theirs / ours for theirs, ours in zip(taken[other], values, strict=True)]
-            rows[name][f"speed over {other}"] = figure("×", ratios).row()
+        for dense in {"bf16", "fp32"} & {*rows}:
+            ratios = [theirs / ours for theirs, ours in zip(taken[dense], values, strict=True)]
+            rows[name][f"speed over {dense}"] = figure("×", ratios).row()
     return rows
 
 
@@ -270,9 +271,10 @@ def main() -> None:
     add("--folder", type=Path, help="a Hugging Face folder of SmolLM2-135M")
     add(
         "--beside",
-        type=Path,
+        action="append",
+        default=[],
         nargs="+",
-        help="a Python with llama-cpp-python or openvino-genai, and GGUF files",
+        help="llama.cpp or OpenVINO, a Python with llama-cpp-python or openvino-genai, GGUF files",
     )
     given = arguments.parse_args()
     torch.set_num_threads(1)
@@ -301,9 +303,8 @@ def main() -> None:
             made(settings, given.folder if is_folder else None) if batches else (None, None)
         )
         for batch in batches:
-            others = None
-            if is_folder and batch == 1 and given.beside:
-                others = Others(given.beside[0], given.beside[1:], tokens)
+            beside = given.beside if is_folder and batch == 1 else ()
+            others = [Others(*words, tokens=tokens) for words in beside]
             row = models(base, batch, tokens, text, others)
             save("models", f"{name}, batch {batch}", row)
 
