@@ -29,7 +29,6 @@ from axsparse.pipeline.policy import (
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.device_protocol import Device
 from axsparse.runtime.grid import RankCoords
 
@@ -38,8 +37,6 @@ MOST_UNSENT = 8
 slows down a stage that is ahead in an evaluation, where it waits for no gradients."""
 MOST_WAITING = 4
 """An evaluation takes no more messages from the link while this many wait for their action."""
-EVALUATED = 1 << 40
-"""Added to the microbatch numbers of messages in an evaluation, to tell them apart."""
 MOST_AHEAD = 2
 """How many unfinished actions a GPU may have: one that runs and one queued behind it. With more,
 the order would depend on how far the host is ahead, and not on arrivals."""
@@ -73,7 +70,7 @@ class _Throttled:
         return None if self._is_congested() else self._policy.next()
 
 
-def decides_alone(policy: Policy, _: int) -> Policy:
+def decides_alone(policy: Policy, _: bool) -> Policy:
     """The policy of a rank that decides by itself."""
     return policy
 
@@ -89,12 +86,12 @@ class Engine:
         *,
         schedule: Schedule,
         while_idle: Callable[[], None],
-        around: Callable[[Policy, int], Policy] = decides_alone,
+        around: Callable[[Policy, bool], Policy] = decides_alone,
     ) -> None:
         """`while_idle` is called again and again while nothing can run: it advances work in the
         background, such as all-reduces. `around` is given the policy of each step and each
-        evaluation, which begins nothing while this rank is congested, with a number that
-        distinguishes the two; it returns the policy to run."""
+        evaluation, which begins nothing while this rank is congested, and whether it is an
+        evaluation's; it returns the policy to run."""
         self._coords = rank.coords
         self._backoff = rank.backoff
         self._phases = rank.phases
@@ -110,8 +107,6 @@ class Engine:
         self._arrived = {direction: deque() for direction in Direction}
         """Messages that the policy has not yet received."""
         self._inbox: dict[tuple[Direction, int], Message] = {}
-        self._offset = 0
-        """Added to the microbatch numbers of messages now: 0, or `EVALUATED`."""
         self._policy: Policy | None = None
         self._taken: dict[Direction, int] = {}
         """The number of messages that the current policy has received, by direction."""
@@ -183,13 +178,9 @@ class Engine:
             if self._coords.is_last:
                 found.append(torch.stack([output.double() for output in outputs]))
             else:
-                self._send(FORWARD, EVALUATED + action.microbatch, outputs)
+                self._send(FORWARD, action.microbatch, outputs)
 
-        self._offset = EVALUATED
-        try:
-            self._execute(policy, run, MOST_WAITING)
-        finally:
-            self._offset = 0
+        self._execute(policy, run, is_evaluation=True)
         return found
 
     def awaited(self) -> list[str]:
@@ -207,10 +198,11 @@ class Engine:
     # -- the loop -----------------------------------------------------------------------
 
     def _execute(
-        self, policy: Policy, run: Callable[[Action], None], most_waiting: float = math.inf
+        self, policy: Policy, run: Callable[[Action], None], *, is_evaluation: bool = False
     ) -> None:
-        """Run every action of a policy; while `most_waiting` messages wait, no more are taken."""
-        policy = self._around(_Throttled(policy, self._is_congested), self._offset)
+        """Run every action of a policy."""
+        most_waiting = MOST_WAITING if is_evaluation else math.inf
+        policy = self._around(_Throttled(policy, self._is_congested), is_evaluation)
         self._taken = dict.fromkeys(Direction, 0)
         self._policy = policy
         self._backoff.reset()
@@ -256,16 +248,9 @@ class Engine:
         for direction, arrived in self._arrived.items():
             while arrived and policy.expects(direction):
                 message = arrived.popleft()
-                number = message.microbatch - self._offset
-                if not 0 <= number < EVALUATED:
-                    here, there = ("trains", "evaluates")[:: -1 if self._offset else 1]
-                    raise ConfigError(
-                        f"trainer.evaluate: this rank {here} while a neighbouring stage {there}; "
-                        "call it on all ranks together, between the same steps"
-                    )
                 self._taken[direction] += 1
-                self._inbox[direction, number] = message
-                policy.arrived(direction, number)
+                self._inbox[direction, message.microbatch] = message
+                policy.arrived(direction, message.microbatch)
 
     def _pause(self) -> None:
         with self._phases("bubble"):

@@ -24,7 +24,6 @@ from axsparse.runtime.communication import (
     Work,
     wait,
 )
-from axsparse.runtime.errors import ConfigError
 from axsparse.tensor_parallel.group import TensorGroup
 
 
@@ -68,11 +67,11 @@ class Lockstep:
     """
 
     def __init__(
-        self, group: ActionBroadcast, make: Callable[[int, int], Any], policy: Any, mode: int
+        self, group: ActionBroadcast, make: Callable[[int, int], Any], policy: Any
     ) -> None:
         """`policy` is one of `pipeline/policy.py`, and `make` makes its actions of a kind and a
-        microbatch. `mode` distinguishes training from evaluation."""
-        self._policy, self._mode, self._group, self._make = policy, mode, group, make
+        microbatch."""
+        self._policy, self._group, self._make = policy, group, make
         self.expects = policy.expects
         self._here = dict.fromkeys(Direction, 0)
         self._due: Any = None
@@ -92,8 +91,7 @@ class Lockstep:
         if self._group.rank == 0:
             action = self._policy.next()
             if action is not None:
-                words = action.kind, action.microbatch, self._policy.finished, self._mode
-                self._group.broadcast(words)
+                self._group.broadcast((action.kind, action.microbatch, self._policy.finished))
             return action
         if self._due is None:
             self._receive()
@@ -103,17 +101,11 @@ class Lockstep:
         return begun
 
     def _receive(self) -> None:
-        """Take the next action of the first rank, if there is one; ConfigError for another mode."""
-        words = self._group.next_broadcast(4)
-        if words is None:
-            return
-        kind, microbatch, is_last, mode = words
-        if mode != self._mode:
-            raise ConfigError(
-                "trainer.evaluate: a rank of this stage evaluates while another one trains; call "
-                "it on all ranks together, between the same steps"
-            )
-        self._due, self._is_last = self._make(kind, microbatch), bool(is_last)
+        """Take the next action of the first rank, if there is one."""
+        words = self._group.next_broadcast(3)
+        if words is not None:
+            kind, microbatch, is_last = words
+            self._due, self._is_last = self._make(kind, microbatch), bool(is_last)
 
     def _has_input(self, action: Any) -> bool:
         """Whether the input of an action, if it needs a message, is here."""

@@ -33,7 +33,7 @@ from axsparse.observe.phases import DevicePhases, Phases
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
 from axsparse.observe.watchdog.watchdog import Activity, open_watchdog
-from axsparse.pipeline.engine import EVALUATED, Engine, Rank
+from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.policy import Policy, action
 from axsparse.planner.auto_layout import configured_schedule
 from axsparse.pruning.criteria import Score
@@ -656,8 +656,8 @@ class Trainer:
         """Loss and metrics over `train.eval_steps` global batches of validation data.
 
         All ranks call this together, before, between or after steps; the training state does not
-        change. None if there is no validation data. ConfigError on a rank whose neighbouring stage
-        trains meanwhile; replicas that wait for each other are named by the watchdog.
+        change. None if there is no validation data. ConfigError on all ranks if one makes another
+        call meanwhile.
         """
         validation = self.data.validation
         if validation is None or self.config.train.eval_steps == 0:
@@ -762,7 +762,7 @@ class Trainer:
 
     # -- details ------------------------------------------------------------------------
 
-    def _lockstep(self) -> Callable[[Policy, int], Policy]:
+    def _lockstep(self) -> Callable[[Policy, bool], Policy]:
         """The function that has policies of this rank run the actions of other ranks' ones: of its
         tensor-parallel group, and in training of all replicas where these gather weights and
         arrivals decide the order."""
@@ -774,9 +774,9 @@ class Trainer:
             every = itertools.product(range(grid.g_data), range(grid.g_tensor))
             training = self._actions(list(every))
 
-        def around(policy: Policy, mode: int) -> Policy:
-            actions = evaluating if mode == EVALUATED else training
-            return policy if actions is None else Lockstep(actions, action, policy, mode)
+        def around(policy: Policy, is_evaluation: bool) -> Policy:
+            actions = evaluating if is_evaluation else training
+            return policy if actions is None else Lockstep(actions, action, policy)
 
         return around
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import (
     AHEAD_ALONE,
-    EVALUATED,
     MOST_AHEAD,
     MOST_UNSENT,
     MOST_WAITING,
@@ -98,8 +96,7 @@ class Eager:
 
     def __init__(self, messages: int) -> None:
         self.left = deque(
-            Message(Direction.FORWARD, EVALUATED + number, (torch.ones(2),))
-            for number in range(messages)
+            Message(Direction.FORWARD, number, (torch.ones(2),)) for number in range(messages)
         )
         self.taken = self.used = self.most = self.unsent = 0
 
@@ -150,7 +147,7 @@ def test_a_member_that_follows_runs_what_it_is_told_however_much_it_has_to_send(
     link = Eager(4)
     link.push = lambda: None  # type: ignore[method-assign]  # nothing is ever sent
     link.unsent = MOST_UNSENT + 1
-    told = iter([[Kind.FORWARD, number, number == 3, EVALUATED] for number in range(4)])
+    told = iter([[Kind.FORWARD, number, number == 3] for number in range(4)])
     group: Any = SimpleNamespace(rank=1, next_broadcast=lambda count: next(told))
     engine = Engine(
         Rank(Grid(3, 1, 2).coords(3), link, Phases()),
@@ -158,7 +155,7 @@ def test_a_member_that_follows_runs_what_it_is_told_however_much_it_has_to_send(
         link,
         schedule=Schedule("message-driven", 1, "alternate"),
         while_idle=lambda: None,
-        around=partial(Lockstep, group, action),
+        around=lambda policy, _: Lockstep(group, action, policy),
     )
 
     engine.evaluate(Batch(0, tuple(Microbatch((), None, n, 1) for n in range(4)), 4))

@@ -8,14 +8,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.pipeline.policy import Action, Kind, Policy, action
 from axsparse.pipeline.schedules import Schedule
 from axsparse.runtime.communication import Direction
-from axsparse.runtime.errors import ConfigError
 from axsparse.tensor_parallel.lockstep import Lockstep
 
 
@@ -38,7 +36,7 @@ class Told:
 def stage_of(ranks: int, policies: Sequence[Policy]) -> list[Lockstep]:
     words: list[deque[list[int]]] = [deque() for _ in range(ranks)]
     groups: list[Any] = [Told(rank, words) for rank in range(ranks)]
-    make = partial(Lockstep, make=action, mode=0)
+    make = partial(Lockstep, make=action)
     return [make(group, policy=one) for group, one in zip(groups, policies, strict=True)]
 
 
@@ -88,7 +86,7 @@ def test_ranks_of_a_stage_run_what_the_first_one_decides(
     assert all(ran[stage, rank] == ran[stage, 0] for stage, rank in policies)
 
 
-def test_a_follower_waits_for_its_own_input_and_names_a_rank_that_evaluates() -> None:
+def test_a_follower_waits_for_its_own_input() -> None:
     schedule = Schedule("message-driven", 1, "alternate")
     own = [schedule.policy(stage=1, g_inter=3, microbatches=1) for _ in range(2)]
     first, second = stage_of(2, own)
@@ -100,9 +98,3 @@ def test_a_follower_waits_for_its_own_input_and_names_a_rank_that_evaluates() ->
     second.arrived(Direction.FORWARD, 0)
     assert second.next() == Action(Kind.FORWARD, 0)
     assert second.next() is None
-
-    first._mode = 1
-    first.arrived(Direction.BACKWARD, 0)
-    first.next()
-    with pytest.raises(ConfigError, match=r"^trainer\.evaluate: a rank of this stage evaluates"):
-        second.next()
