@@ -41,8 +41,12 @@ def _expanded(text: str) -> str:
     return path
 
 
-PathText = Annotated[str, AfterValidator(_expanded)]
-"""A path of the user's, in which `~` and `$VARIABLE` are expanded."""
+PathText = Annotated[
+    str,
+    BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value),
+    AfterValidator(_expanded),
+]
+"""A path of the user's, a text or a `Path`, in which `~` and `$VARIABLE` are expanded."""
 
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """Matches NUL and surrogates."""

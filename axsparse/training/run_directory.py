@@ -33,6 +33,7 @@ from axsparse.runtime.files.run_folder import (
 from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
 from axsparse.runtime.files.run_folder import automatic_run_dirs as automatic_run_dirs
 from axsparse.runtime.provenance import checkout_commit, versions
+from axsparse.training.checkpoint import checkpoint_folder
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
@@ -215,8 +216,8 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
                 return lock
             lock.release()
     raise _TakenError(
-        f"{where}: {path} holds another run's {METRICS_FILE}, which would be mixed up; choose "
-        "another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
+        f"{where}: {path} holds another run's records or checkpoints, which would be mixed up; "
+        "choose another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
         '(in Python resume="auto", or overwrite=True to begin it anew)'
     )
 
@@ -235,9 +236,11 @@ def _is_run(path: Path, where: str) -> bool:
 
 def _clear(path: Path) -> None:
     """Remove a run's records and checkpoints in its directory, and no other files."""
-    for name in (CHECKPOINTS, TRACES):
-        if (path / name).is_dir():
-            shutil.rmtree(path / name)
+    for checkpoint in (path / CHECKPOINTS).glob("*"):
+        if step_of(checkpoint) is not None:
+            checkpoint_folder.remove(checkpoint)
+    if (path / TRACES).is_dir():
+        shutil.rmtree(path / TRACES)
     for name in (METRICS_FILE, MASK_FILE):
         (path / name).unlink(missing_ok=True)
 
@@ -253,11 +256,9 @@ def _take(path: Path, lock: RunLock) -> bool:
 
 
 def _contains_run(path: Path) -> bool:
-    """Whether a directory has records of a run, or an empty metrics.jsonl next to checkpoints."""
-    try:
-        return bool((path / METRICS_FILE).stat().st_size or steps_in(path))
-    except FileNotFoundError:
-        return False
+    """Whether a directory has records or checkpoints of a run."""
+    metrics = path / METRICS_FILE
+    return (metrics.exists() and metrics.stat().st_size > 0) or bool(steps_in(path))
 
 
 def save_config(config: Config, run_dir: Path) -> None:

@@ -125,8 +125,9 @@ def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_pat
 
 
 def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "step-2").mkdir(parents=True)
-    for name in ("metrics.jsonl", "notes.txt"):
+    for name in ("step-2", "step-4.tmp", "of the user"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    for name in ("metrics.jsonl", "notes.txt", "mask.safetensors"):
         (tmp_path / name).touch()
     RunMark.of(tmp_path)
     lock = RunLock(tmp_path)
@@ -137,7 +138,9 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(tmp_pa
     path, lock = make_run_dir(loaded(tmp_path), overwrite=True)
 
     left = {one.name for one in path.iterdir()}
-    assert left == {"metrics.jsonl", "notes.txt", "run.json", "run.lock"}
+    assert left == {"metrics.jsonl", "notes.txt", "run.json", "run.lock", "checkpoints"}
+    # What is unfinished goes with the next checkpoint.
+    assert {one.name for one in (path / "checkpoints").iterdir()} == {"step-4.tmp", "of the user"}
     lock.release()
 
 
@@ -298,19 +301,26 @@ def test_auto_takes_the_newest_step_whatever_the_clock_says(
     assert found.notes == (f"goes on from {run}/checkpoints/step-5, after step 5{more}",)
 
 
+@pytest.mark.parametrize("others", [("quick",), ("quick", "quick-11", "quick-2-b"), ()])
 def test_auto_without_a_directory_means_the_last_run_of_the_name(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    others: tuple[str, ...], run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where runs before it were removed; a folder without a mark is no run."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "quick").mkdir(parents=True)
-    (tmp_path / "runs" / "quick" / "metrics.jsonl").write_text("")
-    RunMark.of(tmp_path / "runs" / "quick")
-    run.rename(tmp_path / "runs" / "quick-2")
+    for name in others:
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs").mkdir(exist_ok=True)
+    if others:
+        RunMark.of(tmp_path / "runs" / "quick")
+    run.rename(tmp_path / "runs" / "quick-10")
 
     found = opened(loaded())
 
-    assert found.path == Path("runs/quick-2")
+    assert found.path == Path("runs/quick-10")
     assert found.checkpoint is not None and found.checkpoint.step == 5
+    path, lock = make_run_dir(loaded())
+    assert str(path) == "runs/quick-11"
+    lock.release()
 
 
 def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import itertools
 import json
 import os
+import re
 import socket
 import uuid
 import weakref
@@ -27,14 +29,20 @@ MARK_FILE = "run.json"
 """The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was}."""
 METRICS_FILE = "metrics.jsonl"
 """The records of a run."""
-RUN_FILES = (MARK_FILE, METRICS_FILE, "config.yaml", "checkpoints", "trace")
+RUN_FILES = (MARK_FILE, METRICS_FILE, "config.yaml", "checkpoints", "trace", "mask.safetensors")
 """The files that a run writes into its directory, apart from its lock."""
 _KEY = "axsparse run"
 
 
 def automatic_run_dirs(name: str) -> Iterator[Path]:
-    """runs/NAME, runs/NAME-2, runs/NAME-3 and so on without an end."""
-    for number in itertools.count(1):
+    """runs/NAME, runs/NAME-2, runs/NAME-3 and so on without an end, from the last run on that is
+    there, since those before it may have been removed."""
+    named = (
+        (re.fullmatch(r"-([1-9]\d*)", path.name.removeprefix(name)), path)
+        for path in Path("runs").glob(f"{glob.escape(name)}-*")
+    )
+    last = max((int(match[1]) for match, path in named if match and _read(path)), default=1)
+    for number in itertools.count(last):
         yield Path("runs") / (name if number == 1 else f"{name}-{number}")
 
 
