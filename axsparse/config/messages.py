@@ -43,6 +43,15 @@ FOREIGN_KEYS = {
     ),
     **dict.fromkeys(("bf16", "fp16", "dtype", "torch_dtype"), "precision"),
     **dict.fromkeys(("output_dir", "save_dir", "out_dir"), "run_dir"),
+    **dict.fromkeys(("save_every", "save_steps", "save_interval"), "checkpoint.every"),
+    **dict.fromkeys(
+        ("tensor_parallel", "tensor_parallel_size", "tp_size", "tp"), "layout.g_tensor"
+    ),
+    **dict.fromkeys(
+        ("pipeline_stages", "pipeline_parallel", "pipeline_parallel_size", "pp_size", "pp"),
+        "layout.g_inter",
+    ),
+    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), "schedule.decay"),
 }
 """Name that other libraries have for a setting, and that looks like no key of ours -> the key."""
 _SUGGESTIONS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}

@@ -181,7 +181,17 @@ def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> It
         return
     columns = [name for name in names if name in (*contents, *PAIR, *BESIDE)]
     for number, row in enumerate(rows_of(file, columns, parquet=parquet), 1):
-        yield _document(number, row, reading.jsonl_field)
+        yield _document(number, _without_none(row), reading.jsonl_field)
+
+
+def _without_none(value: Any) -> Any:
+    """A value of a table without the keys that are None there because other messages or tools have
+    them, as TRL gives it to a template."""
+    if isinstance(value, dict):
+        return {key: _without_none(one) for key, one in value.items() if one is not None}
+    if isinstance(value, list) and any(isinstance(one, dict | list) for one in value[:1]):
+        return [_without_none(one) for one in value]
+    return value
 
 
 def read_index(file: BinaryIO, _: Reading) -> Iterator[Piece]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -444,13 +444,24 @@ def configured_model(
 
 
 def _published(config: Family, known: Tensors) -> Tensors:
-    """Tensors as transformers names and stores them in a folder."""
+    """Tensors as the folder of `model.from` names and stores them, else as transformers does."""
     tensors: dict[str, tuple[TensorHeader, Value]] = {}
+    file = None
+    if config.from_ is not None:
+        with suppress(MissingInputError):
+            file = open_weights(config.from_)
+
+    def named(name: str, prefix: str) -> str:
+        """A name as it is in the file, which may be that of the body alone, without a prefix."""
+        bare = name.removeprefix(f"{prefix}.")
+        return bare if file and bare in file.shapes else name
+
     if isinstance(config, GptConfig):
         for name, (header, value) in known.items():
             shape = tuple(turned(name, torch.empty(header.shape, device="meta")).shape)
             stored = TensorHeader(header.dtype, shape)
-            tensors[gpt2_name(name)] = stored, partial(_turned, name, value)
+            there = named(gpt2_name(name), "transformer")
+            tensors[there] = stored, partial(_turned, name, value)
         return tensors
     assert isinstance(config, HfConfig), f"{config.name} is no model of transformers"
     causal = empty_model(config.hf)
@@ -459,13 +470,12 @@ def _published(config: Family, known: Tensors) -> Tensors:
         empty = torch.empty(header.shape, device="meta")
         for there, one in names.tensors(name, empty).items():
             stored = TensorHeader(header.dtype, tuple(one.shape))
-            tensors[there] = stored, partial(names.one, name, there, value)
-    if surrounding(causal)[0] is not causal:
-        assert config.from_ is not None, "a text model among others is a folder's"
-        file = open_weights(config.from_)
-        for name in HfFile(file, causal).others:
-            header = TensorHeader(file.dtype(name), file.shapes[name])
-            tensors[name] = header, partial(file.read, name)
+            own = named(there, causal.base_model_prefix)
+            tensors[own] = stored, partial(names.one, name, there, value)
+    assert file or surrounding(causal)[0] is causal, "a text model among others is a folder's"
+    for name in HfFile(file, causal).others if file else ():
+        header = TensorHeader(file.dtype(name), file.shapes[name])
+        tensors[name] = header, partial(file.read, name)
     return tensors
 
 
@@ -490,8 +500,8 @@ def hf_files(
         theirs = read_json(source / CONFIG_FILE)
         if isinstance(config, HfConfig) and has_others(folder_settings(source, theirs)):
             return {**_companions(source), CONFIG_FILE: (source / CONFIG_FILE).read_bytes()}, []
-        settings = {key: value for key, value in theirs.items() if key != TORCH_DTYPE}
-        return {**_companions(source), CONFIG_FILE: _json({**settings, "dtype": named})}, []
+        key = TORCH_DTYPE if TORCH_DTYPE in theirs else "dtype"
+        return {**_companions(source), CONFIG_FILE: _json({**theirs, key: named})}, []
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
     if tokenizer is not None:
         texts[CONFIG_FILE] |= tokenizer.ids

@@ -115,6 +115,13 @@ def run_sources(
             "Trainer: the model's loss is None; give a function that returns the summed loss of "
             "the outputs and the targets"
         )
+    given = model.loss if isinstance(model, Model) else loss
+    if given is not None and (isinstance(given, type) or not callable(given)):
+        shown = given.__name__ if isinstance(given, type) else repr(given)
+        raise ConfigError(
+            f"Trainer: loss is {shown}, which is no function of outputs and targets; give one that "
+            'returns the sum over a microbatch, such as torch.nn.MSELoss(reduction="sum")'
+        )
     of_data = data.settings if isinstance(data, Tokens) else {}
     whole = load_settings(config, of_model, of_data, settings)
     opener = cache(_opener(data, whole)) if isinstance(model, nn.Module) else _opener(data, whole)

@@ -89,6 +89,10 @@ def test_what_only_yaml_1_1_takes_for_a_value_is_text(text: str, value: str) -> 
     assert configure(None, [f"run_dir={text}"]).run_dir == value
 
 
+def test_a_path_may_be_given_as_such(tmp_path: Path) -> None:
+    assert configure({"run_dir": tmp_path}).run_dir == str(tmp_path)
+
+
 def test_lists_anchors_and_a_byte_order_mark_are_read(write: Write) -> None:
     file = write("\ufeffseed: &n 3\ntrain: {steps: *n}\nlayout:\n  split:\n  - 4\n  - *n\n")
 

@@ -433,6 +433,22 @@ def test_a_table_without_the_column_is_named(tmp_path: Path) -> None:
     ]
 
 
+def test_keys_that_other_messages_have_are_not_none_in_a_table(tmp_path: Path) -> None:
+    """As TRL reads tables."""
+    calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": [2]}}]
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "assistant", "content": "b"},
+    ]
+    path = write_table(tmp_path / "a.parquet", [{"messages": messages}, {"messages": []}])
+
+    chat, _ = (piece.content for piece in pieces_of(path))
+
+    assert isinstance(chat, Chat)
+    assert chat.messages == messages
+
+
 def test_tables_need_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_table(tmp_path / "a.parquet", ROWS)
     monkeypatch.setitem(sys.modules, "pyarrow", None)

@@ -16,7 +16,7 @@ import torch
 from support.allocated import peak_of
 from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, write_llama
-from support.images import assert_equal_tensors
+from support.images import assert_equal_tensors, write_safetensors
 from support.resuming import dense_state, ran, settings
 from support.runs import (
     FEW_MICROBATCHES,
@@ -320,9 +320,18 @@ def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -> None:
+def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the names of its body, and with the layer that transformers ignores."""
     start, out = tmp_path / "start", tmp_path / "out"
-    weights = write_llama(start)
+    weights = {name.removeprefix("model."): one for name, one in write_llama(start).items()}
+    weights["layers.92.eh_proj.weight"] = torch.ones(2, 3)
+    write_safetensors(start / "model.safetensors", weights)
+    ignored = "_keys_to_ignore_on_load_unexpected"
+    monkeypatch.setattr(transformers.LlamaForCausalLM, ignored, [r"layers\.92.*"])
+    settings = {**SMALL_LLAMA["hf"], "torch_dtype": "float32"}
+    (start / "config.json").write_text(json.dumps(settings))
     (start / "tokenizer.json").write_text("words")
     (start / "additional_chat_templates").mkdir()
     (start / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
@@ -330,7 +339,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     (start / "LICENSE").write_text("copies have to carry it")
     (start / "README.md").write_text("not ours to carry")
     config = config_of(
-        model={**SMALL_LLAMA, "from": str(start)},
+        model={**SMALL_LLAMA, "hf": settings, "from": str(start)},
         optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
         pruning={"sparsity": 0.0},
     )
@@ -346,7 +355,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(tmp_path: Path) -
     there += ["tokenizer.json", "vocab.txt"]
     assert written() == there
     assert (out / templates / "tool_use.jinja").read_text() == "{{ tools }}"
-    assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
+    assert json.loads((out / "config.json").read_text()) == settings
     assert_equal_tensors(
         tensors_of(out / "model.safetensors"),
         weights,

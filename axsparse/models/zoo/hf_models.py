@@ -465,12 +465,15 @@ class HfFile:
             self._sources.setdefault(to, []).append((name, pattern))
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.others: list[str] = []
-        """The names in the file of tensors of the model's other parts than the language model."""
+        """The names in the file of tensors that the language model lacks: those of other parts of
+        the model, and those that transformers ignores, such as layers that draft tokens."""
         self._made_with: dict[str, tuple[str, str]] = {}
         own = {there: name for name, there in names.items()}
+        ignored = self._model._keys_to_ignore_on_load_unexpected or ()
         for to, sources in self._sources.items():
             made = self._made(to, self._empty)
-            if not own.keys() & made and known.keys() >= made.keys():
+            is_ignored = to not in known and any(re.search(each, to) for each in ignored)
+            if is_ignored or (not own.keys() & made and known.keys() >= made.keys()):
                 self.others += [name for name, _ in sources]
                 continue
             for there, tensor in made.items():
@@ -490,8 +493,7 @@ class HfFile:
     def is_ignored(self, name: str) -> bool:
         """Whether a tensor is one that older versions of transformers saved, and nobody needs, such
         as a mask (1, 1, S, S) that attention has as its `bias`."""
-        patterns = self._model._keys_to_ignore_on_load_unexpected or ()
-        if any(re.search(each, name) for each in (*patterns, *LEFT_OVER)):
+        if any(re.search(each, name) for each in LEFT_OVER):
             return True
         shape = self.shapes[name]
         is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]

@@ -41,6 +41,16 @@ def test_names_without_the_prefix_of_the_model_get_it(transformers: Any) -> None
     assert torch.equal(file.read("model.norm.weight"), torch.full((2, 2), 11.0))
 
 
+def test_what_transformers_ignores_is_no_tensor_of_the_model(transformers: Any) -> None:
+    """Layers that draft tokens, which folders of GLM-4.5 and DeepSeek-V3 have."""
+    model, draft = causal(transformers), "model.layers.92.eh_proj.weight"
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.92.*", r"norm\.weight"]
+
+    file = HfFile(Given("model.norm.weight", draft), model)
+
+    assert (list(file.shapes), file.others) == (["model.norm.weight"], [draft])
+
+
 def test_two_tensors_of_one_name_are_refused(transformers: Any) -> None:
     with pytest.raises(DataError, match=r"and another tensor are both model\.norm\.weight; get it"):
         HfFile(Given("norm.weight", "model.norm.weight"), causal(transformers))
