@@ -452,7 +452,7 @@ def _published(config: Family, known: Tensors) -> Tensors:
             file = open_weights(config.from_)
 
     def named(name: str, prefix: str) -> str:
-        """A name as it is in the file, which may be that of the body alone, without a prefix."""
+        """A name without the prefix if the file, of the body alone, has it without."""
         bare = name.removeprefix(f"{prefix}.")
         return bare if file and bare in file.shapes else name
 

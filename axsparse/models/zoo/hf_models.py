@@ -465,8 +465,8 @@ class HfFile:
             self._sources.setdefault(to, []).append((name, pattern))
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.others: list[str] = []
-        """The names in the file of tensors that the language model lacks: those of other parts of
-        the model, and those that transformers ignores, such as layers that draft tokens."""
+        """The names in the file of tensors of other parts than the language model, and of tensors
+        ignored by transformers, such as layers to draft tokens."""
         self._made_with: dict[str, tuple[str, str]] = {}
         own = {there: name for name, there in names.items()}
         ignored = self._model._keys_to_ignore_on_load_unexpected or ()
