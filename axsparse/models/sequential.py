@@ -128,6 +128,10 @@ class OwnValues:
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.detach().cpu()
 
+    def versions(self) -> list[int]:
+        """How often each tensor has been written to."""
+        return [0 if each.is_inference() else each._version for each in self._tensors.values()]
+
 
 def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Module]:
     """The modules by the names of their layers, in order."""
@@ -210,7 +214,7 @@ def _reset(module: nn.Module) -> Callable[[], None] | None:
 
 def structure(module: nn.Module) -> nn.Module:
     """A copy of a module on the meta device, with all that the user has set; its tensors are not
-    copied for this."""
+    copied for this, and neither are hooks of other objects, such as recorders."""
     empty: dict[int, Tensor] = {
         id(parameter): like(parameter, parameter.detach().to("meta"))
         for parameter in module.parameters()
@@ -218,7 +222,8 @@ def structure(module: nn.Module) -> nn.Module:
     for buffer in module.buffers():
         empty[id(buffer)] = buffer.detach().to("meta")
         vars(empty[id(buffer)]).update(vars(buffer))
-    made = copy.deepcopy(module, empty)
+    shared = {id(hook): hook for hook in _hooks(module) if not _holds_module(hook)}
+    made = copy.deepcopy(module, {**empty, **shared})
     for given, child in zip(module.modules(), made.modules(), strict=True):
         compiling = vars(child).get(COMPILING) or _compiling_in_place(given)
         if compiling is not None:
@@ -251,6 +256,23 @@ def _compiling_in_place(module: nn.Module) -> Callable[..., Any] | None:
     names = () if compiled is None else compiled.__code__.co_freevars
     cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=True))
     return cells["self"].cell_contents if "self" in cells else None
+
+
+def _hooks(module: nn.Module) -> Iterator[object]:
+    """The hooks of forwards and backwards."""
+    for child in module.modules():
+        for kind in ("_forward", "_forward_pre", "_backward", "_backward_pre"):
+            yield from vars(child)[f"{kind}_hooks"].values()
+
+
+def _holds_module(hook: object) -> bool:
+    """Whether a hook may read a module, as a method of it does: its copy then reads the copy."""
+    if isinstance(hook, partial):
+        return any(map(_holds_module, (hook.func, *hook.args, *hook.keywords.values())))
+    owner = getattr(hook, "__self__", hook)
+    return any(
+        isinstance(each, nn.Module) for each in (owner, *getattr(owner, "__dict__", {}).values())
+    )
 
 
 def plainly_named(module: nn.Module) -> nn.Module:
@@ -296,6 +318,12 @@ def given_module(layer: Layer) -> nn.Module | None:
     build = layer.build
     is_copied = isinstance(build, partial) and build.func is structure
     return build.args[0] if isinstance(build, partial) and is_copied else None
+
+
+def versions(model: Model) -> list[int]:
+    """How often the tensors of the user's modules, whose values the model starts from, have been
+    written to; empty if it starts from others."""
+    return model.start.versions() if isinstance(model.start, OwnValues) else []
 
 
 def is_in_evaluation(model: Model) -> bool:

@@ -84,8 +84,10 @@ class Job:
         """The trainers whose runs have begun and are not closed."""
         self.calls = 0
         """How many calls of trainers, one within the other, are under way."""
-        self.left: SystemExit | None = None
-        """The `sys.exit` that has ended a call of a trainer, which Python tells no hook."""
+        self.left: BaseException | None = None
+        """What has ended a call of a trainer, and Python tells no hook of the main thread."""
+        self.ending = threading.RLock()
+        """Held by the thread that ends the job."""
         self.has_spoken = False
         """Whether this rank has written the line about an error of all ranks."""
         self.process = os.getpid()
@@ -114,6 +116,11 @@ class Job:
         branch = transport.branch()
         self._branches.append((branch, lambda: None))
         return branch
+
+    def note_left(self, failure: BaseException) -> None:
+        """Have the process not end with 0 after a `sys.exit`, of which Python tells no hook."""
+        if isinstance(failure, SystemExit):
+            self.left = failure
 
     def keep_branch(self, owner: object) -> None:
         """Keep the newest branch open as long as somebody refers to its owner, a trainer."""
@@ -183,9 +190,11 @@ def _connected(stop: StopRequest | None) -> Job:
 
 
 def _end_thread(job: Job, hook: threading.ExceptHookArgs) -> None:
-    """End the job after an exception in a thread, which `sys.exit` alone ends by itself."""
+    """End the job after an exception in a thread, which `sys.exit` alone ends by itself; the main
+    thread may be at its exit."""
     if not issubclass(hook.exc_type, SystemExit):
-        _last_words(job, hook.exc_value or hook.exc_type())
+        job.left = hook.exc_value or hook.exc_type()
+        _last_words(job, job.left)
 
 
 def _forget(job: Job) -> None:
@@ -225,6 +234,9 @@ def _leave(job: Job) -> None:
 
 def _leave_at_exit(job: Job) -> None:
     """`_leave`, where Python ignores exceptions."""
+    if job.calls:
+        job.left = job.left or SystemExit(0)
+        job.left.__dict__["way"] = "the main thread has ended, and another one trains; join it"
     if job.left is not None:
         _last_words(job, job.left)
     try:
@@ -274,6 +286,7 @@ def _nowhere() -> TextIO:
 
 def _last_words(job: Job, failure: BaseException) -> NoReturn:
     """Print why this rank fails and end the job; rank 0 comes first, for all that fail alike."""
+    job.ending.acquire()  # for good: a second thread that fails has nothing to add
     if job.transport.rank:
         time.sleep(ALIKE_SECONDS)
     code, words = _describe(failure, job.kept)

@@ -200,8 +200,13 @@ def reject_other_rules(optimizer: object, learning_rate: object) -> None:
 def reject_other_starts(
     config: Config, *, quiet: bool, resume: str | None, overwrite: bool
 ) -> None:
-    """ConfigError for a quiet run that is to resume another, and where there is no run to
-    overwrite, or it is also to be resumed."""
+    """ConfigError for a quiet run that is to write to a place or to resume another, and where there
+    is no run to overwrite, or it is also to be resumed."""
+    if quiet and config.run_dir != "auto" and config.origins.get("run_dir") == "Trainer":
+        raise ConfigError(
+            f"{config.where('run_dir')}: {config.run_dir} would stay empty, since quiet writes "
+            "nothing; leave one of them out"
+        )
     if quiet and resume is not None:
         raise ConfigError(
             "Trainer: resume goes on in a run directory, and quiet has none; leave one of them out"

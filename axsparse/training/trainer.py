@@ -25,7 +25,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
-from axsparse.models.sequential import plain_model, reject_dotted_names
+from axsparse.models.sequential import plain_model, reject_dotted_names, versions
 from axsparse.models.teacher import with_teacher
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import with_advice
@@ -176,7 +176,8 @@ class Trainer:
         threads = torch.get_num_threads()
         try:
             self._build(job, given, **how)
-        except BaseException:
+        except BaseException as failure:
+            job.note_left(failure)
             for lock in self._locks:
                 if lock is not None:
                     lock.release()
@@ -354,6 +355,11 @@ class Trainer:
             says=self.recorder.say,
         )
         self._is_stopped = self._closed = False
+        self._failed = ""
+        """The class of the exception that has ended the run in its middle."""
+        self._handled: BaseException | None = None
+        """The exception that the program was handling when it made the last call."""
+        self._versions = versions(plan.model)
         self._is_ended = False
         """Whether a callback has asked to end the run."""
         self._is_ready = False
@@ -398,6 +404,8 @@ class Trainer:
         return self
 
     def __next__(self) -> int:
+        if self._failed:
+            self._reject_closed("the loop")
         if self._closed:
             raise StopIteration
         if self._awaits_step:
@@ -485,14 +493,14 @@ class Trainer:
         if self._watchdog is not None:
             self._watchdog.start()
         job.calls += 1
-        self._under_way = what
+        self._under_way, self._handled = what, sys.exc_info()[1]
         try:
             if meets:
                 meet(self.transport, f"calls {what}() after step {self.steps_done}")
             torch.set_num_threads(self.config.train.threads)
             yield
-        except SystemExit as failure:
-            job.left = failure
+        except BaseException as failure:
+            job.note_left(failure)
             raise
         finally:
             job.calls -= 1
@@ -503,8 +511,9 @@ class Trainer:
 
     def _reject_closed(self, what: str) -> None:
         if self._closed:
+            why = f" since {self._failed} has ended it" if self._failed else ""
             raise ConfigError(
-                f"{what}: the trainer is closed; make another one, with resume='auto' to go on"
+                f"{what}: the trainer is closed{why}; make another one, with resume='auto' to go on"
             )
 
     def _make_ready(self) -> bool:
@@ -512,10 +521,18 @@ class Trainer:
         if not self._is_ready:
             with self._ending_on_failure():
                 if self not in self._job.in_progress:
+                    together(self.transport, self._reject_late_values)
                     self._job.in_progress.append(self)
                     self._heed_signal()
                 self._is_ready = self._between_steps()
         return self._is_ready
+
+    def _reject_late_values(self) -> None:
+        if versions(self.plan.model) != self._versions:
+            raise ConfigError(
+                "model: its values have changed since the Trainer was made, which trains copies; "
+                "change them before"
+            )
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
@@ -536,6 +553,7 @@ class Trainer:
             ):
                 yield
         except BaseException as failure:
+            self._failed = type(failure).__name__
             try:
                 # Every rank raises such an error, so the checkpoint under way is still finished.
                 if getattr(failure, "on_all_ranks", False) and self._saver is not None:
@@ -561,11 +579,12 @@ class Trainer:
         """End the run, all threads and the record; weights and evaluations can still be had.
 
         All ranks call this together. In the middle of a run it saves, as a signal does, so that
-        `resume="auto"` continues from here; while an exception is handled it does not, since other
-        ranks may not have raised it. It is safe to call this twice. ConfigError in a
+        `resume="auto"` continues from here; while an exception is handled that came after the last
+        call it does not, since other ranks may not have raised it. It is safe to call this twice. ConfigError in a
         callback.
         """
-        is_in_progress = self in self._job.in_progress and sys.exc_info()[0] is None
+        is_failing = sys.exc_info()[1] not in (None, self._handled)
+        is_in_progress = self in self._job.in_progress and not is_failing
         if not self._closed and (is_in_progress or self._under_way):
             with self._call("close", in_callbacks=False):
                 if self._is_over:
@@ -593,7 +612,7 @@ class Trainer:
 
     def _release(self) -> None:
         """End threads, hooks (which would keep the model alive) and record; safe to call twice."""
-        self._closed = True
+        self._closed, self._handled = True, None
         if os.getpid() != self._job.process:
             return  # they are those of the process that this one is a fork of
         if self in self._job.in_progress:

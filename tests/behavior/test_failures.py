@@ -175,10 +175,11 @@ import axsparse as ax
 from support.runs import mlp, tiny_config, vector_data
 
 quiet, call = sys.argv[1] == "quiet", sys.argv[2]
+where = {} if quiet else {"run_dir": "run"}
 # Until the first step is done, the watchdog waits five times as long.
 timeout = 0.5 if call == "evaluate" else 2.0
 config = tiny_config(watchdog={"timeout": timeout}, train={"eval_steps": 1})
-trainer = ax.Trainer(mlp(), (vector_data(), vector_data()), config, run_dir="run", quiet=quiet)
+trainer = ax.Trainer(mlp(), (vector_data(), vector_data()), config, quiet=quiet, **where)
 trainer.evaluate()
 if call == "step":
     trainer.step()
@@ -230,7 +231,8 @@ trainer, (inputs, targets) = None, vector_data().read(np.arange(30))
 data = Read(inputs[0], targets), vector_data()
 config = tiny_config(train={"steps": 6, "eval_steps": 1})
 # What all ranks do is done in a run that listens to signals.
-trainer = ax.Trainer(mlp(), data, config, g_inter=2, run_dir="run", quiet=who != "all")
+place = {"run_dir": "run"} if who == "all" else {"quiet": True}
+trainer = ax.Trainer(mlp(), data, config, g_inter=2, **place)
 if where == "before":
     act()
 if where == "loop":
@@ -288,6 +290,29 @@ if not child:
         sys.exit(5)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
 """
+IN_A_DAEMON = """
+began = threading.Event()
+def wait(step, result):
+    began.set()
+    threading.Event().wait()
+threading.Thread(target=trainer.train, args=[wait], daemon=True).start()
+began.wait()
+sys.exit()
+"""
+SKIPPED = """
+try:
+    trainer.train(lambda *_: 1 / 0)
+except ZeroDivisionError:
+    pass
+"""
+HANDLING = """
+try:
+    1 / 0
+except ZeroDivisionError:
+    trainer.step()
+    trainer.close()
+assert (trainer.run_dir / "checkpoints" / "step-3").exists()
+"""
 
 
 WAYS_OUT = [
@@ -306,6 +331,24 @@ WAYS_OUT = [
         "1",
         "trainer.close()",
         apart(*(f"calls {c}() after step 2" for c in ("close", "step"))),
+    ),
+    (
+        "loop",
+        "all",
+        SKIPPED,
+        (
+            78,
+            "rank 0 (stage 0, replica 0): the loop: the trainer is closed since ZeroDivisionError "
+            "has ended it; make another one, with resume='auto' to go on",
+        ),
+    ),
+    ("loop", "all", HANDLING, FINE),
+    ("before", "all", "ax.Trainer(mlp(), sys.exit, quiet=True)", left(0, "sys.exit(None)")),
+    (
+        "before",
+        "all",
+        IN_A_DAEMON,
+        left(0, "the main thread has ended, and another one trains; join it"),
     ),
     ("before", "1", "os._exit(0)", apart("has ended", "calls train() after step 0")),
     ("after", "1", "os._exit(0)", FINE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,12 +11,12 @@ import torch
 from support.allocated import peak_of_torch
 from support.images import assert_same_in_1_to_4_stages, image_config, image_data
 from support.runs import summed_loss, train_in_process, vector_data
-from torch import nn
+from torch import Tensor, nn
 
 import axsparse as ax
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
-from axsparse.models.sequential import from_sequential
+from axsparse.models.sequential import from_sequential, structure
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.layer_state import StateTypes
@@ -93,6 +94,49 @@ def test_it_starts_at_the_modules_values_and_leaves_the_modules_alone() -> None:
         if name in weights:
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=1e-29)
     assert all(parameter.grad is None for parameter in modules.parameters())
+
+
+def test_values_that_change_after_the_trainer_is_made_are_refused() -> None:
+    modules = sequential()
+
+    def change(trainer: object) -> None:
+        modules.load_state_dict({key: 2 * value for key, value in modules.state_dict().items()})
+
+    model = from_sequential(modules, summed_loss)
+    with pytest.raises(ConfigError, match=r"values have changed since .* copies; change them bef"):
+        train_in_process(1, 1, model, image_config(), vector_data(), before=change)
+
+
+class Watching(nn.Module):
+    """Counts the calls of its linear layer by a hook of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(WIDTH, WIDTH), 0
+        self.linear.register_forward_hook(self.note)
+
+    def note(self, *_: object) -> None:
+        self.calls += 1
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x)
+
+
+def test_hooks_of_a_module_are_of_its_copy_and_those_of_other_objects_stay_theirs() -> None:
+    class Recorder:
+        calls = 0
+
+        def note(self, *_: object) -> None:
+            self.calls += 1
+
+    module, recorder = Watching(), Recorder()
+    module.linear.register_forward_hook(recorder.note)
+    module.linear.register_forward_pre_hook(partial(recorder.note, "by name"))
+
+    made = structure(module).to_empty(device="cpu")
+    made(torch.ones(1, WIDTH))
+
+    assert (recorder.calls, module.calls, made.calls) == (2, 0, 1)
 
 
 def test_ranks_that_made_other_values_are_told_apart() -> None:
