@@ -580,8 +580,8 @@ class Trainer:
 
         All ranks call this together. In the middle of a run it saves, as a signal does, so that
         `resume="auto"` continues from here; while an exception is handled that came after the last
-        call it does not, since other ranks may not have raised it. It is safe to call this twice. ConfigError in a
-        callback.
+        call it does not, since other ranks may not have raised it. It is safe to call this twice.
+        ConfigError in a callback.
         """
         is_failing = sys.exc_info()[1] not in (None, self._handled)
         is_in_progress = self in self._job.in_progress and not is_failing
