@@ -343,7 +343,12 @@ WAYS_OUT = [
         ),
     ),
     ("loop", "all", HANDLING, FINE),
-    ("before", "all", "ax.Trainer(mlp(), sys.exit, quiet=True)", left(0, "sys.exit(None)")),
+    (
+        "before",
+        "all",
+        "ax.Trainer(mlp(), lambda: sys.exit(), quiet=True)",
+        left(0, "sys.exit(None)"),
+    ),
     (
         "before",
         "all",
