@@ -133,7 +133,7 @@ def test_hooks_of_a_module_are_of_its_copy_and_those_of_other_objects_stay_their
     module.linear.register_forward_hook(recorder.note)
     module.linear.register_forward_pre_hook(partial(recorder.note, "by name"))
 
-    made = structure(module).to_empty(device="cpu")
+    made: Any = structure(module).to_empty(device="cpu")
     made(torch.ones(1, WIDTH))
 
     assert (recorder.calls, module.calls, made.calls) == (2, 0, 1)
