@@ -192,9 +192,9 @@ assert "mpi4py.MPI" not in sys.modules
         f"save: {closed}",
         f"the loop: {closed}",
         "step: the run is over after 2 steps; raise train.steps",
-        "OutputError: run_dir (Trainer): run holds another run's metrics.jsonl, which would be "
-        "mixed up; choose another --run-dir (in Python run_dir=), or go on with that run by "
-        '--resume auto (in Python resume="auto", or overwrite=True to begin it anew)',
+        "OutputError: run_dir (Trainer): run holds another run's records or checkpoints, which "
+        "would be mixed up; choose another --run-dir (in Python run_dir=), or go on with that run "
+        'by --resume auto (in Python resume="auto", or overwrite=True to begin it anew)',
     ]
 
 
