@@ -185,7 +185,4 @@ def planned_bytes(trainer: Trainer, model: Model) -> tuple[int, int]:
     state = stage_bytes(layers, here.ties, kept, stored, coords.replica)
     schedule = configured_schedule(config.pipeline)
     layout = Layout(grid, schedule, config.batch.microbatch_size, microbatches)
-    # The first rank broadcasts its actions, three numbers each.
-    actions = layout.microbatches * (3 if layout.schedule.split_backward else 2)
-    words = 0 if coords.tp_rank else actions * 3 * 8 * (layout.grid.g_tensor - 1)
-    return state.total, layout.sum_bytes(load) + words
+    return state.total, layout.sum_bytes(load)

@@ -137,7 +137,7 @@ def main() -> None:
     except BaseException as error:
         code = 1
         sys.excepthook(type(error), error, error.__traceback__)
-    finish(code)
+    finish(code, aborts=job.words[:2] == ["-m", "mpi4py"])
 
 
 def exit_code(said: object) -> int:
@@ -148,8 +148,11 @@ def exit_code(said: object) -> int:
     return 1
 
 
-def finish(code: int) -> None:
-    """End as Python does, but leave all modules to the system, which takes a third of a second."""
+def finish(code: int, *, aborts: bool) -> None:
+    """End as Python does, but leave all modules to the system, which takes a third of a second.
+
+    `aborts` says whether a failure ends all ranks, as under `python -m mpi4py`.
+    """
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
@@ -161,6 +164,8 @@ def finish(code: int) -> None:
     if "mpi4py.MPI" in sys.modules:
         MPI = sys.modules["mpi4py.MPI"]
         if MPI.Is_initialized() and not MPI.Is_finalized():
+            if code and aborts:
+                MPI.COMM_WORLD.Abort(code)
             MPI.Finalize()
     # What MPICH leaves to the end of a process is done by C's exit alone.
     ctypes.CDLL(None).exit(code)
