@@ -183,7 +183,7 @@ class Trainer:
                     lock.release()
             raise
         finally:
-            torch.set_num_threads(threads)
+            _use_threads(threads)
 
     # Reason: the arguments of `__init__`, and all that a rank consists of, in order.
     @torch.inference_mode(mode=False)
@@ -497,7 +497,7 @@ class Trainer:
         try:
             if meets:
                 meet(self.transport, f"calls {what}() after step {self.steps_done}")
-            torch.set_num_threads(self.config.train.threads)
+            _use_threads(self.config.train.threads)
             yield
         except BaseException as failure:
             job.note_left(failure)
@@ -505,7 +505,7 @@ class Trainer:
         finally:
             job.calls -= 1
             self._under_way = outer
-            torch.set_num_threads(threads)
+            _use_threads(threads)
             if self._watchdog is not None and self not in job.in_progress:
                 self._watchdog.close()
 
@@ -1006,6 +1006,13 @@ def build(
     trainer = Trainer.__new__(Trainer)
     trainer._prepare(job, RunSources(model, open_datasets, config), **how)
     return trainer
+
+
+def _use_threads(number: int) -> None:
+    """Have torch compute in so many threads. To say what holds already would empty oneDNN's cache
+    of compiled products."""
+    if torch.get_num_threads() != number:
+        torch.set_num_threads(number)
 
 
 CALLBACKS = ("on_step", "on_evaluation", "on_checkpoint")
