@@ -50,7 +50,7 @@ RATE_BY_WIDTH, MOST_RATE = 0.2, 1e-3
 """Learning rate times hidden size, and the largest rate: 5e-5 at 4,096, and inversely to the width,
 as steps of Adam have to be (Yang et al. 2022, arXiv 2203.03466)."""
 WARM_UP = 20
-"""One step in so many warms up."""
+"""One step in this number warms up."""
 RISES = 16
 """Prunings of a rising mask, over half of the steps."""
 MODEL = "SmolLM2 135M"
@@ -100,8 +100,8 @@ def chosen(order: PruneOrder) -> PruneOrder:
 
 
 def training_settings(config: Config, length: int, tokens: int) -> Iterator[str]:
-    """The settings of a training on so many tokens, in samples of a length, that nobody has
-    given."""
+    """The settings, which nobody has given, of a training on `tokens` tokens in samples of
+    `length` tokens."""
     total = min(rule_of(final_sparsity(config.pruning)).passes * tokens, MOST_TOKENS)
     batch = config.batch.global_batch_size
     if _is_free(config, "batch.global_batch_size"):

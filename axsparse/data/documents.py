@@ -179,7 +179,7 @@ def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> It
     if not ({*names} & {*contents} or {*PAIR} <= {*names}):
         yield Piece(1, "", problem=_missing(names, reading.jsonl_field))
         return
-    columns = [name for name in names if name in (*contents, *PAIR, *BESIDE)]
+    columns = [name for name in names if name in (*contents, *PAIR, *OTHER_COLUMNS)]
     for number, row in enumerate(rows_of(file, columns, parquet=parquet), 1):
         yield _document(number, _without_none(row), reading.jsonl_field)
 
@@ -215,7 +215,7 @@ INSTRUCTION = {"instruction", "output"}
 """Keys of records that are rejected with a suggestion: prompts of instruction and input differ."""
 PACKED = ("seq_lengths", "position_ids")
 """Keys next to token ids that say where the documents of a row begin."""
-BESIDE = (LABELS, PADDING, *MASKS, *PACKED, TOOLS, KWARGS)
+OTHER_COLUMNS = (LABELS, PADDING, *MASKS, *PACKED, TOOLS, KWARGS)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),

@@ -24,7 +24,7 @@ SEPARATOR = "<|endoftext|>"
 """The token that is written after each document, unless another is asked for."""
 LEAST_BPE = 257
 """The smallest vocabulary of byte-pair encoding: the 256 bytes and the separator."""
-BESIDE = (
+SETTINGS_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
     "chat_template.jinja",
 )
@@ -205,7 +205,9 @@ def given_tokenizer(path: Path) -> GivenTokenizer:
     """
     folder = path if path.is_dir() else path.parent
     file = folder / TOKENIZER if path.is_dir() else path
-    is_alone = file.name != TOKENIZER or not any((folder / name).exists() for name in BESIDE)
+    is_alone = file.name != TOKENIZER or not any(
+        (folder / name).exists() for name in SETTINGS_FILES
+    )
     if is_alone and (file.is_file() or not path.is_dir()):
         import_tokenizers()
         with reading(f"--tokenizer: {path}", "name a tokenizer.json, or a folder with one"):

@@ -287,7 +287,7 @@ def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def _chunks_of(words: int, targets: Tensor) -> Iterator[tuple[int, int]]:
-    """The (start, stop) of each chunk of so many words."""
+    """The (start, stop) of each chunk of the vocabulary's `words` entries."""
     size = _words_of_chunk(targets.numel(), most_logits(targets.device))
     for start in range(0, words, size):
         yield start, min(start + size, words)

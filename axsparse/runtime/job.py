@@ -86,7 +86,7 @@ class Job:
         self.calls = 0
         """How many calls of trainers, one within the other, are under way."""
         self.left: BaseException | None = None
-        """The exception that has ended a call of a trainer, and is told by no hook."""
+        """The exception that has ended a call of a trainer and that Python passes to no hook."""
         self.ending = threading.RLock()
         """Held by the thread that ends the job."""
         self.has_spoken = False

@@ -1009,8 +1009,8 @@ def build(
 
 
 def _use_threads(number: int) -> None:
-    """Have torch compute in so many threads. To say what holds already would empty oneDNN's cache
-    of compiled products."""
+    """Have torch compute in `number` threads. Setting the number that it has would empty oneDNN's
+    cache of compiled products."""
     if torch.get_num_threads() != number:
         torch.set_num_threads(number)
 

@@ -227,6 +227,22 @@ def train(
     return there
 
 
+def test_calls_leave_the_number_of_threads_and_set_it_only_where_it_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    trainer = build(job, mlp(), lambda: Datasets(vector_data(), None), tiny_config(), quiet=True)
+    threads = [trainer.config.train.threads]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+
+    trainer.step()
+    assert threads == [1]
+    threads[:] = [3]
+    trainer.step()
+    assert threads == [3, 1, 3]
+
+
 def test_the_best_stays_until_another_is_better(tmp_path: Path) -> None:
     there = train(tmp_path, config_of(), layout=(2, 2))
 
