@@ -19,7 +19,6 @@ from axsparse.models.tensor_shard import TensorShard
 from axsparse.runtime.communication import Collective, Direction, Op, Transport, Work
 from axsparse.runtime.gpu.collectives import NcclWork
 from axsparse.runtime.grid import RankCoords
-from axsparse.runtime.seeds import kept_rng
 
 
 class TensorGroup:
@@ -40,7 +39,6 @@ class TensorGroup:
         self._copied: tuple[Tensor, bool, int, Tensor] | None = None
         """The input of the last column-parallel module, its mode and version, and its copy."""
         self._backoff = transport.backoff
-        self._keeping = kept_rng if transport.name.endswith("local") else nullcontext
         ranks = [grid.rank(coords.stage, coords.replica, tp_rank) for tp_rank in range(self.size)]
         self._ranks = transport.collective("members", ranks)
         self._arrivals: dict[Direction, Collective] = {}
@@ -103,10 +101,9 @@ class TensorGroup:
 
     def _exchange(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> None:
         """Carry out an operation in place, and compute meanwhile."""
-        with self._keeping():
-            work = self._ranks.start(op, buffer, bounds)
-            self.beside(work)
-            self._wait(work)
+        work = self._ranks.start(op, buffer, bounds)
+        self.beside(work)
+        self._wait(work)
 
     def _wait(self, work: Work) -> None:
         """Make the result visible to the next operation: over NCCL compute waits, else the host."""

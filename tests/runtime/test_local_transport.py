@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.collective_contract import CONTRACT as COLLECTIVE_CONTRACT
@@ -14,6 +17,7 @@ from axsparse.runtime.communication import Direction, Message, Op, Transport, wa
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.seeds import preserved_rng, seed_all
 
 
 @pytest.mark.parametrize("order", [None, 0])
@@ -42,6 +46,28 @@ def test_a_seeded_world_permutes_arrivals_across_directions_and_never_within_one
 
 def test_an_unseeded_world_repeats_itself() -> None:
     assert len({_arrivals_in_the_middle(None) for _ in range(5)}) == 1
+
+
+@pytest.mark.parametrize("order", [None, *range(5)])
+def test_ranks_that_wait_for_each_other_draw_as_if_they_were_alone(order: int | None) -> None:
+    of_numpy: Any = np.random
+    before = of_numpy.get_bit_generator()
+    world: LocalWorld[bool] = LocalWorld(3, seed=order)
+
+    def draws(rank: int, pause: Callable[[], object]) -> list[float]:
+        found = []
+        with preserved_rng():
+            seed_all("rank", rank)
+            for _ in range(4):
+                found += [torch.rand(()).item(), random.random(), np.random.random()]  # noqa: S311
+                pause()
+        return found
+
+    def main(rank: int) -> bool:
+        return draws(rank, lambda: world.pass_turn(rank)) == draws(rank, lambda: None)
+
+    assert world.run(main) == [True] * 3
+    assert of_numpy.get_bit_generator() is before
 
 
 @pytest.mark.parametrize(("rank", "direction"), [(0, Direction.BACKWARD), (1, Direction.FORWARD)])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.runtime.seeds import (
-    kept_rng,
     keyed_seed,
     preserved_rng,
     seed_all,
@@ -68,21 +64,3 @@ def test_torchs_own_generator_is_put_back_even_after_a_failure() -> None:
         draw_and_fail()
 
     assert torch.equal(torch.rand(2), expected)
-
-
-def test_threads_that_wait_for_each_other_leave_the_first_generator_behind() -> None:
-    of_numpy: Any = np.random
-    first = of_numpy.get_bit_generator()
-    one, other = preserved_rng(), preserved_rng()
-    waits = [kept_rng(), kept_rng()]
-
-    one.__enter__()
-    waits[0].__enter__()  # the first thread waits, and the second one runs
-    other.__enter__()
-    waits[1].__enter__()
-    waits[0].__exit__(None, None, None)
-    one.__exit__(None, None, None)
-    waits[1].__exit__(None, None, None)
-    other.__exit__(None, None, None)
-
-    assert of_numpy.get_bit_generator() is first

@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from axsparse.runtime.seeds import kept_rng
+
 T = TypeVar("T")
 IDLE_TURNS = 2_000
 """How many turns without progress, on average over the ranks, are taken for a deadlock."""
@@ -97,8 +99,9 @@ class LocalWorld(Generic[T]):
             raise DeadlockError(f"rank {rank} waits, and so do all {len(self._alive)} others")
         following = self._next_after(rank)
         if following != rank:
-            self._turns[following].release()
-            self._turns[rank].acquire()
+            with kept_rng():
+                self._turns[following].release()
+                self._turns[rank].acquire()
         if self._failure is not None:
             raise _AbandonedError
 
