@@ -16,11 +16,11 @@ from axsparse.runtime.provenance import __version__ as __version__
 if TYPE_CHECKING:
     from axsparse.config.load import configure as configure
     from axsparse.config.schema import Config as Config
-    from axsparse.data.blend import Blend as Blend
     from axsparse.data.dataset import ArrayDataset as ArrayDataset
     from axsparse.data.dataset import Dataset as Dataset
     from axsparse.data.dataset import Datasets as Datasets
     from axsparse.data.dataset import TokenDataset as TokenDataset
+    from axsparse.data.sources import Blend as Blend
     from axsparse.data.torch_dataset import from_torch as from_torch
     from axsparse.models.layer import Layer as Layer
     from axsparse.models.layer import Model as Model
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # The module that defines each public name.
 _HOMES = {
     "ArrayDataset": "axsparse.data.dataset",
-    "Blend": "axsparse.data.blend",
+    "Blend": "axsparse.data.sources",
     "Config": "axsparse.config.schema",
     "Dataset": "axsparse.data.dataset",
     "Datasets": "axsparse.data.dataset",

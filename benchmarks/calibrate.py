@@ -32,15 +32,13 @@ from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.planner.cluster import Cluster, Kind, Origin, Precision, to_yaml
 from axsparse.planner.profiled_model import ProfiledModel
-from axsparse.planner.stage_load import StageLoad
-from axsparse.planner.stage_memory import SMALL_BLOCKS
+from axsparse.planner.stage_memory import SMALL_BLOCKS, StageLoad
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.errors import ConfigError, TrainingError, writing
 from axsparse.runtime.exchange import gather_texts, sum_by_owner, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.runtime.machine import host_memory_bytes, resident_memory_bytes
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES

@@ -19,8 +19,7 @@ from axsparse.planner.stage_memory import StageMemory, stage_memory
 from axsparse.pruning.mask_file import write_masks
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.state_bytes import StateBytes
 
 CLUSTER = "h200-node"

@@ -26,8 +26,7 @@ from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.trainer import Trainer, build
 
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -60,8 +60,7 @@ def _decided(config: Config, ranks: int) -> Config:
     # Imported late, so that everything else does without torch.
     from axsparse.models.model_profile import profile
     from axsparse.models.zoo.model_registry import named_model
-    from axsparse.runtime.local.local_transport import LocalTransport
-    from axsparse.runtime.local.local_world import LocalWorld
+    from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
     from axsparse.samo.precision import DTYPES
     from axsparse.training.plan import decided_precision, plan_run
 

@@ -49,8 +49,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.connection import connect
     from axsparse.runtime.exchange import gather_texts
-    from axsparse.runtime.local.local_transport import LocalTransport
-    from axsparse.runtime.local.local_world import LocalWorld
+    from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
     problem = None
     try:

@@ -54,7 +54,7 @@ def _generate(arguments: argparse.Namespace) -> None:
         _with_folder(arguments)
         return
     # Imported late, so that --help does not load torch.
-    from axsparse.data.run_tokenizer import run_tokenizer
+    from axsparse.data.tokenizers import run_tokenizer
     from axsparse.training.saved_model import Sampling, continuation, open_saved_model
 
     if arguments.compare:

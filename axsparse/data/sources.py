@@ -1,16 +1,24 @@
-"""Opens the data sets that a configuration names."""
+"""Opens the data sets that a configuration names: tokens, the standard library, and blends."""
 
 from __future__ import annotations
 
+import hashlib
+import os
+import sysconfig
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from axsparse.config.schema import Config, sample_length, token_sources
-from axsparse.data.blend import Blend
-from axsparse.data.dataset import Dataset, Datasets, TokenDataset
+from axsparse.data.dataset import Dataset, Datasets, TokenDataset, length_of, read_tensors
 from axsparse.data.in_place import InPlace, in_place
-from axsparse.data.stdlib import stdlib_dataset
+from axsparse.data.order import BLOCK, Share, places_of
 from axsparse.data.token_file import (
     WHERE,
     Split,
@@ -22,7 +30,7 @@ from axsparse.data.token_file import (
     stored,
     token_path,
 )
-from axsparse.runtime.errors import ConfigError, DataError, reading
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
 
 
 def open_datasets(config: Config) -> Datasets:
@@ -47,7 +55,7 @@ def _token_datasets(config: Config) -> Datasets:
     The validation data are `data.validation`, else the validation parts of all sources.
     """
     data, asks = config.data, config.train.eval_steps != 0
-    where = "data.blend" if data.blend else "data.path"
+    where = "data.sources" if data.blend else "data.path"
     # The validation parts that `data.validation` replaces are not opened.
     validates = asks and data.validation is None
     weights = dict(token_sources(data))
@@ -143,3 +151,172 @@ def token_datasets(
     held_out = sidecar.validation if validate else None
     training = opened("train", sidecar.train)
     return training, None if held_out is None else opened("validation", held_out)
+
+
+class Blend:
+    """Data sets that training reads in proportion to their weights: a `Dataset`.
+
+    `weights` has one for each data set, in the same order; only their ratios matter, in steps of a
+    ten-thousandth. Of every 10,000 samples that training reads, each data set gives its share, in
+    an order that follows from the seed; each begins anew once all of its samples have been read
+    (its epoch). An evaluation reads every sample of every data set once.
+
+    All data sets read as many inputs and targets, of the same shapes. Raises DataError for weights
+    that are not above zero, or too small for one sample in 10,000.
+    """
+
+    reads_epochs = True
+
+    def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
+        if not datasets or len(datasets) != len(weights):
+            raise DataError(
+                f"blend: {len(datasets)} data sets have {len(weights)} weights; give one for each"
+            )
+        names = [dataset.name for dataset in datasets]
+        for name, dataset in zip(names, datasets, strict=True):
+            if not hasattr(dataset, "read"):
+                raise DataError(f"blend: {name} has no read; give data sets with all members")
+        for name, weight in zip(names, weights, strict=True):
+            if not 0 < weight < float("inf"):
+                raise DataError(f"blend: {name} has weight {weight}; choose one above 0")
+        places = places_of(weights)
+        for name, weight, count in zip(names, weights, places, strict=True):
+            if not count:
+                raise DataError(
+                    f"blend: {name} has weight {weight} of {sum(weights):g}, which is not one "
+                    f"sample in {BLOCK:,}; give it more, or leave it out"
+                )
+        lengths = [length_of(dataset, dataset.name) for dataset in datasets]
+        self.datasets = tuple(datasets)
+        self.shares = tuple(map(Share, lengths, places))
+        """The length and place of each data set, by which training chooses the samples of a
+        step."""
+        self._ends = np.cumsum(lengths)
+        percents = (
+            f"{name} {count / BLOCK:.2%}" for name, count in zip(names, places, strict=True)
+        )
+        self.name = f"blend of {', '.join(percents)}"
+        facts = [
+            (one.fingerprint, *share) for one, share in zip(datasets, self.shares, strict=True)
+        ]
+        self.fingerprint = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+        vocabularies = [dataset.vocab_size or 0 for dataset in datasets]
+        self.vocab_size = max(vocabularies) if all(vocabularies) else None
+        counts = {dataset.targets_per_sample for dataset in datasets}
+        self.targets_per_sample = counts.pop() if len(counts) == 1 else None
+        # It matters here only whether all data sets say where documents begin.
+        separators = [getattr(dataset, "separator", None) for dataset in datasets]
+        self.separator = None if any(one is None for one in separators) else separators[0]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def read(
+        self, indices: NDArray[np.int64], epochs: NDArray[np.int64] | None = None
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The inputs and targets of the samples with these numbers, which go through all data sets.
+
+        Raises DataError if the data sets do not read alike.
+        """
+        epochs = np.zeros_like(indices) if epochs is None else epochs
+        places, read = [], []
+        for number, dataset in enumerate(self.datasets):
+            first = int(self._ends[number]) - self.shares[number].samples
+            here = np.flatnonzero((indices >= first) & (indices < self._ends[number]))
+            if here.size:
+                places.append(here)
+                read.append(read_tensors(dataset, indices[here] - first, epochs[here]))
+        back = torch.from_numpy(np.argsort(np.concatenate(places), kind="stable"))
+        try:
+            joined = [torch.cat(parts)[back] for parts in zip(*read, strict=True)]
+        except (RuntimeError, ValueError, TypeError) as reason:
+            raise DataError(
+                f"data ({self.name}): its data sets read inputs or targets of different numbers or "
+                "shapes; give data sets that read alike"
+            ) from reason
+        return tuple(joined[:-1]), joined[-1]
+
+    def count_targets(self, targets: Tensor) -> int:
+        """How many targets of a microbatch count in the loss, by the rule of the first data set."""
+        return self.datasets[0].count_targets(targets)
+
+
+VOCAB_SIZE = 256
+"""A token is a byte."""
+SEPARATOR = 0
+"""Follows each file; no source file contains it."""
+
+EXCLUDED_FOLDERS = frozenset(
+    # Installed packages and compiled files differ between hosts. Tests are large, and
+    # distributions package them separately.
+    ("site-packages", "dist-packages", "lib-dynload", "__pycache__", "test", "tests", "idle_test")
+)
+
+
+def split_name(split: Split) -> str:
+    """The name of the data set of one split."""
+    return f"stdlib {split}"
+
+
+def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False) -> TokenDataset:
+    """One split of the standard library of the running interpreter.
+
+    `separate`: samples say where documents, which are files, begin.
+    """
+    # In a virtual environment the library belongs to the base installation.
+    tokens, fingerprint = source_tokens(Path(sysconfig.get_path("stdlib")), split)
+    return TokenDataset(
+        name=split_name(split),
+        fingerprint=fingerprint,
+        vocab_size=VOCAB_SIZE,
+        tokens=tokens,
+        sequence_length=sequence_length,
+        separator=SEPARATOR if separate else None,
+    )
+
+
+def source_tokens(root: Path, split: Split) -> tuple[NDArray[np.uint8], str]:
+    """All `*.py` files of one split below `root`, each followed by a zero byte.
+
+    Files are sorted by their relative paths. The path of a file alone decides its split, so
+    that adding a file moves no other one; about one file in ten is validation. The
+    fingerprint covers relative paths and contents.
+
+    Raises DataError if a file or folder cannot be read, MissingInputError if there is no file.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    parts = []
+    for name in _source_files(root):
+        path = os.fsencode(name)
+        if (zlib.crc32(path) % 10 == 0) != (split == "validation"):
+            continue
+        try:
+            content = (root / name).read_bytes()
+        except OSError as error:
+            _reject(error)
+        digest.update(b"%s\0%d\0%s" % (path, len(content), content))
+        parts += [content, bytes([SEPARATOR])]
+    if not parts:
+        raise MissingInputError(
+            f"data.source stdlib: {root} holds no Python source files for {split}; use a Python "
+            "whose standard library is installed as plain .py files"
+        )
+    return np.frombuffer(b"".join(parts), dtype=np.uint8), digest.hexdigest()
+
+
+def _source_files(root: Path) -> list[str]:
+    """Sorted relative POSIX paths of all `*.py` files; linked folders are not entered."""
+    names = []
+    if root.is_dir():
+        for folder, subfolders, files in os.walk(root, onerror=_reject):
+            subfolders[:] = [name for name in subfolders if name not in EXCLUDED_FOLDERS]
+            below = Path(folder).relative_to(root)
+            names += [(below / name).as_posix() for name in files if name.endswith(".py")]
+    return sorted(names)
+
+
+def _reject(error: OSError) -> NoReturn:
+    raise DataError(
+        f"data.source stdlib: {error.filename} cannot be read ({error.strerror}); "
+        "make it readable or repair the Python installation"
+    ) from error

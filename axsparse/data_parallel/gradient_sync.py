@@ -27,7 +27,7 @@ from torch import Tensor
 
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Backoff, Collective, Op, Work
-from axsparse.runtime.rank_order import store_sum_in_rank_order
+from axsparse.runtime.exchange import store_sum_in_rank_order
 from axsparse.samo.layer_state import LayerState, StageTie
 
 PIECE = 1 << 24

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Collective, Op, wait
+from axsparse.runtime.exchange import exact_sum
 from axsparse.runtime.grid import Grid, RankCoords
-from axsparse.runtime.rank_order import exact_sum
 from axsparse.samo.fixed_point import UnitFit
 from axsparse.samo.masks import DIGESTS
-from axsparse.samo.optim.gradient_norm import global_norm
+from axsparse.samo.optim.update import global_norm
 from axsparse.samo.shards import BLOCK
 
 FITS = len(UnitFit) - 1

@@ -21,12 +21,13 @@ from axsparse.models.model_profile import ModelProfile, match, profile
 from axsparse.runtime.errors import DataError, MissingInputError, one_line, reading
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
+    SPARSE_FILE,
     SUFFIX,
     SafetensorsFile,
     SafetensorsIndex,
+    SparseFile,
     open_regular,
 )
-from axsparse.runtime.files.sparse_safetensors import SPARSE_FILE, SparseFile
 
 WHOLE_FILE, INDEX_FILE = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
 PICKLED = ".bin"

@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 
 from axsparse.planner.layout_search import Layout, SearchRequest
 from axsparse.planner.profiled_model import ProfiledModel, state_format
-from axsparse.planner.stage_load import StageLoad, value_bytes
-from axsparse.planner.stage_memory import StageMemory, stage_memory
+from axsparse.planner.stage_memory import StageLoad, StageMemory, stage_memory, value_bytes
 from axsparse.samo.state_bytes import MOMENT_BYTES
 
 PAPER = "arXiv 1910.02054"

@@ -15,8 +15,7 @@ from typing import Literal, TypeAlias, get_args
 
 import yaml
 
-from axsparse.config.load import entries, find_file, read_text
-from axsparse.config.yaml_dialect import compose
+from axsparse.config.load import compose, entries, find_file, read_text
 from axsparse.runtime.errors import ConfigError
 
 Kind: TypeAlias = Literal["measured", "fitted", "assumed"]

@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from axsparse.config.section import counted
 from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.stage_load import StageLoad
-from axsparse.planner.stage_memory import StageMemory, needed, peak_in_flight, stage_memory
+from axsparse.planner.stage_memory import (
+    StageLoad,
+    StageMemory,
+    needed,
+    peak_in_flight,
+    stage_memory,
+)
 from axsparse.planner.step_cost import StepCosts, StepRun, simulate_step, step_costs
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid

@@ -18,8 +18,14 @@ from axsparse.models.model_profile import LayerInfo, ModelProfile
 from axsparse.models.tensor_shard import TensorShard
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.cluster import Precision
-from axsparse.planner.stage_load import Fits, StageLoad, no_bytes, value_bytes
-from axsparse.planner.stage_memory import activation_memory, is_recomputed
+from axsparse.planner.stage_memory import (
+    Fits,
+    StageLoad,
+    activation_memory,
+    is_recomputed,
+    no_bytes,
+    value_bytes,
+)
 from axsparse.pruning.input_statistics import METHODS, STATISTICS
 from axsparse.runtime.communication import NO_SUM
 from axsparse.runtime.errors import ConfigError
@@ -29,7 +35,7 @@ from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.selection import CHUNK
 from axsparse.samo.state_bytes import StateBytes, StateFormat, WeightKind, stage_bytes
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
-from axsparse.tensor_parallel.plan import check_plan, shards_of
+from axsparse.tensor_parallel.modules import check_plan, shards_of
 
 LOSS_BYTES = 8
 """Bytes that the loss takes for each number of the last layer's output, and for each logit that

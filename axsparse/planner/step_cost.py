@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.stage_load import StageLoad, value_bytes
+from axsparse.planner.stage_memory import StageLoad, value_bytes
 from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
 

@@ -16,7 +16,7 @@ from axsparse.planner.layout_search import (
     split_layers,
     why_not_g_tensor,
 )
-from axsparse.planner.stage_load import StageLoad
+from axsparse.planner.stage_memory import StageLoad
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import ONCE, Config
-from axsparse.pruning.distribution import n_of_m, parse_pattern
+from axsparse.pruning.targets import n_of_m, parse_pattern
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.masks import Shape, Weight

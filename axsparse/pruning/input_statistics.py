@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axsparse.pruning.distribution import n_of_m
+from axsparse.pruning.targets import n_of_m
 from axsparse.runtime.errors import ConfigError
 
 BLOCK = 128

@@ -8,9 +8,9 @@ import socket
 import sys
 from typing import NoReturn
 
-from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
+from axsparse.runtime.machine import SleepingBackoff
 from axsparse.runtime.mpi.mpi_transport import (
     MpiTransport,
     end_all_ranks,
@@ -21,10 +21,10 @@ from axsparse.runtime.process import (
     SRUN_SIZE,
     check_size,
     exit_process,
+    remove_leftovers,
     started_by_launcher,
     write_line,
 )
-from axsparse.runtime.shared_segments import remove_leftovers
 
 
 def cannot_start(reason: Exception) -> NoReturn:
@@ -106,8 +106,7 @@ def end_mpi(process: int | None = None) -> None:
 
 
 def _alone() -> Transport:
-    from axsparse.runtime.local.local_transport import LocalTransport
-    from axsparse.runtime.local.local_world import LocalWorld
+    from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
     # A rank by itself waits for its GPU only, which takes no turns.
     return LocalTransport(LocalWorld(1), 0, SleepingBackoff())

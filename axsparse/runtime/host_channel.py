@@ -1,10 +1,10 @@
 """Links over one-way channels between the hosts of neighbouring stages.
 
 A message crosses from one stage to the next in two parts. Its *header* travels over a channel
-between the hosts (`runtime/mpi/mpi_channel.py`). Its contents travel on a *way*:
+between the hosts (`runtime/mpi/mpi_communication.py`). Its contents travel on a *way*:
 
 - between tensors in the memory of the hosts over the same channel (`Direct`);
-- between GPUs over NCCL or through pinned memory of the hosts (`runtime/gpu/gpu_link.py`).
+- between GPUs over NCCL or through pinned memory of the hosts (`runtime/gpu/gpu_transport.py`).
 
 A message is sent once its tensors are ready. The receiver asks for contents only once their header
 is there. Headers and contents each arrive in the order of sending, so no message needs a number.

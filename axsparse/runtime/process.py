@@ -1,7 +1,22 @@
-"""How launchers such as mpirun and srun describe this process, and the one way out of it."""
+"""How launchers such as mpirun and srun describe this process, how it is asked to stop, the one way
+out of it, and the shared memory that killed ones leave.
+
+A run is asked to stop by Ctrl-C, SIGUSR1, SIGTERM or SIGHUP; a second one ends it at once. A
+scheduler, a job script and a launcher may each pass on the same signal, so signals that come within
+seconds of the first are taken for the same one. For Ctrl-C that time is short, since somebody who
+presses it twice wants to leave.
+
+Python runs signal handlers between two instructions of the main thread, and so not while that
+thread waits in MPI or computes in torch. The interpreter's own handler writes the signal to a
+pipe at once, and a thread of ours reads it there.
+
+Files in /dev/shm take memory of the host until somebody removes them. A job that fails removes the
+segments that its ranks map, and a job that starts removes unused segments of earlier jobs.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -239,3 +254,155 @@ def flush_streams() -> None:
         except OSError:
             # Python flushes both once more at the exit, which would fail again.
             setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
+
+
+SEGMENTS = re.compile(
+    r"mpich_shm_|psm2_shm|psm3_shm|vader_segment|sm_segment|osc_rdma|ucx_shm|nccl-|torch_\d|cray-shared"
+)
+"""Matches the names of such files."""
+SHARED = Path("/dev/shm")  # noqa: S108 - nothing is written there
+PROCESSES = Path("/proc")
+STARTING_SECONDS = 300.0
+"""A younger file may belong to a job that starts just now, whose ranks have yet to open it."""
+
+
+def leftovers(shared: Path, processes: Path) -> list[str]:
+    """Names of shared-memory files of this user that no process maps or has open.
+
+    Files of other users do not count, since their processes cannot be looked into.
+    """
+    names = set[str]()
+    with contextlib.suppress(OSError):
+        for path in shared.iterdir():
+            with contextlib.suppress(OSError):
+                status = path.lstat()
+                if SEGMENTS.match(path.name) and status.st_uid == os.getuid():
+                    names.add(str(path))
+    for process in processes.iterdir() if names else ():
+        if not process.name.isdigit():
+            continue
+        in_use = ""
+        with contextlib.suppress(OSError):
+            in_use += (process / "maps").read_text(errors="replace")
+        with contextlib.suppress(OSError):
+            for descriptor in (process / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    in_use += f"{descriptor.readlink()}\n"
+        names = {name for name in names if f"{name}\n" not in in_use}
+    return sorted(names)
+
+
+def remove_leftovers(shared: Path = SHARED, processes: Path = PROCESSES) -> None:
+    """Remove the segments of earlier jobs of this user, for a job that starts on this host."""
+    with contextlib.suppress(OSError):
+        for name in leftovers(shared, processes):
+            with contextlib.suppress(OSError):
+                # A file of the future was made before the clock was set back.
+                if abs(time.time() - Path(name).lstat().st_mtime) > STARTING_SECONDS:
+                    Path(name).unlink()
+
+
+def remove_own(shared: Path = SHARED, processes: Path = PROCESSES) -> None:
+    """Remove the names of the segments that this process maps, before it ends a job for good.
+
+    Other ranks of the job keep their segments until they end.
+    """
+    with contextlib.suppress(OSError):
+        for line in (processes / "self" / "maps").read_text(errors="replace").splitlines():
+            path = Path(line.split(maxsplit=5)[-1])
+            if path.parent == shared and SEGMENTS.match(path.name):
+                path.unlink(missing_ok=True)
+
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that ask a run to stop; the last comes from a terminal that is closed."""
+CTRL_C_ECHO_SECONDS = 0.5
+"""How long after SIGINT another is taken for the same one: a terminal and a launcher send both
+within milliseconds."""
+
+
+class StopRequest:
+    """Whether this rank was asked to stop."""
+
+    def __init__(self, leave: Callable[[int], Any] = exit_at_once) -> None:
+        """`leave(code)` ends the process at the second signal."""
+        self.reason: str | None = None
+        """The name of the first signal; None if there was none."""
+        self.echo_seconds = 5.0
+        """Seconds after the first signal in which further ones count as the same."""
+        self._received_at = 0.0
+        self._leave = leave
+        self._pipe: tuple[int, int] | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether signals are taken."""
+        return self._pipe is not None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a signal has come."""
+        return self.reason is not None
+
+    def listen(self) -> None:
+        """Take the signals from now on; in another thread than the main one, do nothing.
+
+        A second call has no effect.
+        """
+        if self._pipe is not None or threading.current_thread() is not threading.main_thread():
+            return
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        # The interpreter's own handler sees only signals that have a handler in Python.
+        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        self._before = {
+            number: signal.signal(number, lambda *_: None)
+            for number in SIGNALS
+            if not (is_nohup and number == signal.SIGHUP)
+        }
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        reader = self._pipe[0]
+        threading.Thread(
+            target=lambda: self._read(reader), name="axsparse signals", daemon=True
+        ).start()
+
+    def release(self) -> None:
+        """Give the signals back to the handlers that they had before, and forget that one came."""
+        if self._pipe is None or threading.current_thread() is not threading.main_thread():
+            return
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._pipe[1])  # this ends the thread, which closes the other end
+        self._pipe = self.reason = None
+
+    def receive(self, number: int) -> None:
+        """Note that a signal has come; a second one that is no echo ends the process."""
+        if number not in SIGNALS:
+            return
+        if self.reason is None:
+            self.reason = signal.Signals(number).name
+            self._received_at = time.monotonic()
+            if number == signal.SIGINT and speaks():
+                write_line(
+                    "stops after the step under way and saves; Ctrl-C once more leaves at once"
+                )
+            return
+        echo = self.echo_seconds
+        if number == signal.SIGINT:
+            echo = min(echo, CTRL_C_ECHO_SECONDS)
+        if time.monotonic() - self._received_at < echo:
+            return
+        if number != signal.SIGINT or speaks():
+            write_line(f"leaving at once, by a second {signal.Signals(number).name}")
+        remove_own()
+        self._leave(128 + number)
+
+    def _read(self, reader: int) -> None:
+        """Receive every signal that the interpreter writes to the pipe, until the pipe is
+        closed."""
+        while numbers := os.read(reader, 64):
+            for number in numbers:
+                self.receive(number)
+        os.close(reader)

@@ -17,8 +17,8 @@ from axsparse.models.layer import Model
 from axsparse.models.layer_cost import SAMPLES, Tracer
 from axsparse.models.model_profile import ModelProfile, example_of, profile_layers
 from axsparse.runtime.communication import Op, Sums, Work, shard_bounds
+from axsparse.runtime.exchange import exchanged_bytes
 from axsparse.runtime.grid import RankCoords
-from axsparse.runtime.rank_order import exchanged_bytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding, sharded_loss
 

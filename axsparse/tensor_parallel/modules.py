@@ -1,4 +1,4 @@
-"""Sharded modules: linear layers, embeddings, experts and the loss of a vocabulary.
+"""Sharded parameters, and modules: linear layers, embeddings, experts, a vocabulary's loss.
 
 Each of T tensor-parallel ranks holds one shard of the matrices that `Layer.tp_plan` names. A
 column-parallel module has some outputs, and a row-parallel one some inputs, so that
@@ -14,10 +14,11 @@ linear module; t a token, v a word.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.nn.functional as F
@@ -25,11 +26,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from axsparse.models.layer import Layer, LossFunction, Model, TpStyle, on_meta
+from axsparse.models.layer import Layer, LossFunction, Model, TpKind, TpStyle, on_meta
 from axsparse.models.losses import linear_cross_entropy, most_logits, reject_foreign_words
 from axsparse.models.tensor_shard import TensorShard
+from axsparse.runtime.canonical_form import IGNORED
 from axsparse.runtime.errors import ConfigError, one_line
-from axsparse.runtime.targets import IGNORED
 from axsparse.tensor_parallel.group import (
     TensorGroup,
     copies_to_tp,
@@ -39,7 +40,94 @@ from axsparse.tensor_parallel.group import (
     reduce_from_tp,
     scatter_to_tp,
 )
-from axsparse.tensor_parallel.plan import OF_MODULES, shards_of, styles_of
+
+OF_MODULES = ("replicated", "experts")
+"""Kinds that name a module; parameters inside it are sharded only where other entries name them."""
+
+
+def styles_of(layer: Layer) -> dict[str, TpStyle]:
+    """`Layer.tp_plan` with a `TpStyle` for each kind that is given by its name."""
+    styles = {}
+    for path, given in layer.tp_plan.items():
+        style = TpStyle(given) if isinstance(given, str) else given  # type: ignore[arg-type]  # checked
+        if not isinstance(style, TpStyle) or style.kind not in get_args(TpKind):
+            raise ConfigError(
+                f"layer {layer.name}: tp_plan has {given!r} for {path!r}, which is not known; give "
+                f"one of {', '.join(get_args(TpKind))}, a TpStyle, or layout.g_tensor 1"
+            )
+        styles[path] = style
+    return styles
+
+
+def shards_of(
+    layer: Layer,
+    shapes: Mapping[str, tuple[int, ...]],
+    index: int,
+    count: int,
+    key: str = "layout.g_tensor",
+) -> dict[str, TensorShard]:
+    """The shard of each sharded parameter that a rank of `count` holds, by the parameter's name
+    within the layer.
+
+    `shapes` has the layer's parameters. ConfigError for a module that the layer does not have or
+    whose size `count` does not divide; `key` is the setting that asks for so many ranks.
+    """
+    shards = {}
+    for path, style in styles_of(layer).items():
+        is_column = style.kind in ("colwise", "gather_output")
+        names = [f"{path}.weight"] + [f"{path}.bias"] * is_column
+        found = [name for name in (names if names[0] in shapes else [path]) if name in shapes]
+        if style.kind in OF_MODULES and any(name.startswith(f"{path}.") for name in shapes):
+            continue
+        if not found:
+            nearest = ", ".join(get_close_matches(path, [*shapes], n=2, cutoff=0))
+            raise ConfigError(
+                f"layer {layer.name}: tp_plan names {path!r}, which has no weight; nearest: "
+                f"{nearest}"
+            )
+        for name in found:
+            last = len(shapes[name]) - 1
+            dim = last if style.kind == "rowwise" else max(last - 1, 0)
+            shards[name] = TensorShard(shapes[name], dim, index, count, style.packed)
+            _check_size(layer.full_name(name), style, shards[name], key)
+    return shards
+
+
+def _check_size(name: str, style: TpStyle, shard: TensorShard, key: str) -> None:
+    """ConfigError where a dimension has no N equal shards; shards of words may differ."""
+    size, count = shard.full_shape[shard.dim], shard.count
+    if style.kind == "vocabulary":
+        if count > size:
+            raise ConfigError(
+                f"{key}: {count} ranks are more than the {size} words of {name}; choose fewer"
+            )
+    elif size % (style.packed * style.unit * count):
+        raise ConfigError(
+            f"{key}: {count} does not divide the {size // style.packed} outputs or inputs of "
+            f"{name}, of which {style.unit} stay together; choose a number that does"
+        )
+
+
+def check_plan(layers: Iterable[Layer], name: str, key: str, *, fuses: bool) -> None:
+    """ConfigError for a model that cannot be sharded at all; `fuses` says that torch.compile fuses
+    its layers."""
+    reason = ""
+    if not any(layer.tp_plan for layer in layers):
+        reason = f"model {name} names no modules to shard (Layer.tp_plan)"
+    elif fuses:
+        reason = "pipeline.compile fuses layers, which are not sharded then"
+    if reason:
+        raise ConfigError(f"{key}: {reason}; choose another value there, or layout.g_tensor 1")
+
+
+def check_ties(ties: Mapping[str, str], shards: Mapping[str, TensorShard]) -> None:
+    """ConfigError where the two uses of a tied weight are not sharded alike."""
+    for second, first in ties.items():
+        if shards.get(first) != shards.get(second):
+            raise ConfigError(
+                f"tie {first} = {second}: the two uses are not sharded alike (Layer.tp_plan); "
+                'give both "vocabulary", or neither'
+            )
 
 
 def _features(like: Tensor, size: int, weight: TensorShard) -> TensorShard:

@@ -48,11 +48,10 @@ from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.job import Job
 from axsparse.runtime.machine import give_back_at_once, keep_freed_blocks
 from axsparse.runtime.process import BLOCKS, are_scattered, installed_mpi
-from axsparse.samo.expansion import Expansion
+from axsparse.samo.expansion import Expansion, LayerGather
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.host.compiled_loops import FEW, cache_folder
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
-from axsparse.samo.layer_gather import LayerGather
 from axsparse.samo.layer_state import StageTie, Use
 from axsparse.samo.masks import Masks
 from axsparse.samo.optim.optimizer import Optimizer, own_learning_rate
@@ -63,12 +62,12 @@ from axsparse.samo.state_bytes import StateBytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.lockstep import MeetingLink
 from axsparse.tensor_parallel.modules import Sharding, sharded_loss, sharded_products
+from axsparse.training.checkpoint.checkpoint_folder import DataEntry
 from axsparse.training.checkpoint.layer_files import (
     CheckpointFiles,
     load_layers,
     thawed_and_frozen,
 )
-from axsparse.training.checkpoint.manifest import DataEntry
 from axsparse.training.checkpoint.verification import (
     MEANS,
     START,
@@ -86,8 +85,8 @@ from axsparse.training.plan import (
     plan_run,
     reject_mismatching_rank,
 )
-from axsparse.training.run_data import Data, open_data
 from axsparse.training.run_directory import RunDir, open_run_dir
+from axsparse.training.run_sources import Data, open_data
 
 HEALED = "healing"
 """The folder in the run directory with healed layers, until the first checkpoint has them."""

@@ -10,9 +10,8 @@ from axsparse.data.batches import Batches, Prefetcher
 from axsparse.pipeline.engine import Engine
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import DataError, everywhere
-from axsparse.runtime.exchange import sum_by_owner
+from axsparse.runtime.exchange import exact_sum, sum_by_owner
 from axsparse.runtime.grid import RankCoords
-from axsparse.runtime.rank_order import exact_sum
 from axsparse.samo.backend import to_host
 
 

@@ -40,7 +40,7 @@ from axsparse.config.hf_config import (
 )
 from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.config.schema import Config
-from axsparse.data.run_tokenizer import ExportedTokenizer, exported_tokenizer
+from axsparse.data.tokenizers import ExportedTokenizer, exported_tokenizer
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.start_weights import WHOLE_FILE, open_weights
@@ -56,23 +56,21 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.files.atomic import new_path, sync_folder, write_new
 from axsparse.runtime.files.safetensors import (
+    SPARSE_FILE,
     SUFFIX,
+    VERSION,
+    VERSION_KEY,
     SafetensorsFile,
     TensorHeader,
     as_stored,
     header_of,
-    write_safetensors,
-)
-from axsparse.runtime.files.sparse_safetensors import (
-    SPARSE_FILE,
-    VERSION,
-    VERSION_KEY,
     is_sparse,
     sparse_tensors,
+    write_safetensors,
 )
 from axsparse.samo.precision import DTYPES
+from axsparse.training.checkpoint.checkpoint_folder import DataEntry, ParameterEntry
 from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE, CheckpointFiles
-from axsparse.training.checkpoint.manifest import DataEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 
 Form = Literal["hf", "sparse", "torch"]

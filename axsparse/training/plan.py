@@ -70,7 +70,7 @@ from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half, cpu_multiplies
 from axsparse.samo.state_bytes import WeightKind, stage_bytes
-from axsparse.tensor_parallel.plan import check_ties
+from axsparse.tensor_parallel.modules import check_ties
 from axsparse.training.placement import GpuMemory
 
 COMPILED_WIDTH = 1024

@@ -26,8 +26,8 @@ from axsparse.samo.backend import HOST
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.training.placement import Placement
 from axsparse.training.plan import RunPlan
-from axsparse.training.run_data import Data
 from axsparse.training.run_directory import METRICS_FILE
+from axsparse.training.run_sources import Data
 
 
 def make_recorder(

@@ -25,10 +25,9 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.precision import DTYPES
-from axsparse.training.checkpoint.manifest import DataEntry
+from axsparse.training.checkpoint.checkpoint_folder import DataEntry
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
     checkpoint_of,

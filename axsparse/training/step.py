@@ -40,14 +40,12 @@ from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import bits_digest, masks_digest, weights_digest
 from axsparse.samo.offload import Offload
-from axsparse.samo.optim.gradient_norm import clip_factor, norm_partials
 from axsparse.samo.optim.optimizer import Hyper
-from axsparse.samo.optim.update import update
+from axsparse.samo.optim.update import clip_factor, norm_partials, update
 from axsparse.samo.shards import Replicas
 from axsparse.samo.tensor_state import TensorState
 from axsparse.tensor_parallel.group import TensorGroup
-from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
-from axsparse.training.checkpoint.manifest import printable
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, printable, saved_steps
 from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.plan import RunPlan
 from axsparse.training.progress import FirstBad, Progress, Spike

@@ -84,10 +84,16 @@ from axsparse.training.export import save_folder
 from axsparse.training.live_weights import LiveWeights
 from axsparse.training.plan import found_budget, plan_run
 from axsparse.training.progress import Progress
-from axsparse.training.run_data import open_data, with_example
 from axsparse.training.run_directory import RunDir, find_run
 from axsparse.training.run_recorder import make_recorder
-from axsparse.training.run_sources import DataSource, ModelSource, RunSources, run_sources
+from axsparse.training.run_sources import (
+    DataSource,
+    ModelSource,
+    RunSources,
+    open_data,
+    run_sources,
+    with_example,
+)
 from axsparse.training.step import Step
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import Field
 
+from axsparse.config.load import YamlLoader
 from axsparse.config.section import FromList, Rate, Section
-from axsparse.config.yaml_dialect import YamlLoader
 from axsparse.planner.cluster import Precision
 from published.transformer import Family, Recompute
 

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.stage_load import value_bytes
-from axsparse.planner.stage_memory import most_in_flight
+from axsparse.planner.stage_memory import most_in_flight, value_bytes
 from published.interleaved import warm_up
 from published.piece_loads import PieceLoad, pieces, stage_pieces, transformer
 from published.run_file import RunRow

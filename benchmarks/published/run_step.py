@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.stage_load import value_bytes
+from axsparse.planner.stage_memory import value_bytes
 from axsparse.planner.step_cost import StageSeconds, StepCosts, StepRun, joined_step, ring_seconds
 from published.interleaved import simulate_interleaved
 from published.piece_loads import NodePlacement, PieceLoad, pieces, stage_pieces, transformer

@@ -22,7 +22,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any, Literal, cast
 
-from axsparse.data.stdlib import EXCLUDED_FOLDERS
+from axsparse.data.sources import EXCLUDED_FOLDERS
 from smollm2.gguf_folder import write_folder
 
 SPARSITIES = (50, 60, 70)

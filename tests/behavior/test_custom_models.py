@@ -34,8 +34,7 @@ from axsparse.models.layer import Layer, LossFunction, Model
 from axsparse.models.sequential import from_sequential
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.trainer import build
 
 WIDTH = 16

@@ -22,8 +22,7 @@ from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.plan_model import planned_model
 from axsparse.planner.stage_memory import GPU_OVERHEAD, HOST_OVERHEAD, memory_budget
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.precision import DTYPES
 from axsparse.training.plan import plan_run
 

@@ -20,11 +20,10 @@ from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.optim.lamb import LAMB
 from axsparse.samo.optim.optimizer import Hyper, Optimizer
 from axsparse.samo.optim.sgd import sgd
-from axsparse.samo.optim.update import update
+from axsparse.samo.optim.update import norm_partials, update
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import IndexKind
@@ -137,7 +136,7 @@ import torch
 from torch import nn
 from axsparse.models.layer import Layer
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.distribution import kept_entries
+from axsparse.pruning.targets import kept_entries
 from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.layer_construction import StateOptions, build_layers

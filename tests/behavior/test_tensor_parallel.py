@@ -43,8 +43,7 @@ from axsparse.models.layer import TpStyle
 from axsparse.models.model_profile import profile
 from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.trainer import Trainer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.update import _Step
-from axsparse.training.checkpoint.manifest import manifest_bytes, read_manifest
+from axsparse.training.checkpoint.checkpoint_folder import manifest_bytes, read_manifest
 
 SETTINGS = {
     "train": {"steps": 3, "compare_replicas_every": 2, "eval_every": 3, "eval_steps": 1},

@@ -16,10 +16,14 @@ from axsparse.config.schema import DataConfig
 from axsparse.data.chats import Chat, ChatTemplate
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
-from axsparse.data.run_tokenizer import byte_tokenizer, exported_tokenizer, run_tokenizer
 from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import read_sidecar
-from axsparse.data.tokenizers import given_tokenizer
+from axsparse.data.tokenizers import (
+    byte_tokenizer,
+    exported_tokenizer,
+    given_tokenizer,
+    run_tokenizer,
+)
 from axsparse.runtime.errors import ConfigError, DataError
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_masks.json").read_text())

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.data.batches import Batches
-from axsparse.data.blend import Blend
 from axsparse.data.dataset import ArrayDataset, TokenDataset
 from axsparse.data.order import BLOCK, Share, blended_step, places_of, samples_of_step, shuffled
+from axsparse.data.sources import Blend
 
 SEEDS = st.integers(0, 2**70)
 

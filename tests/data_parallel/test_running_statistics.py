@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from axsparse.data_parallel.running_statistics import RunningStatistics
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.shards import ALONE, Replicas
 
 

@@ -14,10 +14,9 @@ from axsparse.data_parallel.step_consensus import LocalStats, StepConsensus, Ste
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
 from axsparse.runtime.grid import Grid, RankCoords
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.fixed_point import UnitFit
-from axsparse.samo.optim.gradient_norm import global_norm
+from axsparse.samo.optim.update import global_norm
 from axsparse.samo.shards import BLOCK
 
 T = TypeVar("T")

@@ -36,7 +36,7 @@ from axsparse.__main__ import main
 from axsparse.config import load, validate
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
-from axsparse.data import batches, documents, preparation, sources, stdlib, token_file
+from axsparse.data import batches, documents, preparation, sources, token_file
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets
 from axsparse.models import layer_cost, model_profile
@@ -51,8 +51,7 @@ from axsparse.runtime.errors import AxsparseError
 from axsparse.runtime.files import run_folder, safetensors
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.index import base as index_base
 from axsparse.samo.precision import DTYPES
 from axsparse.training import plan, run_directory, run_sources
@@ -61,7 +60,7 @@ from axsparse.training.trainer import build
 
 MODULES = (
     *(planner_cases, preparing, runs, sharded_model, hf, mask_files, load, validate),
-    *(batches, documents, preparation, stdlib, token_file, layer_cost, model_profile),
+    *(batches, documents, preparation, sources, token_file, layer_cost, model_profile),
     *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_folder),
     *(index_base, plan, run_sources),
 )

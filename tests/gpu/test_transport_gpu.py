@@ -88,12 +88,11 @@ def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 )
 def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> None:
-    from axsparse.runtime.backoff import SleepingBackoff
     from axsparse.runtime.communication import wait_for
     from axsparse.runtime.gpu.cuda_device import CudaDevice
     from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
-    from axsparse.runtime.local.local_transport import LocalTransport
-    from axsparse.runtime.local.local_world import LocalWorld
+    from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+    from axsparse.runtime.machine import SleepingBackoff
 
     alone = LocalTransport(LocalWorld(1), 0, SleepingBackoff())
     device = CudaDevice(torch.device("cuda", 0))
@@ -123,8 +122,7 @@ def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> 
 @needs_nccl
 def test_nccl_sends_bytes_to_itself_in_a_group() -> None:
     from axsparse.runtime.gpu.nccl import Rendezvous, nccl_backend
-    from axsparse.runtime.local.local_transport import LocalTransport
-    from axsparse.runtime.local.local_world import LocalWorld
+    from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
     rendezvous = Rendezvous(LocalTransport(LocalWorld(1), 0), nccl_backend)
     backend = rendezvous.group("itself", (0,), 4)

@@ -11,7 +11,7 @@ from support.collective_contract import CONTRACT
 from support.on_mpi import on_mpi
 
 from axsparse.runtime.communication import Op, Transport, wait
-from axsparse.runtime.mpi.mpi_collective import MpiCollective
+from axsparse.runtime.mpi.mpi_communication import MpiCollective
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 SIZE = MPI.COMM_WORLD.size

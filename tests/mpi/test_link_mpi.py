@@ -15,7 +15,7 @@ from support.runs import all_here
 from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.host_channel import ChannelLink, decode_header, encode_header
-from axsparse.runtime.mpi.mpi_channel import CONTENT_TAG, HEADER_TAG, MpiChannel
+from axsparse.runtime.mpi.mpi_communication import CONTENT_TAG, HEADER_TAG, MpiChannel
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
 SIZE = MPI.COMM_WORLD.size

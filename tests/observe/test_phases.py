@@ -14,8 +14,7 @@ from support.busy_gpu import BusyGpu, Clock
 from axsparse.observe.phases import PHASES, DevicePhases, LateSeconds, Phases
 from axsparse.observe.trace_file import Span, TraceRecorder, read
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
 
 def times(**seconds: float) -> dict[str, float]:

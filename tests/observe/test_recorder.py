@@ -22,8 +22,7 @@ from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Op, Work
 from axsparse.runtime.console import Console
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
 RUN = RunFigures(
     steps=12,

@@ -13,8 +13,7 @@ from axsparse.observe.phases import Phases
 from axsparse.observe.trace_file import Span, TraceRecorder, join, part, read, write
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
 SPANS = [
     Span(1, 0, 0, "compute", "F0", 0.0, 1.0),

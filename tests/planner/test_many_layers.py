@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
 from axsparse.planner.profiled_model import ProfiledModel
-from axsparse.planner.stage_load import StageLoad
+from axsparse.planner.stage_memory import StageLoad
 from axsparse.samo.optim.adamw import ADAMW
 
 LAYERS = 1000

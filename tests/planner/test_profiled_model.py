@@ -22,8 +22,7 @@ from axsparse.pipeline.schedules import Schedule
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Candidate, SearchRequest, plan
 from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel
-from axsparse.planner.stage_load import StageLoad, value_bytes
-from axsparse.planner.stage_memory import stage_memory
+from axsparse.planner.stage_memory import StageLoad, stage_memory, value_bytes
 from axsparse.planner.step_cost import step_costs
 from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Criterion, Score

@@ -17,9 +17,9 @@ from axsparse.pipeline.policy import Policy
 from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.planner.layout_search import Layout
-from axsparse.planner.stage_load import StageLoad
 from axsparse.planner.stage_memory import (
     ActivationMemory,
+    StageLoad,
     activation_memory,
     gigabytes,
     most_in_flight,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.distribution import kept_entries
+from axsparse.pruning.targets import kept_entries
 
 
 def no_weights() -> Tensor:

@@ -22,8 +22,7 @@ from axsparse.pruning.mask_file import open_masks, write_masks
 from axsparse.runtime.errors import DataError, OutputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.masks import Masks
 from axsparse.samo.selection import count_kept, pack
 from axsparse.training.trainer import Trainer

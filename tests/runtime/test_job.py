@@ -11,8 +11,7 @@ import pytest
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.job import Job, _last_words
-from axsparse.runtime.local.local_transport import Local, LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import Local, LocalTransport, LocalWorld
 
 
 class Closable(LocalTransport):

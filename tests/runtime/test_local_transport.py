@@ -15,8 +15,7 @@ from support.link_contract import CONTRACT
 
 from axsparse.runtime.communication import Direction, Message, Op, Transport, wait
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.runtime.seeds import preserved_rng, seed_all
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from support.late_device import LateDevice, LateStream
 
-from axsparse.runtime.backoff import SleepingBackoff
+from axsparse.runtime.machine import SleepingBackoff
 from axsparse.samo.backend import HOST
 from axsparse.samo.layer_state import StateBuffers
 from axsparse.samo.offload import Offload

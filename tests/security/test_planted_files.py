@@ -18,7 +18,7 @@ from support.runs import tiny_config
 
 from axsparse.models.start_weights import open_weights
 from axsparse.runtime.errors import DataError
-from axsparse.training.checkpoint.manifest import manifest_bytes
+from axsparse.training.checkpoint.checkpoint_folder import manifest_bytes
 from axsparse.training.checkpoint.verification import open_checkpoint, read_entry
 
 CONFIG = tiny_config(train={"steps": 2}, checkpoint={"every": 1})

@@ -12,8 +12,7 @@ from support.runs import all_here
 from torch import Tensor
 
 from axsparse.runtime.communication import Collective, Op, Transport, Work, shard_bounds, wait
-from axsparse.runtime.exchange import sum_by_owner
-from axsparse.runtime.rank_order import exchanged_bytes, sum_in_rank_order
+from axsparse.runtime.exchange import exchanged_bytes, sum_by_owner, sum_in_rank_order
 
 DTYPES = (
     torch.bfloat16,

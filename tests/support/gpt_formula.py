@@ -15,7 +15,7 @@ from operator import mul
 
 from axsparse.planner.cluster import Precision
 from axsparse.planner.profiled_model import ProfiledModel
-from axsparse.planner.stage_load import Fits, StageLoad, value_bytes
+from axsparse.planner.stage_memory import Fits, StageLoad, value_bytes
 from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, tensor_bytes
 
 GRADIENT_BYTES = 2 + 4

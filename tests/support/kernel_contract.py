@@ -52,8 +52,8 @@ from axsparse.samo.cuda.kernels import (
 from axsparse.samo.cuda.launch import CHUNK, GROUP, SUMMED, TILE, Argument
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState
-from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.optim.optimizer import Hyper, TensorSlot
+from axsparse.samo.optim.update import norm_partials
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import (
     MASK_BLOCK,

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from axsparse.pruning.mask_file import write_masks
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
 PRUNED = {
     "block0.fc.weight": (5, 4),

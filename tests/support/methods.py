@@ -9,7 +9,7 @@ import torch
 from support.oracle import Oracle, Trace
 from torch import Tensor
 
-from axsparse.pruning.distribution import kept_counts
+from axsparse.pruning.targets import kept_counts
 from axsparse.runtime.seeds import keyed_generator
 
 

@@ -21,7 +21,7 @@ from axsparse.planner.auto_layout import configured_schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import Layout, Plan, SearchRequest, plan
 from axsparse.planner.profiled_model import ProfiledModel, state_format
-from axsparse.planner.stage_load import StageLoad
+from axsparse.planner.stage_memory import StageLoad
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW

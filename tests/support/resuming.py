@@ -25,8 +25,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, StoppedError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.export import export
 from axsparse.training.placement import Placement
 from axsparse.training.progress import Progress

@@ -22,14 +22,12 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.distribution import kept_entries
 from axsparse.pruning.methods.live_masks import ScoredMasks
-from axsparse.pruning.targets import find_targets
+from axsparse.pruning.targets import find_targets, kept_entries
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.precision import DTYPES, round_to
 from axsparse.training.placement import Placement

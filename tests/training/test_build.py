@@ -20,8 +20,7 @@ from axsparse.models.layer import Model
 from axsparse.models.sequential import from_sequential
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.backend import HOST, Backend
 from axsparse.training.placement import GpuMemory, Placement
 from axsparse.training.plan import RunPlan

@@ -21,11 +21,10 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import MetricFunction, Model, count_top1
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.exchange import exact_sum
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
-from axsparse.runtime.rank_order import exact_sum
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import build
 

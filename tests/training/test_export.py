@@ -44,7 +44,7 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.training import export as exporting
-from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
+from axsparse.training.checkpoint.checkpoint_folder import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
 from axsparse.training.export import ExportSummary, Form
 

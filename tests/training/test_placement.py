@@ -12,8 +12,7 @@ from support.runs import tiny_config
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.rank_gpus import Gpu
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.backend import HOST, Backend
 from axsparse.training import placement as placing
 

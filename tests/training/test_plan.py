@@ -23,8 +23,7 @@ from axsparse.planner.stage_memory import MemoryBudget
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.precision import DTYPES
 from axsparse.training import plan
 from axsparse.training.plan import RunPlan, plan_run, reject_mismatching_rank

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.hf import write_llama
-from support.runs import mlp, vector_data
+from support.runs import mlp, on_ranks, tiny_config, tiny_gpt, token_data, vector_data
 
 import axsparse as ax
 from axsparse.config.schema import Config
-from axsparse.training.run_sources import run_sources
+from axsparse.data.dataset import ArrayDataset, Datasets, TokenDataset
+from axsparse.data.order import blended_step
+from axsparse.data.sources import Blend
+from axsparse.models.model_profile import profile
+from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
+from axsparse.runtime.grid import Grid
+from axsparse.training.plan import plan_run
+from axsparse.training.run_sources import Data, open_data, run_sources
 
 MODEL = mlp()
 DATA = vector_data()
@@ -81,3 +91,144 @@ def test_tokens_and_folders_of_hugging_face_are_settings(tmp_path: Path) -> None
             for one in (sources.model.start, sources.model.start)
         )
     )
+
+
+def opened(
+    g_inter: int,
+    factory: Callable[[int], Datasets],
+    config: Config | None = None,
+    *,
+    g_data: int = 1,
+) -> list[Data | AxsparseError]:
+    """The data of `factory(rank)` on every rank, or the error it raises."""
+    config = config or tiny_config()
+
+    def body(transport: Transport) -> Data | AxsparseError:
+        model = tiny_gpt(config)
+        loaded = config.with_origins("quick", {})
+        layout = Grid(g_inter, g_data)
+        run = plan_run(loaded, model, profile(model), transport, grid=layout)
+        try:
+            return open_data(run, loaded, transport, partial(factory, transport.rank))
+        except AxsparseError as error:
+            return error
+
+    return on_ranks(g_inter * g_data, body)
+
+
+def test_stages_in_between_read_nothing_and_know_the_size_of_the_data() -> None:
+    def factory(rank: int) -> Datasets:
+        assert rank != 1, "a stage in between opened the data"
+        return Datasets(token_data(40), token_data(20))
+
+    ranks = opened(3, factory)
+
+    for rank, data in enumerate(ranks):
+        assert isinstance(data, Data)
+        assert data.entry.name == "random"
+        assert data.training.num_samples == 40
+        assert (data.training.dataset is None) == (rank == 1)
+        assert data.validation is not None
+        assert data.validation.num_samples == 20
+        assert (data.validation.dataset is None) == (rank == 1)
+        assert len(data.training.training(0).microbatches) == 12
+
+
+def test_every_replica_gets_its_own_share() -> None:
+    arrays = ArrayDataset(torch.zeros(12, 3), torch.arange(12))
+    ranks = opened(1, lambda rank: Datasets(arrays), g_data=2)
+
+    for replica, data in enumerate(ranks):
+        assert isinstance(data, Data)
+        assert (
+            data.validation is None and data.entry.name == "arrays"
+        )  # a model of tokens takes them
+        microbatches = data.training.training(0).microbatches
+        assert [part.first_sample for part in microbatches] == list(
+            range(6 * replica, 6 * replica + 6)
+        )
+
+
+def test_first_and_last_stage_choose_the_samples_of_a_blend_alike() -> None:
+    blend = Blend([token_data(40), token_data(8)], [0.25, 0.75])
+    config = tiny_config()
+    size = config.batch.global_batch_size
+
+    ranks = opened(3, lambda rank: Datasets(blend), config)
+
+    samples, _ = blended_step(blend.shares, size, 2, config.seed)
+    _, expected = blend.read(samples)
+    for data in (ranks[0], ranks[-1]):
+        assert isinstance(data, Data)
+        targets = [part.targets for part in data.training.training(2).microbatches]
+        assert torch.equal(torch.cat([each for each in targets if each is not None]), expected)
+
+
+def changed(**values: Any) -> TokenDataset:
+    plain = token_data()
+    fields = {"name": plain.name, "fingerprint": "0", "vocab_size": 64, "tokens": plain.tokens}
+    return TokenDataset(**{**fields, "sequence_length": 12, **values})
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            Datasets(changed(fingerprint="1")),
+            r"fingerprint: rank 2 on host \S+ has 1, rank 0 has 0;",
+        ),
+        (
+            Datasets(changed(vocab_size=63)),
+            r"vocab_size: rank 2 on host \S+ has 63, rank 0 has 64;",
+        ),
+        (
+            Datasets(changed(), changed()),
+            r"validation_samples: rank 2 on host \S+ has \d+, rank 0 has 0;",
+        ),
+    ],
+)
+def test_ranks_that_read_different_data_are_refused(other: Datasets, message: str) -> None:
+    ranks = opened(3, lambda rank: other if rank == 2 else Datasets(changed()))
+
+    for error in ranks:
+        assert isinstance(error, DataError)
+        assert str(error).startswith("data: ")
+        assert str(error).endswith("and what is drawn the same seed (torch.manual_seed)")
+        with pytest.raises(DataError, match=message):
+            raise error
+
+
+def test_data_without_ends_of_documents_are_refused_where_these_are_wanted() -> None:
+    config = tiny_config(data={"intra_document_attention": True})
+
+    for error in opened(2, lambda rank: Datasets(changed(separator=0), changed()), config):
+        assert isinstance(error, DataError)
+        assert str(error) == (
+            "data.intra_document_attention: random has no ends of documents; choose false, or "
+            "give a "
+            "TokenDataset with the separator that ends them"
+        )
+    assert isinstance(opened(1, lambda rank: Datasets(changed(separator=0)), config)[0], Data)
+
+
+def missing_on_rank_2(rank: int) -> Datasets:
+    if rank == 2:
+        raise MissingInputError("data.path: /nowhere is not there")
+    return Datasets(token_data())
+
+
+@pytest.mark.parametrize(
+    ("factory", "kind"),
+    [
+        (missing_on_rank_2, MissingInputError),
+        (lambda rank: Datasets(changed(vocab_size=65)), ConfigError),
+        (lambda rank: Datasets(token_data(11)), DataError),
+    ],
+)
+def test_data_that_cannot_be_opened_or_do_not_fit_are_refused_on_all_ranks(
+    factory: Callable[[int], Datasets], kind: type[AxsparseError]
+) -> None:
+    first, *others = opened(3, factory)
+
+    assert isinstance(first, kind)
+    assert [str(error) for error in others] == [str(first)] * 2

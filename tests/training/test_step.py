@@ -23,7 +23,7 @@ from axsparse.data.order import samples_of_step
 from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Model
 from axsparse.runtime.errors import TrainingError
-from axsparse.training.checkpoint.manifest import read_manifest
+from axsparse.training.checkpoint.checkpoint_folder import read_manifest
 from axsparse.training.trainer import Trainer
 
 STEPS, EVERY, SPIKE = 14, 4, 6

@@ -20,8 +20,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.runtime.errors import MissingInputError
 from axsparse.runtime.job import Job, _describe
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import (

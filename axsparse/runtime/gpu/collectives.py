@@ -32,8 +32,8 @@ from axsparse.runtime.communication import (
     shard_bounds,
     wait,
 )
+from axsparse.runtime.exchange import exchanged_bytes
 from axsparse.runtime.gpu.device_protocol import Device
-from axsparse.runtime.rank_order import exchanged_bytes
 
 if TYPE_CHECKING:
     from axsparse.runtime.gpu.nccl import NcclGroup

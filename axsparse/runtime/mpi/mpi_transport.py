@@ -15,7 +15,6 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.runtime.backoff import SleepingBackoff
 from axsparse.runtime.communication import (
     MAX_CALL_BYTES,
     Backoff,
@@ -25,15 +24,14 @@ from axsparse.runtime.communication import (
     Link,
 )
 from axsparse.runtime.grid import RankCoords
-from axsparse.runtime.machine import own_share, share_cores
-from axsparse.runtime.process import exit_at_once, flush_streams
-from axsparse.runtime.shared_segments import remove_own
+from axsparse.runtime.machine import SleepingBackoff, own_share, share_cores
+from axsparse.runtime.process import exit_at_once, flush_streams, remove_own
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
     from axsparse.runtime.host_channel import HostChannel, Way
-    from axsparse.runtime.mpi.mpi_channel import MpiChannels
+    from axsparse.runtime.mpi.mpi_communication import MpiChannels
 
 START_SECONDS = 600.0
 """How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
@@ -55,7 +53,7 @@ class MpiTransport:
         `backoff` is how this rank waits; by default it depends on whether the ranks of this
         machine are more than their cores.
         """
-        from axsparse.runtime.mpi.mpi_collective import MpiCollective
+        from axsparse.runtime.mpi.mpi_communication import MpiCollective
 
         self.name = f"mpi ({mpi_library()})"
         self.rank = comm.rank
@@ -80,7 +78,7 @@ class MpiTransport:
         return link
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
-        from axsparse.runtime.mpi.mpi_collective import MpiCollective
+        from axsparse.runtime.mpi.mpi_communication import MpiCollective
 
         group = self._comm.Get_group().Incl(list(ranks))
         comm = self._comm.Create_group(group)
@@ -93,7 +91,7 @@ class MpiTransport:
 
     def channels(self) -> MpiChannels:
         """The channels of a new link between GPUs; all ranks call this together."""
-        from axsparse.runtime.mpi.mpi_channel import MpiChannels
+        from axsparse.runtime.mpi.mpi_communication import MpiChannels
 
         return MpiChannels(self._comm)
 

@@ -6,7 +6,7 @@
 
 The norm, and whether all gradients are finite, come from one fp64 sum of squares for each block of
 65,536 kept entries (`sum_squares`); it is finite exactly if these entries are. They add the squares
-of `samo/optim/gradient_norm.py` in another fixed order (`source/compress.cuh`).
+of `samo/optim/update.py` in another fixed order (`source/compress.cuh`).
 
 The step is one kernel for tensors of the same types. It unscales and clips the gradient, applies
 the recurrence in fp32 to kept entries (as in `samo/optim/adamw.py` and `samo/optim/sgd.py`), rounds

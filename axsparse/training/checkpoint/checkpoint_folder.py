@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints, in which each appears completely or not at all.
+"""The folder of a run's checkpoints, in which each appears completely or not at all, and manifests.
 
     step-40/        a checkpoint
     step-60.tmp/    one that is being written, or was when the run was killed
@@ -6,18 +6,171 @@
 
 Renaming is one indivisible step, and is done once the files are on the disk. Checkpoints are
 ordered by step, never by time.
+
+`manifest.json` says where training was, and which file holds which layer. It is one JSON object
+that ends in `,"sha256":"…"}`, the hash of all bytes before that, and is written last, so that a
+folder without it is no checkpoint.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any, BinaryIO, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from axsparse.pruning.methods.pruner import MethodState
+from axsparse.runtime.errors import DataError, reading
 from axsparse.runtime.files.atomic import sync_folder, write_new
-from axsparse.training.checkpoint.manifest import MANIFEST_FILE
-from axsparse.training.progress import Progress
+from axsparse.training.progress import Count, Progress
+
+MANIFEST_FILE = "manifest.json"
+FORMAT: Literal[1] = 1
+"""The version of the format of checkpoints; any other is refused."""
+MAX_BYTES = 256_000_000
+"""The largest manifest that is read; a usual one has some 150 bytes for each tensor."""
+_TAIL = re.compile(rb',"sha256":"([0-9a-f]{64})"\}\n?\Z')
+
+FileName = Annotated[
+    str, Field(pattern=r"\A[A-Za-z0-9_-][A-Za-z0-9_.-]*\.safetensors\z", max_length=200)
+]
+"""The name of a file next to the manifest; files of other names are never opened."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class FileEntry(_Strict):
+    """The size and hash of one file."""
+
+    bytes: Count
+    xxh3: Annotated[str, Field(pattern=r"\A[0-9a-f]{32}\z")]
+    """The XXH3 hash of 128 bits, as `xxhsum -H2` prints it."""
+
+
+class ParameterEntry(_Strict):
+    """The shape of one parameter of the model, and how much of it is kept."""
+
+    shape: Annotated[tuple[Count, ...], Field(max_length=64)]
+    kept: Count
+    """Number of entries in the file; all entries if the parameter is not pruned."""
+
+
+class LayerEntry(_Strict):
+    """The files and parameters of one layer."""
+
+    file: FileName
+    pruner: FileName | None
+    """The file of the pruning method's state of this layer; None if it has none."""
+    parameters: dict[str, ParameterEntry]
+    """By global name; a tied weight is in the layer of its first use only."""
+
+
+class DataEntry(_Strict):
+    """The training data, and the position in them."""
+
+    name: str
+    fingerprint: str
+    samples: Count
+    position: Count
+    """Number of samples used: step · global batch size."""
+
+
+class CheckpointManifest(_Strict):
+    """The contents of a checkpoint, apart from its tensors."""
+
+    format: Literal[1]
+    progress: Progress
+    method_state: MethodState
+    data: DataEntry
+    config: dict[str, Any]
+    teacher: str | None = None
+    """The fingerprint of the teacher's weights; None without a teacher."""
+    versions: dict[str, str]
+    git: str | None
+    """The commit of the checkout that wrote it, which may end in "-dirty"; None if unknown."""
+    layers: dict[str, LayerEntry]
+    """In model order."""
+    files: dict[FileName, FileEntry]
+
+    @property
+    def pruned(self) -> dict[str, int]:
+        """Number of kept entries of each pruned parameter, by global name."""
+        return {
+            name: entry.kept
+            for layer in self.layers.values()
+            for name, entry in layer.parameters.items()
+            if entry.kept < math.prod(entry.shape)
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(entry.bytes for entry in self.files.values())
+
+
+def manifest_bytes(manifest: CheckpointManifest) -> bytes:
+    """The contents of manifest.json, which `parse_manifest` reads."""
+    text = manifest.model_dump_json().encode()
+    assert text.endswith(b"}")
+    head = text[:-1]
+    return head + b',"sha256":"' + hashlib.sha256(head).hexdigest().encode() + b'"}\n'
+
+
+def parse_manifest(data: bytes) -> CheckpointManifest:
+    """Read the contents of manifest.json; ValueError of one line if they are damaged."""
+    tail = _TAIL.search(data)
+    if tail is None:
+        raise ValueError("is cut short, or no manifest")
+    head = data[: tail.start()]
+    if hashlib.sha256(head).hexdigest().encode() != tail[1]:
+        raise ValueError("has another hash than it says")
+    try:
+        manifest = CheckpointManifest.model_validate_json(head + b"}")
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"])) or "it"
+        raise ValueError(f"{printable(where)[:200]}: {printable(first['msg'])[:200]}") from None
+    named = {layer.file for layer in manifest.layers.values()}
+    named |= {layer.pruner for layer in manifest.layers.values() if layer.pruner is not None}
+    if named != manifest.files.keys():
+        odd = min(named ^ manifest.files.keys())
+        raise ValueError(f"{odd} is among its files or those of its layers, but not in both")
+    return manifest
+
+
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """The manifest of a checkpoint; MissingInputError without one, DataError if it is damaged."""
+    path = folder / MANIFEST_FILE
+    where = f"checkpoint {folder}: {MANIFEST_FILE}"
+    with reading(where, "resume from another one"), open_plain(path) as file:
+        # Python reserves as many bytes as are asked for.
+        data = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
+    try:
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"has more than {MAX_BYTES} bytes")
+        return parse_manifest(data)
+    except ValueError as wrong:
+        raise DataError(f"{where} {wrong}; resume from another one") from wrong
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a file for reading; OSError for a link, which could lead out of the folder."""
+    # O_NONBLOCK: opening a named pipe would wait for a writer.
+    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+
+
+def printable(text: str) -> str:
+    """A text in which each letter that a terminal would act on is a question mark."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
 
 CHECKPOINTS = "checkpoints"
 """The name of this folder in a run directory."""

@@ -49,7 +49,7 @@ from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.precision import round_to
 from axsparse.samo.selection import Bits, pack
 from axsparse.samo.tensor_state import TensorState
-from axsparse.training.checkpoint.manifest import LayerEntry, ParameterEntry
+from axsparse.training.checkpoint.checkpoint_folder import LayerEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint
 
 MASK, MASTER, VALUE, BUFFER, BEGUN = "mask", "master", "value", "buffer", "begun"

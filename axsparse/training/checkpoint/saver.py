@@ -36,9 +36,7 @@ from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.training.checkpoint import checkpoint_folder as folders
-from axsparse.training.checkpoint.interval import SaveInterval
-from axsparse.training.checkpoint.layer_files import LayerContents, TensorCopy, contents_of, deal
-from axsparse.training.checkpoint.manifest import (
+from axsparse.training.checkpoint.checkpoint_folder import (
     FORMAT,
     CheckpointManifest,
     DataEntry,
@@ -46,6 +44,8 @@ from axsparse.training.checkpoint.manifest import (
     LayerEntry,
     manifest_bytes,
 )
+from axsparse.training.checkpoint.interval import SaveInterval
+from axsparse.training.checkpoint.layer_files import LayerContents, TensorCopy, contents_of, deal
 from axsparse.training.checkpoint.verification import is_complete, read_entry
 from axsparse.training.plan import RunPlan
 from axsparse.training.progress import Progress

@@ -27,18 +27,16 @@ from axsparse.runtime.exchange import together
 from axsparse.training.checkpoint.checkpoint_folder import (
     CHECKPOINTS,
     UNFINISHED,
-    path_of,
-    saved_steps,
-    step_of,
-    unfinished,
-)
-from axsparse.training.checkpoint.manifest import (
     CheckpointManifest,
     DataEntry,
     FileEntry,
     open_plain,
+    path_of,
     printable,
     read_manifest,
+    saved_steps,
+    step_of,
+    unfinished,
 )
 
 PIECE = 1 << 22
@@ -211,7 +209,7 @@ MEANS = (
 )
 """Beginnings of keys that say where and how a run computes: at most, the order of sums."""
 FREE = (
-    *(*MEANS, "data.blend", "data.validation", "train.steps", "train.eval_"),
+    *(*MEANS, "data.sources", "data.validation", "train.steps", "train.eval_"),
     "pruning.calibration_samples",
 )
 """Keys, or prefixes of keys, whose values may change in a resumed run."""

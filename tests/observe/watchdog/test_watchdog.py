@@ -25,8 +25,7 @@ from axsparse.pipeline.engine import Engine
 from axsparse.runtime.communication import Message
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport
-from axsparse.runtime.local.local_world import LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.trainer import Trainer
 
 TIMEOUT = 20.0

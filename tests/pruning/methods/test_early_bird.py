@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from axsparse.pruning.distribution import kept_entries
 from axsparse.pruning.methods.early_bird import Decision, MaskConvergence
+from axsparse.pruning.targets import kept_entries
 from axsparse.samo.selection import largest
 
 examples = settings(max_examples=100, deadline=None, derandomize=True)

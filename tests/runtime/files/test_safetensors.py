@@ -5,17 +5,31 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from support.images import assert_equal_tensors, write_safetensors
+from support.images import assert_equal_tensors
+from support.images import write_safetensors as write_named
 from torch import Tensor
 
 from axsparse.models.start_weights import open_weights
 from axsparse.runtime.errors import DataError, MissingInputError
 from axsparse.runtime.files import safetensors
-from axsparse.runtime.files.safetensors import SafetensorsFile, SafetensorsIndex, TensorHeader
+from axsparse.runtime.files.safetensors import (
+    SPARSE_FILE,
+    VERSION,
+    VERSION_KEY,
+    SafetensorsFile,
+    SafetensorsIndex,
+    SparseFile,
+    TensorHeader,
+    header_of,
+    is_sparse,
+    sparse_tensors,
+    write_safetensors,
+)
 
 TENSORS = {
     "a": torch.arange(6.0).view(2, 3),
@@ -31,7 +45,7 @@ def one_line(tensors: dict[str, Tensor]) -> dict[str, TensorHeader]:
 def index_of(folder: Path, weight_map: object, files: dict[str, list[str]]) -> Path:
     """An index, and next to it files with some of the tensors."""
     for file, names in files.items():
-        write_safetensors(folder / file, {name: TENSORS[name] for name in names})
+        write_named(folder / file, {name: TENSORS[name] for name in names})
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return path
@@ -53,7 +67,7 @@ def test_the_files_of_an_index_are_read_as_one(tmp_path: Path) -> None:
 
 def test_a_whole_file_in_a_folder_comes_before_an_index(tmp_path: Path) -> None:
     index_of(tmp_path, {"a": "part.safetensors"}, {"part.safetensors": ["a"]})
-    write_safetensors(tmp_path / "model.safetensors", TENSORS)
+    write_named(tmp_path / "model.safetensors", TENSORS)
 
     assert open_weights(tmp_path).path == tmp_path / "model.safetensors"
 
@@ -68,7 +82,7 @@ def test_files_that_an_index_names_have_to_be_there_with_what_it_says(tmp_path: 
         "get all of the files that it names$",
     ):
         SafetensorsIndex(path)
-    write_safetensors(tmp_path / "2.safetensors", {"c": TENSORS["c"]})
+    write_named(tmp_path / "2.safetensors", {"c": TENSORS["c"]})
     with pytest.raises(
         DataError,
         match=rf"^{path}: places 'b' in 2.safetensors, which lacks it; get all of its files anew$",
@@ -80,7 +94,7 @@ def test_files_that_an_index_names_have_to_be_there_with_what_it_says(tmp_path: 
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path) -> None:
-    path = write_safetensors(tmp_path / "x.safetensors", TENSORS)
+    path = write_named(tmp_path / "x.safetensors", TENSORS)
     file = SafetensorsFile(path)
     with path.open("r+b") as changed:
         changed.truncate(path.stat().st_size - 1)
@@ -149,3 +163,80 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
         safetensors.write_safetensors(path, one_line(TENSORS), iter(TENSORS.values()))
 
     assert path.read_text() == "precious"
+
+
+def tensors() -> dict[str, Tensor]:
+    torch.manual_seed(2)
+    half, ninety, odd = torch.randn(40, 50), torch.randn(3, 40, 50), torch.randn(5, 7)
+    half[torch.rand(40, 50) < 0.5] = 0
+    ninety[torch.rand(3, 40, 50) < 0.9] = 0
+    odd[:, 1:] = 0
+    return {
+        "half": half,
+        "ninety": ninety,
+        "odd": odd,
+        "dense": torch.randn(9, 9),
+        "vector": torch.zeros(30),
+        "count": torch.arange(4),
+    }
+
+
+def written(folder: Path, version: str = VERSION) -> Path:
+    named = {name: (header_of(one), partial(one.clone)) for name, one in tensors().items()}
+    stored = sparse_tensors(named)
+    assert is_sparse(stored)
+    write_safetensors(
+        folder / SPARSE_FILE,
+        {name: header for name, (header, _) in stored.items()},
+        (read() for _, read in stored.values()),
+        {VERSION_KEY: version},
+    )
+    return folder / SPARSE_FILE
+
+
+def test_tensors_come_back_in_bf16(tmp_path: Path) -> None:
+    file = SparseFile(written(tmp_path))
+    for name, tensor in tensors().items():
+        assert file.shapes[name] == tuple(tensor.shape)
+        wanted = tensor.bfloat16() if tensor.is_floating_point() else tensor
+        assert torch.equal(file.read(name), wanted)
+    assert set(file.shapes) == set(tensors())
+    stored = SafetensorsFile(file.path).shapes
+    assert stored["half.mask"] == (250,)
+    assert "dense" in stored
+    assert "vector" in stored
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        ("half.values", torch.zeros(3).bfloat16()),
+        ("half.mask", torch.zeros(249, dtype=torch.uint8)),
+        ("half.shape", torch.tensor([40, 51])),
+        ("half.shape", torch.tensor([-40, 50])),
+        ("half.mask", None),
+    ],
+)
+def test_parts_that_disagree(tmp_path: Path, part: str, other: Tensor | None) -> None:
+    whole = SafetensorsFile(written(tmp_path))
+    parts = {name: whole.read(name) for name in whole.shapes if name != part}
+    if other is not None:
+        parts[part] = other
+    path = tmp_path / "other" / SPARSE_FILE
+    path.parent.mkdir()
+    write_safetensors(
+        path,
+        {name: header_of(one) for name, one in parts.items()},
+        iter(parts.values()),
+        {VERSION_KEY: VERSION},
+    )
+    with pytest.raises(DataError, match="values, mask and shape of 'half' disagree; get it anew"):
+        SparseFile(path).read("half")
+
+
+def test_other_versions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="axsparse_sparse is '2', and this version reads '1'"):
+        SparseFile(written(tmp_path, "2"))
+    write_named(tmp_path / "model.safetensors", {"a": torch.ones(2)})
+    with pytest.raises(DataError, match="axsparse_sparse is None"):
+        SparseFile(tmp_path / "model.safetensors")

@@ -17,7 +17,7 @@ from axsparse.runtime.gpu.collectives import (
     TwoWayCollective,
 )
 from axsparse.runtime.gpu.gpu_transport import PushingBackoff
-from axsparse.runtime.local.local_world import LocalWorld, TurnBackoff
+from axsparse.runtime.local.local_transport import LocalWorld, TurnBackoff
 
 
 class Failing:

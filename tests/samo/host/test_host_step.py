@@ -23,10 +23,9 @@ from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StateTypes
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.gradient_norm import norm_partials
 from axsparse.samo.optim.optimizer import Hyper, Optimizer
 from axsparse.samo.optim.sgd import sgd
-from axsparse.samo.optim.update import update
+from axsparse.samo.optim.update import norm_partials, update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK, Replicas
 from axsparse.samo.state_bytes import IndexKind, WeightKind

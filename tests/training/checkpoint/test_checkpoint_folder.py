@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from axsparse.runtime.errors import AxsparseError, MissingInputError
 from axsparse.training.checkpoint.checkpoint_folder import (
+    CheckpointManifest,
     begin,
     commit,
+    manifest_bytes,
     outdated,
+    parse_manifest,
+    read_manifest,
     remove,
     saved_steps,
     unfinished,
@@ -149,3 +160,157 @@ def test_the_newest_whole_ones_stay(
     saved(tmp_path, 10, 20, 30, 40, 50)
 
     assert outdated(tmp_path, keep_last, keep_every, all_but(*damaged)) == gone
+
+
+HASH = "0123456789abcdef" * 2
+
+
+def values() -> dict[str, Any]:
+    return {
+        "format": 1,
+        "progress": {
+            **{"step": 4, "updates": 3, "schedule_start": 1, "masks_changed": None},
+            **{"evaluated": True, "masked": False, "loss_scale": 0.1, "good_steps": 3},
+            "skipped_at_floor": 0,
+        },
+        "method_state": {"distances": [0.1, 1 / 3], "last_look": 2},
+        "data": {"name": "random", "fingerprint": "0", "samples": 40, "position": 48},
+        "config": {"seed": 1, "layout": {"split": [1, 2]}, "batch": {"global_batch_size": 12}},
+        "versions": {"torch": "2"},
+        "git": None,
+        "layers": {
+            "block0": {
+                "file": "0000-block0.safetensors",
+                "pruner": "0000-block0.pruner.safetensors",
+                "parameters": {"block0.fc.weight": {"shape": [3, 4], "kept": 5}},
+            }
+        },
+        "files": {
+            "0000-block0.safetensors": {"bytes": 10, "xxh3": HASH},
+            "0000-block0.pruner.safetensors": {"bytes": 7, "xxh3": HASH},
+        },
+    }
+
+
+def signed(text: str) -> bytes:
+    """Any JSON object with the hash that belongs to it, as a forger would write it."""
+    assert text.endswith("}")
+    head = text[:-1].encode()
+    return head + b',"sha256":"' + hashlib.sha256(head).hexdigest().encode() + b'"}\n'
+
+
+def changed(path: str, value: object) -> bytes:
+    found = values()
+    *way, last = path.split("/")
+    place: Any = found
+    for key in way:
+        place = place[key]
+    place[last] = value
+    return signed(json.dumps(found))
+
+
+def test_a_manifest_is_read_as_it_was_written() -> None:
+    manifest = CheckpointManifest.model_validate_json(json.dumps(values()))
+
+    found = parse_manifest(manifest_bytes(manifest))
+
+    assert found == manifest
+    assert found.method_state.distances == (0.1, 1 / 3)
+    assert found.nbytes == 17
+    assert json.loads(manifest_bytes(manifest))["progress"]["step"] == 4
+
+
+def test_no_flipped_bit_goes_unseen() -> None:
+    data = manifest_bytes(CheckpointManifest.model_validate_json(json.dumps(values())))
+    for place in range(len(data) - 1):
+        flipped = bytearray(data)
+        flipped[place] ^= 1
+        with pytest.raises(ValueError, match=r"has another hash than it says|is cut short, or no"):
+            parse_manifest(bytes(flipped))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("format", 2, "format: "),
+        ("progress/step", -1, "progress.step: "),
+        ("progress/step", 2**53, "progress.step: "),
+        ("progress/step", 4.5, "progress.step: "),
+        ("progress/step", True, "progress.step: "),
+        ("progress/loss_scale", float("nan"), "progress.loss_scale: |it: "),
+        ("progress/loss_scale", 0.0, "progress.loss_scale: "),
+        ("progress/loss_scale", 1e300, "progress.loss_scale: "),
+        ("progress/exponents", {"block0.fc.weight": 401}, "progress.exponents.block0.fc.weight: "),
+        ("progress/spikes", {"losses": [float("nan")]}, "progress.spikes.losses.0: |it: "),
+        ("progress/spikes", {"losses": [1.0] * 10_001}, "progress.spikes.losses: "),
+        ("progress/first_bad", {"step": 1, "what": "a\x1b[2J"}, "progress.first_bad.what: "),
+        ("method_state/distances", "x", "method_state.distances"),
+        ("extra", 1, "extra: "),
+        ("layers/block0/file", "../block0.safetensors", "layers.block0.file: "),
+        ("layers/block0/file", "/block0.safetensors", "layers.block0.file: "),
+        ("layers/block0/file", ".safetensors", "layers.block0.file: "),
+        ("layers/block0/file", "block0.safetensors\n", "layers.block0.file: "),
+        ("layers/block0/file", "block0.pt", "layers.block0.file: "),
+        ("layers/block0/file", "other.safetensors", "is among its files or those of its layers"),
+        ("layers/block0/parameters/block0.fc.weight/shape", [-1], "shape.0: "),
+        ("layers/block0/parameters/block0.fc.weight/kept", 10**4000, "kept: |it: "),
+        ("files/..", {"bytes": 1, "xxh3": HASH}, "files.*"),
+        ("files/0000-block0.safetensors/xxh3", "zz", "xxh3: "),
+        ("config", [], "config: "),
+    ],
+)
+def test_a_forged_manifest_is_refused(path: str, value: object, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as caught:
+        parse_manifest(changed(path, value))
+    assert "\n" not in str(caught.value)
+
+
+def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "real").write_bytes(b"")
+    (tmp_path / "manifest.json").symlink_to("real")
+    with pytest.raises(MissingInputError, match="Too many levels of symbolic links"):
+        read_manifest(tmp_path)
+
+    (tmp_path / "manifest.json").unlink()
+    os.mkfifo(tmp_path / "manifest.json")
+    with pytest.raises(AxsparseError):
+        read_manifest(tmp_path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=8,
+)
+PATHS = st.sampled_from(
+    [
+        *(f"progress/{name}" for name in values()["progress"]),
+        *(name for name in values() if name != "format"),
+        "method_state/distances",
+        "method_state/last_look",
+        "layers/block0",
+        "layers/block0/parameters",
+        "layers/block0/pruner",
+        "files/0000-block0.safetensors",
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.binary(max_size=200) | st.builds(changed, PATHS, JSON))
+def test_whatever_is_there_is_a_manifest_or_one_line(data: bytes) -> None:
+    with contextlib.suppress(ValueError):
+        assert isinstance(parse_manifest(data), CheckpointManifest)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_a_damaged_manifest_is_one_line(data: st.DataObject) -> None:
+    """Cut, doubled, or with some bytes replaced, and signed again."""
+    good = json.dumps(values()).encode()
+    start = data.draw(st.integers(0, len(good)))
+    stop = data.draw(st.integers(start, len(good)))
+    text = good[:start] + data.draw(st.binary(max_size=6)) + good[stop:] + b"}"
+
+    with contextlib.suppress(ValueError):
+        parse_manifest(signed(text.decode(errors="replace")))

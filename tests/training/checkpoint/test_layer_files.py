@@ -17,8 +17,8 @@ import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
+from axsparse.training.checkpoint.checkpoint_folder import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, load_layers
-from axsparse.training.checkpoint.manifest import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import (
     is_complete,
     open_checkpoint,

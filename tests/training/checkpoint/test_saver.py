@@ -23,8 +23,12 @@ from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.runtime.errors import OutputError, TrainingError
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.training.checkpoint import saver as save
-from axsparse.training.checkpoint.checkpoint_folder import commit, saved_steps, unfinished
-from axsparse.training.checkpoint.manifest import FileEntry
+from axsparse.training.checkpoint.checkpoint_folder import (
+    FileEntry,
+    commit,
+    saved_steps,
+    unfinished,
+)
 from axsparse.training.checkpoint.saver import CopyQueue
 from axsparse.training.checkpoint.verification import is_complete, open_checkpoint, read_entry
 from axsparse.training.progress import Progress

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.communication import Direction, Message
-from axsparse.runtime.gpu.gpu_link import Nccl
+from axsparse.runtime.gpu.gpu_transport import Nccl
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.host_channel import ChannelLink, HostChannel, Way
 
