@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import resource
 import sys
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,8 @@ def steps(job: Job, overrides: list[str], number: int) -> None:
 
 
 def train(job: Job, part: float, overrides: list[str]) -> None:
+    # A thread reserves its stack, 8 MB by default, unless that of one which has ended is free.
+    threading.stack_size(1 << 20)
     # What libraries load and compile for a first step is theirs, and no plan's: in bf16 more than a
     # megabyte for each shape of a matrix product. It has to leave no holes that could be filled.
     assert give_back_at_once()
