@@ -53,7 +53,7 @@ of healing block by block."""
 COMMON = (
     *("data.sequence_length=1024", f"batch.global_batch_size={BATCH}"),
     *("batch.microbatch_size=1", "pipeline.checkpoint_activations=0"),
-    *(f"pruning.calibration_samples={CALIBRATION_SAMPLES}", "train.eval_steps=0"),
+    f"pruning.calibration_samples={CALIBRATION_SAMPLES}",
 )
 LOGGED = ("train.log_every=1", "checkpoint.every=1000")
 TRAINING = (
@@ -299,7 +299,8 @@ class Study:
         return json.loads(self._run(command).splitlines()[-1])  # type: ignore[no-any-return]
 
     def _settings(self, start: Case) -> list[str]:
-        return [f"model.from={self._model(start)}", f"data.path={self.work / 'tokens'}", *COMMON]
+        model, tokens = self._model(start), self.work / "tokens"
+        return [f"model.from={model}", f"data.path={tokens}", "train.eval_steps=0", *COMMON]
 
     def _run(self, command: Sequence[str], log: str = "") -> str:
         """Run a command of this environment; what it said, which is kept in a log as well."""
