@@ -284,7 +284,7 @@ def transport(around: Around) -> Found:
         skipped = [Row(part, what, "skip", "not asked for; --shared-nccl")]
     else:
         around.host.environment["AXSPARSE_NCCL_SHARED"] = "1"
-    rows, details = pytest(around, part, ["test_transport_gpu", "test_phases_gpu"])
+    rows, details = pytest(around, part, ["test_transport_gpu"])
     return [*rows, *skipped], details
 
 

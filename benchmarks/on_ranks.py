@@ -29,7 +29,7 @@ from mpi4py import MPI
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Schedule
 from axsparse.runtime.communication import Op, wait
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.mpi.mpi_transport import MpiTransport

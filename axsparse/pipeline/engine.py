@@ -25,8 +25,8 @@ from axsparse.pipeline.policy import (
     ForwardOnly,
     Kind,
     Policy,
+    Schedule,
 )
-from axsparse.pipeline.schedules import Schedule
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
 from axsparse.runtime.gpu.device_protocol import Device

@@ -17,7 +17,7 @@ from axsparse.config.schema import Config, PipelineConfig, num_microbatches
 from axsparse.config.section import counted, divisors, one_of
 from axsparse.config.validate import check_divides_ranks, check_split
 from axsparse.models.model_profile import ModelProfile
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout_search import (
     DEFAULT_EXTRA_IN_FLIGHT,

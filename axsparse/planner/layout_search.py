@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from axsparse.config.section import counted
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.stage_memory import (
     StageLoad,

@@ -9,8 +9,7 @@ from functools import cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
-from axsparse.pipeline.policy import Kind
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Kind, Schedule
 from axsparse.planner.cluster import Precision
 from axsparse.runtime.communication import NO_SUM, Sums
 from axsparse.samo.state_bytes import StateBytes

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Schedule
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.stage_memory import StageLoad, value_bytes

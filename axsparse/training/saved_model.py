@@ -21,7 +21,7 @@ from axsparse.models.sequential import filled_modules
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
 from axsparse.pipeline.layer_runner import LayerRunner
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid

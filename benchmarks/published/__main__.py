@@ -21,8 +21,7 @@ from axsparse.planner.plan_report import table
 from axsparse.runtime.errors import AxsparseError
 from published.piece_loads import transformer
 from published.run_file import RunRow, bundled_tables, load_runs
-from published.run_memory import RunMemory, predict_memory
-from published.run_step import predict_step
+from published.run_step import RunMemory, predict_memory, predict_step
 
 
 @dataclass(frozen=True)

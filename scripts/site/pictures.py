@@ -16,7 +16,7 @@ from axsparse.observe.charts import (
     svg,
 )
 from axsparse.observe.trace_file import Span
-from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.pipeline.policy import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, simulate
 from axsparse.runtime.communication import Direction
 from axsparse.samo.state_bytes import StateFormat, TensorSize, tensor_bytes

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.exhaustive import by_default
-from support.formats import SEPARATOR, write_jsonl, write_megatron, write_saved, write_table
-from support.preparing import run
+from support.preparing import SEPARATOR, run, write_jsonl, write_megatron, write_saved, write_table
 from support.resuming import Ran, ran
 from support.runs import train_in_process
 

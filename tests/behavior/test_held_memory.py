@@ -21,8 +21,7 @@ from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.teacher import Teacher
 from axsparse.models.zoo.gpt import gpt
 from axsparse.pipeline.layer_runner import LayerRunner
-from axsparse.pipeline.policy import Action, Kind
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Action, Kind, Schedule
 from axsparse.pipeline.stage import Key, Stage, StageTeacher
 from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.layout_search import Layout

@@ -17,12 +17,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import pretend_gpu
+from support import devices
 from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
+from support.devices import AVAILABLE, LateDevice, on_host, pretend
 from support.exhaustive import by_default
-from support.late_device import LateDevice
 from support.oracle import Oracle, sgd
-from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.resuming import Layout, ran, same
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
@@ -188,11 +187,11 @@ def test_the_host_asks_its_device_once_a_step(
     for name in ("CHUNK_LOGITS", "GPU_CHUNK_LOGITS"):
         monkeypatch.setattr(losses, name, 16)  # as for a large vocabulary
     asked: list[str] = []
-    run = pretend_gpu._run
+    run = devices._run
 
     def watched(operation: Any, arguments: Any, named: dict[str, Any]) -> Any:
         name = operation.name().partition(".")[0]
-        given = any(isinstance(one, pretend_gpu.PretendTensor) for one in arguments)
+        given = any(isinstance(one, devices.PretendTensor) for one in arguments)
         leaves = name == "aten::_to_copy" and str(named.get("device")) == "cpu"
         if given and (name in WAITS or leaves):
             asked.append(name)
@@ -203,9 +202,9 @@ def test_the_host_asks_its_device_once_a_step(
 
         def counted(*arguments: Any) -> Any:
             asked.clear()
-            monkeypatch.setattr(pretend_gpu, "_run", watched)
+            monkeypatch.setattr(devices, "_run", watched)
             verdict = step(*arguments)
-            monkeypatch.setattr(pretend_gpu, "_run", run)
+            monkeypatch.setattr(devices, "_run", run)
             steps.append(list(asked))
             return verdict
 

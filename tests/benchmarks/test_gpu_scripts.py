@@ -1,4 +1,4 @@
-"""Scripts for GPUs before they have one: refusals, bounds, and their smallest runs."""
+"""Scripts for GPUs before they have one, and the figures of the page on pruned models in use."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import gpu_train
 import pytest
 import torch
 from support.mpirun import LONGEST_SECONDS, TESTS
+from support.page_blocks import ROOT
 
 
 def test_without_a_gpu_every_script_says_so_and_ends_with_69(
@@ -48,3 +49,19 @@ def test_pages_have_the_table_of_the_results() -> None:
     for page, best in (("README.md", True), ("docs/howto/gpu.md", False)):
         table = "\n".join(gpu_beside.markdown(saved["details"]["beside"], "H200", best=best))
         assert table in (root / page).read_text(encoding="utf-8"), page
+
+
+PAGE = ROOT / "docs/howto/use-pruned.md"
+
+
+def test_the_page_has_the_table_of_the_results() -> None:
+    saved = json.loads((ROOT / "benchmarks/results/decode.json").read_text(encoding="utf-8"))
+    lines = ["| one thread | ms a token | × bf16 | × fp32 | MB |", "|---|---|---|---|---|"]
+    for model, contenders in saved["models"].items():
+        for name, row in contenders.items():
+            cells = [f"{row['ms a token']['median']:.1f}"]
+            for other in ("bf16", "fp32"):
+                speed = row.get(f"speed over {other}")
+                cells.append(f"{speed['median']:.2f}" if speed else "–")
+            lines.append(f"| {model}: {name} | {' | '.join(cells)} | {row['MB']:.0f} |")
+    assert "\n".join(lines) in PAGE.read_text(encoding="utf-8"), "\n".join(lines)

@@ -15,7 +15,7 @@ from published.run_step import run_costs
 from support.planner_cases import SUMMIT, formula, schedule
 
 from axsparse.config.load import configure
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import Layout
 from axsparse.planner.plan_model import planned_model

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.formats import write_jsonl, write_table
-from support.preparing import run
+from support.preparing import run, write_jsonl, write_table
 
 from axsparse.config.schema import DataConfig
 from axsparse.data.chats import Chat, ChatTemplate

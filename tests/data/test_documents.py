@@ -18,8 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.formats import write_table
-from support.preparing import run
+from support.preparing import run, write_table
 
 from axsparse.data import documents as module
 from axsparse.data.chats import Chat

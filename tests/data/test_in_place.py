@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.formats import write_megatron, write_saved, write_table
-from support.preparing import run
+from support.preparing import run, write_megatron, write_saved, write_table
 
 from axsparse.config.load import configure
 from axsparse.data.in_place import InPlace, in_place

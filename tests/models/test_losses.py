@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.allocated import peak_of_torch
-from support.pretend_gpu import AVAILABLE, pretend
+from support.devices import AVAILABLE, pretend
 from torch import Tensor
 
 from axsparse.models import losses

@@ -18,10 +18,9 @@ from support.collective_contract import (
     operations_in_flight_may_be_polled_in_any_order,
 )
 from support.cuda_on_cpu import COMPRESS, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
-from support.late_device import LateDevice, gloo_backend
+from support.devices import AVAILABLE, LateDevice, gloo_backend, on_host, pretend
 from support.link_contract import CONTRACT
 from support.on_mpi import by_first_rank, on_mpi
-from support.pretend_gpu import AVAILABLE, on_host, pretend
 from support.runs import (
     all_here,
     assert_bitwise,

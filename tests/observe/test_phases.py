@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.busy_gpu import BusyGpu, Clock
+from support.devices import BusyGpu, Clock
 
 from axsparse.observe.phases import PHASES, DevicePhases, LateSeconds, Phases
 from axsparse.observe.trace_file import Span, TraceRecorder, read

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.busy_gpu import Clock
+from support.devices import Clock
 
 from axsparse.observe.phases import Phases
 from axsparse.observe.trace_file import Span, TraceRecorder, join, part, read, write

@@ -20,8 +20,7 @@ from axsparse.pipeline.engine import (
     Engine,
     Rank,
 )
-from axsparse.pipeline.policy import Kind, action
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Kind, Schedule, action
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Direction, Message
 from axsparse.runtime.grid import Grid

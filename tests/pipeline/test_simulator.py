@@ -16,8 +16,9 @@ from axsparse.pipeline.policy import (
     InOrder,
     Kind,
     Preference,
+    Schedule,
+    ScheduleName,
 )
-from axsparse.pipeline.schedules import Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.runtime.communication import Direction
 

@@ -15,7 +15,7 @@ from support.runs import tiny_config, tiny_gpt
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.models.model_profile import profile
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Schedule
 from axsparse.planner.auto_layout import (
     LayoutDecision,
     Prediction,

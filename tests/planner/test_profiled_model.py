@@ -18,7 +18,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.layout_search import Candidate, SearchRequest, plan
 from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel

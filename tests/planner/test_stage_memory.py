@@ -13,8 +13,7 @@ from support.planner_cases import load_of
 
 from axsparse.models.layer_cost import Activations
 from axsparse.models.model_profile import LayerInfo
-from axsparse.pipeline.policy import Policy
-from axsparse.pipeline.schedules import Schedule, ScheduleName
+from axsparse.pipeline.policy import Policy, Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, simulate
 from axsparse.planner.layout_search import Layout
 from axsparse.planner.stage_memory import (

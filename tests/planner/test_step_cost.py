@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from support.action_text import peak_in_flight
 from support.planner_cases import cluster, formula, load_of, schedule, uniform
 
-from axsparse.pipeline.schedules import ScheduleName
+from axsparse.pipeline.policy import ScheduleName
 from axsparse.pipeline.simulator import MessageCost
 from axsparse.planner.cluster import load_cluster
 from axsparse.planner.stage_memory import most_in_flight

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, saved_model, small_llama, write_llama
+from support.methods import published
 from support.runs import (
     VOCABULARY,
     job_alone,
@@ -19,7 +20,6 @@ from support.runs import (
     token_data,
     train_in_process,
 )
-from support.sparsegpt import published
 from torch import Tensor, nn
 
 import axsparse as ax

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.sparsegpt import published
+from support.methods import published
 from torch import Tensor
 
 from axsparse.pruning.input_statistics import (

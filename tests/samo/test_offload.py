@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from support.late_device import LateDevice, LateStream
+from support.devices import LateDevice, LateStream
 
 from axsparse.runtime.machine import SleepingBackoff
 from axsparse.samo.backend import HOST

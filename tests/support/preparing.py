@@ -1,11 +1,16 @@
-"""Text that is prepared, and what comes of it."""
+"""Text that is prepared, and the same documents in every format that data come in."""
 
 from __future__ import annotations
 
 import io
 import json
+import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import pytest
 
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request, prepare
@@ -49,3 +54,54 @@ def requested(library: Path, out: Path, **values: Any) -> Request:
             **values,
         }
     )
+
+
+SEPARATOR = 255
+"""The token after each document where tokens are bytes."""
+
+
+def write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+    return path
+
+
+def write_table(path: Path, records: Sequence[dict[str, Any]], batch: int = 3) -> Path:
+    """Parquet by its ending, else the stream of Arrow that `datasets` writes."""
+    pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
+    from pyarrow import parquet
+
+    table = pyarrow.Table.from_pylist(list(records))
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path, row_group_size=batch)
+        return path
+    with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+        stream.write_table(table, max_chunksize=batch)
+    return path
+
+
+def write_saved(folder: Path, records: Sequence[dict[str, Any]], files: int = 2) -> Path:
+    """A folder as save_to_disk of `datasets` leaves it."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05}-of-{files:05}.arrow" for number in range(files)]
+    cuts = np.linspace(0, len(records), files + 1).astype(int).tolist()
+    for name, begin, end in zip(names, cuts, cuts[1:], strict=False):
+        write_table(folder / name, records[begin:end])
+    state = {"_data_files": [{"filename": name} for name in names], "_indices_data_files": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def write_megatron(stem: Path, documents: Sequence[Sequence[int]], code: int = 8) -> Path:
+    """`stem`.bin and `stem`.idx; each document is a sequence. `code` is the type of ids."""
+    dtype = {1: "u1", 4: "<i4", 5: "<i8", 8: "<u2"}[code]
+    parts = [np.array(document, dtype) for document in documents]
+    Path(f"{stem}.bin").write_bytes(b"".join(part.tobytes() for part in parts))
+    lengths = np.array([part.size for part in parts], "<i4")
+    ends = np.cumsum([part.nbytes for part in parts], dtype="<i8")
+    begins = ends - lengths * np.dtype(dtype).itemsize
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(parts), len(parts) + 1)
+    numbers = np.arange(len(parts) + 1, dtype="<i8")
+    arrays = (lengths, begins.astype("<i8"), numbers)
+    Path(f"{stem}.idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
+    return stem

@@ -11,8 +11,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.pipeline.policy import Action, Kind, Policy, action
-from axsparse.pipeline.schedules import Schedule
+from axsparse.pipeline.policy import Action, Kind, Policy, Schedule, action
 from axsparse.runtime.communication import Direction
 from axsparse.tensor_parallel.lockstep import Lockstep
 

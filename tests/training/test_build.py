@@ -7,8 +7,8 @@ from typing import NoReturn
 
 import pytest
 import torch
+from support.devices import LateDevice
 from support.images import image_config
-from support.late_device import LateDevice
 from support.runs import summed_loss, tiny_config, tiny_gpt, vector_data
 from torch import Tensor, nn
 

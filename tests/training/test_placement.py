@@ -6,7 +6,7 @@ import socket
 
 import pytest
 import torch
-from support.late_device import LateDevice
+from support.devices import LateDevice
 from support.runs import tiny_config
 
 from axsparse.config.schema import Config

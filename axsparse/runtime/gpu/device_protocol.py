@@ -1,6 +1,6 @@
 """The protocols of a device that the GPU transport needs.
 
-`cuda_device.py` has the real `Device`, `Stream` and `Mark`; `tests/support/late_device.py` has
+`cuda_device.py` has the real `Device`, `Stream` and `Mark`; `tests/support/devices.py` has
 stand-ins, which finish work as late as they may.
 
 Another kind of device implements these protocols. The contracts of `Link` and `Collective` then

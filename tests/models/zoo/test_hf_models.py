@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support import pictures
 from support.commands import lines_beside, refusal
 from support.exhaustive import by_default
 from support.hf import (
+    PICTURE_FAMILIES,
     SMALL_LLAMA,
     STEPS,
     config_from,
@@ -28,6 +28,7 @@ from support.hf import (
     hf_losses,
     our_logits,
     saved_model,
+    saved_with_pictures,
     small_llama,
     tokens,
     write_llama,
@@ -405,11 +406,11 @@ def test_models_that_do_not_tell_documents_apart_are_refused(
 # -- start values and costs -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", by_default(["gemma3"], pictures.FAMILIES))
+@pytest.mark.parametrize("family", by_default(["gemma3"], PICTURE_FAMILIES))
 def test_texts_mean_to_a_text_model_what_they_mean_to_the_model_around_it(
     transformers: Any, family: str, tmp_path: Path
 ) -> None:
-    theirs = pictures.saved_with_pictures(transformers, family, tmp_path).float()
+    theirs = saved_with_pictures(transformers, family, tmp_path).float()
     config = config_from(tmp_path)
 
     for stages in (1, 2):
@@ -420,7 +421,7 @@ def test_texts_mean_to_a_text_model_what_they_mean_to_the_model_around_it(
 def test_layers_that_share_keys_and_values_are_refused(transformers: Any, tmp_path: Path) -> None:
     """Gemma 4 by another number of layers of its own."""
     text = {
-        **{**pictures.FAMILIES["gemma4"]["text_config"], "num_hidden_layers": 4},
+        **{**PICTURE_FAMILIES["gemma4"]["text_config"], "num_hidden_layers": 4},
         **{"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     }
     settings = transformers.AutoConfig.for_model("gemma4_text", **text)

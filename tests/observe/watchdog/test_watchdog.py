@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.busy_gpu import Clock
+from support.devices import Clock
 from support.resuming import ran
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
