@@ -64,7 +64,6 @@ def parser() -> CommandParser:
 
 
 def _add_validation(add: Callable[..., object]) -> None:
-    """The options that say which documents are for validation."""
     text = "files and folders of the validation part; left out of training if named twice"
     add("--validation", metavar="INPUT", nargs="+", type=Path, default=[], help=text)
     text = "fraction of the documents for the validation part; 0 makes none"
@@ -72,7 +71,6 @@ def _add_validation(add: Callable[..., object]) -> None:
 
 
 def _add_tokenizer(arguments: CommandParser) -> None:
-    """The options that say how text becomes tokens."""
     either = arguments.add_mutually_exclusive_group().add_argument
     text = (
         "learn a byte-pair encoding of VOCAB tokens; without it and --tokenizer, tokens are bytes"

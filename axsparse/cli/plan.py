@@ -91,7 +91,6 @@ def parser() -> CommandParser:
 
 
 def _add_request(add: Callable[..., object]) -> None:
-    """The options for the model, the devices and their memory."""
     text = (
         "a folder with the config.json of a causal language model of transformers, or a "
         "configuration as for --config"
@@ -161,7 +160,6 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:
-    """The planned configuration, and remarks about it."""
     short = {
         "layout.memory_per_rank": arguments.memory,
         "pruning.sparsity": arguments.sparsity,
@@ -218,7 +216,6 @@ def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[s
 def _notes(
     arguments: argparse.Namespace, asked: PlannedModel, cluster: Cluster, answers: Sequence[Plan]
 ) -> Iterator[str]:
-    """Further remarks about the answers."""
     from axsparse.planner.plan_model import BATCH
     from axsparse.planner.plan_report import has_tensor_parallelism
 

@@ -137,7 +137,6 @@ def _collecting(notes: list[str]) -> Iterator[None]:
 
 
 def _sparsity(run: Path, name: str, notes: list[str]) -> Bars | None:
-    """A chart of the pruned share of each layer in the newest readable checkpoint."""
     from axsparse.observe.charts import SERIES_COLOURS, Bars
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
     from axsparse.training.checkpoint.verification import open_checkpoint, steps_in

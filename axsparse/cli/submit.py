@@ -89,7 +89,6 @@ def parser() -> CommandParser:
 
 
 def _add_request(add: Callable[..., object]) -> None:
-    """The options for the resources that the job requests from the scheduler."""
     clocked = {"metavar": "H:MM:SS", "type": duration}
     add("--nodes", metavar="N", type=integer(), default="1", help="default %(default)s")
     add("--gpus-per-node", metavar="N", type=integer(0), default="0", help="default %(default)s")
@@ -172,7 +171,6 @@ def _check_request(job: argparse.Namespace, ranks: int, cpus: int, threads: int)
 
 
 def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
-    """The values of shell commands, quoted."""
     setup = "# module load … # the site's MPI library, the one that mpi4py loads"
     if job.setup is not None:
         if not job.setup.is_file():

@@ -137,7 +137,6 @@ class Batches:
     def _plain(
         self, samples: NDArray[np.int64], epochs: NDArray[np.int64]
     ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-        """The inputs and the targets of samples, without gradients."""
         if self.dataset is None:
             return (), None
         # Tensors of torch.inference_mode cannot be saved for a backward; a copy can.

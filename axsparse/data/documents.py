@@ -294,7 +294,6 @@ def _record(number: int, line: bytes, field: str) -> Piece:
 
 
 def _document(number: int, record: object, field: str) -> Piece:
-    """The document of a record or a row, or why it cannot be used."""
     record = record if isinstance(record, dict) else {}
     values = [record.get(key) for key in (field, *OTHER_FIELDS)]
     value = next((value for value in values if value is not None), None)
@@ -354,7 +353,6 @@ def _completion(number: int, record: dict[str, Any]) -> Piece:
 
 
 def _missing(found: Iterable[str], field: str) -> str:
-    """The problem of a record that has none of the fields that are read."""
     wanted = ", ".join(dict.fromkeys((field, *OTHER_FIELDS, " with ".join(PAIR))))
     names = sorted(found)
     some = f"{', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"[:WHY]

@@ -308,12 +308,10 @@ def arrow(files: Sequence[Path], where: str) -> InPlace:
 
 
 def _is_padded(pyarrow: Any, masks: Any) -> bool:
-    """Whether a column of masks is 0 somewhere."""
     return pyarrow.compute.min(masks.flatten()).as_py() in (0, False)
 
 
 def _files(folder: Path, where: str) -> list[Path]:
-    """The Arrow files of a split, in their order."""
     path = folder / "state.json"
     with reading(f"{where}: {path}", "name a folder that save_to_disk wrote"):
         text = path.read_bytes()

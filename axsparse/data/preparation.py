@@ -317,7 +317,6 @@ class _Run:
 
     @property
     def size(self) -> int:
-        """Bytes of all sources."""
         return sum(source.size for source in self.sources)
 
     def make(self, unreadable: Sequence[str], settings: Settings, key: str) -> Sidecar:
@@ -486,8 +485,6 @@ class _Run:
 
 
 class _Encoder:
-    """Encodes documents as the files of tokens store them."""
-
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, marked: bool
     ) -> None:
@@ -597,8 +594,6 @@ class _Encoder:
 
 
 class _Writer:
-    """The files of tokens that are being written, and how far they are."""
-
     def __init__(
         self,
         folder: Path,
@@ -630,7 +625,6 @@ class _Writer:
         encoder.resume(self.progress.long_text)
 
     def add(self, batch: Sequence[Piece]) -> None:
-        """Encode these pieces and append their tokens."""
         for piece, (ids, problem) in zip(batch, self._encoder.encode(batch), strict=True):
             self._append(piece, ids, problem)
 
@@ -716,7 +710,6 @@ def _reject_empty(progress: PreparationProgress, request: Request) -> None:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    """Write a file, which gets its name once it is complete and on the disk."""
     with new_path(path) as unfinished:
         unfinished.write_bytes(content)
 

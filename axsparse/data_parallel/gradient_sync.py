@@ -183,7 +183,6 @@ class GradientSync:
         )
 
     def _start(self, bucket: _Bucket) -> None:
-        """Send a bucket to the other replicas, if there are any."""
         part = bucket.part
         gradient = bucket.layer.owned_sums[part.start : part.stop]
         if self.replicas.size == 1 or gradient.numel() == 0:
@@ -258,7 +257,6 @@ class WeightGather:
                 self.backoff.pause()
 
     def _advance(self) -> int:
-        """Store the weights that have arrived; returns how many layers are still under way."""
         while self._under_way and self._under_way[0][1].poll():
             layer, _ = self._under_way.pop(0)
             with self.phases("optimizer"):

@@ -92,7 +92,6 @@ class RunningStatistics:
         self._before, self._left = [], []
 
     def _note(self) -> None:
-        """Note the statistics after a microbatch."""
         self._left.append([slot.tensor for slot, _ in self._before])
 
     def undo(self) -> None:

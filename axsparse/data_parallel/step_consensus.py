@@ -155,7 +155,6 @@ class StepConsensus:
         )
 
     def _vector(self, report: LocalStats) -> Tensor:
-        """This rank's summand of the vector."""
         coords = self._coords
         vector = torch.zeros(self._fits.stop, dtype=torch.float64)
         vector[self._notices] = torch.tensor(astuple(report.notice)).double()

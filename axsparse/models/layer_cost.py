@@ -318,7 +318,6 @@ class Tracer:
         return LayerSums(forward, both - forward, counter.summed() - both - both)
 
     def _backward(self, name: str, outputs: Sequence[Tensor]) -> None:
-        """The backward of these outputs."""
         trained = [tensor for tensor in outputs if tensor.requires_grad]
         try:
             torch.autograd.backward(trained, [torch.empty_like(tensor) for tensor in trained])
@@ -337,7 +336,6 @@ class Tracer:
         return found.requires_grad_().clone()  # no leaf, which a layer may not change in place
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of these tensors for one sample."""
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors) // self._samples
 
     def _fails(self, name: str, reason: Exception, misfit: str = "") -> CostError:
@@ -380,6 +378,5 @@ def _misfit(reason: Exception, layer: nn.Module, giver: str) -> str:
 
 
 def _storage(tensor: Tensor) -> int:
-    """The identity of a tensor's storage."""
     number: int = tensor.untyped_storage()._cdata
     return number

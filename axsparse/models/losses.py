@@ -282,7 +282,6 @@ def most_logits(device: torch.device) -> int:
 
 
 def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
-    """The (start, stop) of each chunk of words."""
     return _chunks_of(weight.shape[0], targets)
 
 

@@ -178,7 +178,6 @@ class ModelProfile:
         return [parameter.name for parameter in self._parameters() if parameter.trained]
 
     def _parameters(self) -> Iterator[ParameterInfo]:
-        """All parameters in model order, a tied weight once."""
         return (p for layer in self.layers for p in layer.parameters if p.name not in self.ties)
 
     @property
@@ -388,7 +387,6 @@ def _are_alike(one: Layer, other: Layer) -> bool:
 
 
 def _renamed(info: LayerInfo, name: str) -> LayerInfo:
-    """The contents of a layer that is like another but for its name."""
     begin = len(info.name)
     parameters = tuple(replace(p, name=name + p.name[begin:]) for p in info.parameters)
     buffers = tuple(replace(b, name=name + b.name[begin:]) for b in info.buffers)
@@ -507,7 +505,6 @@ def _module_of(layer: Layer) -> nn.Module:
 
 
 def _built(layer: Layer) -> nn.Module:
-    """The module, on the meta device if that is possible or `init` demands it."""
     try:
         return on_meta(layer)
     except (NotImplementedError, RuntimeError):

@@ -139,7 +139,6 @@ class _Call:
         return any(type(leaf) in (int, float) for leaf in self.leaves)
 
     def end(self, result: Any) -> None:
-        """Note the result."""
         self.outputs, self.output_spec = tree_flatten(result)
         first, *_ = *self.leaves, None
         self.keeps_shape = (
@@ -438,7 +437,6 @@ class _Split:
         return self
 
     def layers(self) -> tuple[list[Layer], list[PartModule]]:
-        """The layers, and the module of each, which has the module's own tensors."""
         parts = [self._part(item) for item in range(len(self._items))]
         full = [number for number, (_, part) in enumerate(parts) if [*part.parameters()]]
         layers = []
@@ -519,7 +517,6 @@ class _Split:
         return owned
 
     def _names_into(self, inputs: int) -> list[list[Name]]:
-        """The names of each layer's inputs."""
         first: list[Name] = [("input", number, 0) for number in range(inputs)]
         sizes = [("size", number, 0) for number in range(inputs)]
         needs, makes = list[set[Name]](), list[list[Name]]()
@@ -610,7 +607,6 @@ class _Split:
         return self._passed_on(item, values)
 
     def _values(self, item: int, tensors: Sequence[Tensor]) -> dict[Name, Tensor]:
-        """The inputs of a layer, by name."""
         values = dict(zip(self._into[item], tensors, strict=True))
         if item == 0:
             for number, tensor in enumerate(tensors):

@@ -134,7 +134,6 @@ class OwnValues:
 
 
 def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """The modules by the names of their layers, in order."""
     if not isinstance(modules, Iterable):
         raise ConfigError(
             f"sequential: {type(modules).__name__} is no list; give an nn.Sequential or a list of "
@@ -158,7 +157,6 @@ def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Modul
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of a module, with their names within it."""
     yield from module.named_parameters()
     yield from ((slot.name, slot.tensor) for slot in slots(module))
 
@@ -259,7 +257,6 @@ def _compiling_in_place(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def _hooks(module: nn.Module) -> Iterator[object]:
-    """The hooks of forwards and backwards."""
     for child in module.modules():
         for kind in ("_forward", "_forward_pre", "_backward", "_backward_pre"):
             yield from vars(child)[f"{kind}_hooks"].values()

@@ -333,7 +333,6 @@ class Timeline:
 
 
 def _bare(axes: Axes) -> None:
-    """Take away the frame; rows have names, and values are next to them."""
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     axes.set_xticks([])

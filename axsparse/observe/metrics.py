@@ -211,7 +211,6 @@ class SinkThread:
                 pass
 
     def _warn(self, what: str) -> None:
-        """Write one warning, the first one."""
         if not self._warned:
             self._warned = True
             write_line(f"warning: {self._key}: {what}; the run goes on without it")

@@ -230,7 +230,6 @@ def _most(of_one: int, runs: Sequence[RunView]) -> int:
 
 
 def _colours(runs: Sequence[RunView]) -> dict[str, str]:
-    """The colour of each run, by its name."""
     return dict(zip((run.name for run in runs), SERIES_COLOURS, strict=False))
 
 
@@ -240,7 +239,6 @@ def _colours(runs: Sequence[RunView]) -> dict[str, str]:
 def _of_steps(
     runs: Sequence[RunView], name: str, change: Callable[[float], float | None] = float
 ) -> list[Curve]:
-    """A field of the steps of each run, changed where `change` is given."""
     curves = []
     for run, colour in zip(runs, SERIES_COLOURS, strict=False):
         values = [(step_of(record), number(record, name)) for record in run.records.steps]
@@ -250,7 +248,6 @@ def _of_steps(
 
 
 def _of_evaluations(runs: Sequence[RunView], name: str) -> list[Curve]:
-    """A field of the evaluations of each run."""
     evaluated = [
         replace(run, records=replace(run.records, steps=run.records.evaluations)) for run in runs
     ]
@@ -315,7 +312,6 @@ def _unit(runs: Sequence[RunView]) -> Unit:
 
 
 def _metrics_of(evaluated: Record) -> dict[str, float]:
-    """The metrics of the model in an evaluation."""
     return {
         name: value
         for name, value in evaluated.items()
@@ -437,7 +433,6 @@ def _shown(record: Record, name: str, form: Callable[[float], str]) -> str:
 
 
 def _differences(runs: Sequence[RunView]) -> Iterator[str]:
-    """The settings and versions in which not all runs are alike."""
     columns = [
         {**run.settings, **{f"version of {k}": v for k, v in run.versions.items()}} for run in runs
     ]
@@ -497,7 +492,6 @@ def _masks(runs: Sequence[RunView]) -> Iterator[str]:
 
 
 def _rest(run: RunView, of_run: str) -> Iterator[str]:
-    """Versions and configuration of a run, which `of_run` names among several."""
     if run.versions:
         yield f"<h2>Versions{of_run}</h2>"
         yield from html_table(["package", "version"], run.versions.items())

@@ -200,7 +200,6 @@ class Engine:
     def _execute(
         self, policy: Policy, run: Callable[[Action], None], *, is_evaluation: bool = False
     ) -> None:
-        """Run every action of a policy."""
         most_waiting = MOST_WAITING if is_evaluation else math.inf
         policy = self._around(_Throttled(policy, self._is_congested), is_evaluation)
         self._taken = dict.fromkeys(Direction, 0)
@@ -227,7 +226,6 @@ class Engine:
 
     @property
     def _waiting(self) -> int:
-        """How many messages have arrived and were not used yet."""
         return len(self._inbox) + sum(map(len, self._arrived.values()))
 
     def _receive(self) -> None:
@@ -291,7 +289,6 @@ class Engine:
             self._send(BACKWARD, number, tuple(input_gradients))
 
     def _pass_on(self, action: Action) -> None:
-        """Run an action of an empty microbatch."""
         number, is_backward = action.microbatch, action.kind is Kind.BACKWARD
         if action.kind is Kind.WEIGHT:
             return

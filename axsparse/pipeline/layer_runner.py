@@ -312,7 +312,6 @@ def backward(roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
 
 
 def _contents(buffers: Sequence[BufferSlot]) -> dict[str, Tensor]:
-    """Copies of buffers, by name."""
     return {slot.name: slot.tensor.detach().clone() for slot in buffers}
 
 

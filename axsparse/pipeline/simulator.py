@@ -99,8 +99,6 @@ Message = tuple[Direction, int]
 
 @dataclass
 class _Stage:
-    """The state of a simulated stage."""
-
     policy: Policy
     run: StageRun = field(default_factory=StageRun)
     inbox: list[Message] = field(default_factory=list)
@@ -149,7 +147,6 @@ class _Simulation:
         heapq.heappush(self._events, (when, 1, self._number, number, None))
 
     def _decide(self, number: int, now: float) -> None:
-        """Ask a stage's policy for the action to run now, and begin that action."""
         stage = self._stages[number]
         if stage.inbox:
             now = stage.free = self._take_in(number, now)
@@ -170,7 +167,6 @@ class _Simulation:
         return now
 
     def _execute(self, number: int, action: Action, now: float) -> None:
-        """Run an action from now on, and send its result to the neighbour, if there is one."""
         run = self._stages[number].run
         length = self._durations.of(number, action)
         end = now + length

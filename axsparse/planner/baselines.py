@@ -77,7 +77,6 @@ def baselines(
 
 
 def _trained(model: ProfiledModel) -> int:
-    """The trained parameters of a model, a tied one once."""
     parameters = (each for layer in model.profile.layers for each in layer.parameters)
     return sum(p.numel for p in parameters if p.trained and p.name not in model.profile.ties)
 

@@ -85,7 +85,6 @@ def _section(plan: Plan) -> Iterator[str]:
 
 
 def _layouts(plan: Plan) -> Iterator[str]:
-    """The best layouts, and the further ones folded away."""
     rows = [{**cells(plan, row), "layout": str(row.layout.grid)} for row in plan.rows]
     heads, listed = list(rows[0]), [list(row.values()) for row in rows]
     yield from html_table(heads, listed[:MOST_LAYOUTS])
@@ -96,7 +95,6 @@ def _layouts(plan: Plan) -> Iterator[str]:
 
 
 def _timeline(row: Candidate) -> Timeline:
-    """The timeline of the first replica that was simulated."""
     simulated = spans(row)
     replica = min(span.replica for span in simulated)
     return Timeline("A step", [s for s in simulated if s.replica == replica], row.seconds)

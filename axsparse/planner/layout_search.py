@@ -459,7 +459,6 @@ def _row(
     loads: Sequence[StageLoad],
     weights: WeightWay,
 ) -> Candidate:
-    """Simulate a layout that fits."""
     workload, cluster, grid = request.workload, request.cluster, layout.grid
     costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size, layout.microbatches)
     run = simulate_step(costs, cluster, grid, layout.schedule, layout.microbatches)

@@ -133,7 +133,6 @@ class PlannedModel:
             yield self._with({**changes, RECOMPUTED: 1})
 
     def _with(self, values: Mapping[str, object]) -> PlannedModel:
-        """The same model with some settings changed."""
         return replace(self, dense=replace(self.dense, config=self.config.with_values(values)))
 
     def _request(
@@ -232,7 +231,6 @@ def planned_model(
 def _notes(
     config: Config, cluster: Cluster, targets: Targets | None, score: Score | None
 ) -> Iterator[str]:
-    """Remarks on how the settings are planned."""
     pruning = config.pruning
     if targets is not None and not starts_pruned(config, targets):
         yield (

@@ -105,7 +105,6 @@ def _frozen(layer: LayerInfo) -> LayerInfo:
 
 
 def _largest(layers: Sequence[LayerInfo]) -> int:
-    """The entries of the largest parameter."""
     return max((p.numel for layer in layers for p in layer.parameters), default=0)
 
 
@@ -371,7 +370,6 @@ class ProfiledModel:
         return self._load(numbers, g_data, microbatches).state
 
     def _load(self, numbers: range, g_data: int, microbatches: int) -> StageLoad:
-        """The load of these layers."""
         adds_in_half = accumulates_in_half(microbatches)
         key = (self._contents(numbers), g_data, adds_in_half)
         if key not in self._loads:
@@ -583,7 +581,6 @@ class ProfiledModel:
 def _loss_bytes(
     outputs: float, each: int, logits: Callable[[int], int] | None, samples: int
 ) -> float:
-    """Bytes of a loss: its inputs, `outputs` numbers a sample, and the logits that it computes."""
     computed = 0.0 if logits is None else float(each * logits(samples))
     return samples * outputs * LOSS_BYTES + computed
 

@@ -172,7 +172,6 @@ def sum_seconds(sums: Sums, cluster: Cluster, microbatch_size: int, g_tensor: in
 
 
 def _latency(group: Group, cluster: Cluster) -> float:
-    """α of a group."""
     if group.within_node and cluster.node_ring_latency is not None:
         return cluster.node_ring_latency
     return cluster.ring_latency
@@ -386,7 +385,6 @@ def durations(
 
 
 def _played(costs: StepCosts, cluster: Cluster, grid: Grid) -> list[int]:
-    """The numbers of the replicas that are played."""
     if cluster.jitter:
         return list(range(min(grid.g_data, PLAYED_REPLICAS)))
     kinds: dict[tuple[MessageCost, ...], int] = {}

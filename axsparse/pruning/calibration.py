@@ -221,7 +221,6 @@ class Calibration:
         return errors
 
     def _built(self, layer: Layer) -> BuiltLayer:
-        """A layer as it was, dense and without moments; frozen if nothing of it is pruned."""
         alone = replace(self.options, replicas=ALONE, sharding=None, expansion=None)
         options = replace(alone, masks=None, types=replace(self.options.types, moments=()))
         if layer.name not in self.pruned:
@@ -333,8 +332,6 @@ class Calibration:
     def _differences(
         self, built: BuiltLayer, flow: Sequence[Tensors], wanted: Sequence[Tensors]
     ) -> Errors:
-        """The errors of a layer's outputs."""
-
         def errors(number: int) -> tuple[Tensor, int]:
             outputs = self._forward(built, number, flow[number])
             return relative_error(outputs, wanted[number])

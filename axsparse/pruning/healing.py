@@ -159,7 +159,6 @@ class Reconstruction:
 
     @torch.no_grad()
     def _error(self, errors: Errors, microbatches: int) -> float:
-        """The mean error over all microbatches, of which replicas compute their own."""
         found = torch.zeros(microbatches, 2, dtype=torch.float64)
         for number in filter(self._is_own, range(microbatches)):
             total, count = errors(number)

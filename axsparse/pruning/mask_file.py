@@ -155,7 +155,6 @@ def _entries(file: SafetensorsFile) -> dict[str, MaskEntry]:
 
 
 def _count_bools(file: SafetensorsFile, name: str) -> int:
-    """How many entries a bool mask keeps."""
     numel, kept = math.prod(file.shapes[name]), 0
     for start in range(0, numel, PIECE):
         part = file.read_part(name, start, min(start + PIECE, numel)).view(torch.uint8)

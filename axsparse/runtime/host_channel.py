@@ -152,7 +152,6 @@ class _OutgoingMessage:
     """None until the contents are."""
 
     def query(self) -> bool:
-        """Whether header and contents have been sent."""
         sent = self.header_sent, self.contents_sent
         return all(event is not None and event.query() for event in sent)
 

@@ -177,7 +177,6 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
 
 
 def _connected(stop: StopRequest | None) -> Job:
-    """The job of this process among the other ranks; ends the process where it cannot connect."""
     _reopen_streams()
     try:
         job = Job(connect(), stop)

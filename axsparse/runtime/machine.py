@@ -124,7 +124,6 @@ def share_cores(ranks: Sequence[CoreShare]) -> bool:
 
 
 def _quotas(cgroup: Path, own: Path) -> Iterator[float]:
-    """The limits of the control groups, in versions 2 and 1."""
     for folder in _groups("cpu", cgroup, own):
         for text in (
             _text(folder / "cpu.max"),

@@ -63,7 +63,6 @@ class Expansion:
 
     @property
     def _layers(self) -> list[LayerState]:
-        """The layers, in model order."""
         known = [layer() for layer in self._registered]
         return [layer for layer in known if layer is not None]
 

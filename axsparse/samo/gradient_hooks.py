@@ -236,7 +236,6 @@ class GradientCollector:
                 self._report(layer)
 
     def _report(self, layer: LayerState) -> None:
-        """Report a layer that has all of its gradients."""
         self._add_waiting(layer)
         if layer.is_exact:
             with self._timed(True):

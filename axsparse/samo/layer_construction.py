@@ -165,7 +165,6 @@ def _construct_layer(
 
 
 def _storage(parameter: nn.Parameter, owner: TensorState | None, options: StateOptions) -> Tensor:
-    """Zeros for a parameter, or the weight of the first use."""
     if owner is not None:
         assert owner.expanded_at is None, f"{owner.name} is sparse at rest"
         return owner.parameter.detach()
@@ -260,7 +259,6 @@ def _skeleton(
 
 
 def _fill_buffers(layer: Layer, module: nn.Module, options: StateOptions) -> None:
-    """Give buffers their start values, on the device."""
     start = options.start
     for slot in slots(module):
         given = None if start is None else start.read(layer.full_name(slot.name))

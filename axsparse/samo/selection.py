@@ -160,6 +160,5 @@ def _kept(scores: Tensor, keys: Keys, threshold: Threshold) -> Iterator[Tensor]:
 
 
 def _chunks(scores: Tensor, keys: Keys) -> Iterator[Tensor]:
-    """The keys, a chunk at a time."""
     for part in scores.split(CHUNK if scores.is_cpu else DEVICE_CHUNK):
         yield keys(part)

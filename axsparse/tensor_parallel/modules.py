@@ -323,7 +323,6 @@ def _sharded(
     shard: TensorShard,
     group: TensorGroup,
 ) -> nn.Module:
-    """The module of this rank in the place of a full one."""
     if type(owner) is nn.Linear and style.kind == "rowwise":
         return RowwiseLinear(owner, shard, group)
     if type(owner) is nn.Linear and style.kind in ("colwise", "gather_output"):

@@ -417,7 +417,6 @@ def _alone(batches: Batches, samples: int) -> Batches:
 
 
 def _replicas(plan: RunPlan, transport: Transport) -> Replicas:
-    """The ranks that hold the same layers as this one."""
     coords = plan.coords
     return Replicas(
         transport.collective(

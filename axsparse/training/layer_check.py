@@ -473,7 +473,6 @@ def _module_of(layer: Layer) -> str:
 
 
 def _distinct(layers: Sequence[BuiltLayer]) -> list[int]:
-    """The numbers of the layers of which none before has the same structure and settings."""
     known: list[tuple[nn.Module, str]] = []
     distinct = []
     for number, layer in enumerate(layers):

@@ -103,7 +103,6 @@ class LiveWeights:
         }
 
     def _send(self, group: Collective, buffer: Tensor) -> None:
-        """Move bytes from the second rank of a group to the first."""
         if buffer.numel():
             bounds = [0, 0, buffer.numel()]
             wait(group.start(Op.ALL_GATHER, buffer, bounds), self.transport.backoff)

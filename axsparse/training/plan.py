@@ -422,7 +422,6 @@ def has_compiler() -> bool:
 
 
 def _ties(profile: ModelProfile, shards: Mapping[str, TensorShard], ranks: int) -> dict[str, str]:
-    """The ties of a model and of its shards on `ranks` tensor-parallel ranks."""
     check_ties(profile.ties, shards)
     return {
         **profile.ties,
@@ -448,7 +447,6 @@ def _zero_stage(config: Config, state_of: Callable[[Config], Sequence[int]]) -> 
 
 
 def _gradient(config: Config, grid: Grid) -> str:
-    """The precision in which gradients are accumulated."""
     if config.samo.gradient == "exact":
         return "exact"
     if config.precision == "fp32":

@@ -235,7 +235,6 @@ def _is_run(path: Path, where: str) -> bool:
 
 
 def _clear(path: Path) -> None:
-    """Remove a run's records and checkpoints in its directory, and no other files."""
     for checkpoint in (path / CHECKPOINTS).glob("*"):
         if step_of(checkpoint) is not None:
             checkpoint_folder.remove(checkpoint)
@@ -256,7 +255,6 @@ def _take(path: Path, lock: RunLock) -> bool:
 
 
 def _contains_run(path: Path) -> bool:
-    """Whether a directory has records or checkpoints of a run."""
     metrics = path / METRICS_FILE
     return (metrics.exists() and metrics.stat().st_size > 0) or bool(steps_in(path))
 

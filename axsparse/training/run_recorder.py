@@ -115,7 +115,6 @@ def _banner(
 
 
 def _slow_ranks(plan: RunPlan, transport: Transport) -> SlowRanks | None:
-    """Compares the ranks' speed; None if `watchdog.slow_ratio` is not set."""
     settings = plan.config.watchdog
     if settings.slow_ratio is None:
         return None

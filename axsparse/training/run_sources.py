@@ -167,7 +167,6 @@ def _model_of(
 
 
 def _opener(data: DataSource, config: Config) -> Callable[[], Datasets]:
-    """A function that opens the data."""
     if data is None or isinstance(data, Tokens):
         return partial(open_datasets, config)
     if isinstance(data, FunctionType | partial | MethodType):

@@ -133,7 +133,6 @@ def evaluate_saved(
 
 
 def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
-    """The validation data, after a check that the data are the run's."""
     training, validation = datasets.training, datasets.validation
     data = DataEntry(
         name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0

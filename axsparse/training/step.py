@@ -231,7 +231,6 @@ class Step:
     def _agree(
         self, losses: Sequence[Tensor], notice: Callable[[], Flags], digest: int
     ) -> StepResult:
-        """Agree on all ranks on the loss, the norm, and whether both are finite."""
         with self.phases("optimizer"):
             squares = norm_partials(self._states, self._counted)
             exact = [state for state in self._states if state.is_exact]

@@ -388,7 +388,6 @@ class Trainer:
 
     @property
     def _is_over(self) -> bool:
-        """Whether no step follows."""
         return self._is_ended or self.steps_done >= self.config.train.steps
 
     @property
@@ -891,7 +890,6 @@ class Trainer:
             self._under_way = outer
 
     def _announce_checkpoints(self) -> None:
-        """Call `on_checkpoint` for the checkpoints that are complete since the last call."""
         if self._saver is not None:
             for step in self._saver.take_complete():
                 folder = path_of(self._saver.folder, step)

@@ -52,7 +52,6 @@ def mark_what_multiplies(layers: nn.Module) -> None:
 
 
 def _experts_of(parent: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    """The children that are experts, each with the number of its experts."""
     for child in parent.children():
         stacks = {len(p) for p in child.parameters(recurse=False) if p.dim() == 3}
         if len(stacks) == 1 and not isinstance(child, (nn.Conv1d, nn.ModuleList)):

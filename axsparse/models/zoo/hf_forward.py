@@ -305,7 +305,6 @@ class Forward:
         return watched
 
     def _sides(self, watched: _Watched) -> tuple[list[str], list[str]]:
-        """The names of the modules with state called before the layers, and of all called after."""
         sides: dict[str, list[str]] = {"before": [], "after": []}
         for name, child in self.owner._modules.items():
             if child is None or name == self._list_name:

@@ -368,8 +368,6 @@ def empty_model(theirs: Mapping[str, Any]) -> Any:
 
 
 def _made(kind: Any, settings: Any) -> Any:
-    """A model of transformers on the meta device."""
-
     def build() -> nn.Module:
         made: nn.Module = kind.from_config(settings)
         return made
@@ -503,7 +501,6 @@ class HfFile:
         return torch.empty(self._file.shapes[name], device="meta")
 
     def _made(self, to: str, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The tensors of the model that are made together, by name."""
         sources = self._sources[to]
         [(first, pattern), *_] = sources
         if pattern is None:

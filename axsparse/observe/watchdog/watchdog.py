@@ -218,7 +218,6 @@ class Watchdog:
         )
 
     def _view(self, rank: int, own: Heartbeat) -> RankView:
-        """The state of a rank, without its stacks."""
         coords = self._coords.grid.coords(rank)
         if rank == self._coords.rank:
             return RankView(coords, own, own.quiet)

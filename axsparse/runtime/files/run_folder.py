@@ -122,7 +122,6 @@ class RunMark:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The contents of a directory's mark; None without one."""
     try:
         content = json.loads((path / MARK_FILE).read_bytes())
     except (OSError, ValueError):

@@ -230,7 +230,6 @@ class MpiCollective:
         return requests, add
 
     def _gather(self, buffer: Tensor, bounds: list[int]) -> Requests:
-        """Send this rank's shard to all others."""
         requests: Requests = []
         for begin, end in self._pieces(buffer):
             sizes = [count * buffer.itemsize for count in self._split(bounds, begin, end)]
@@ -240,7 +239,6 @@ class MpiCollective:
         return requests
 
     def _broadcast(self, buffer: Tensor) -> Requests:
-        """Send the first member's buffer to all."""
         return [
             self._scattering.Ibcast([_bytes_of(buffer[begin:end]), MPI.BYTE], root=0)
             for begin, end in self._pieces(buffer)

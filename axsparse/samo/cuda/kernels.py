@@ -161,7 +161,6 @@ def step(
 
 
 def _types(slot: TensorSlot) -> str:
-    """The template arguments of the kernel for a tensor."""
     weight, gradient = NUMBERS[slot.weight.dtype], NUMBERS[slot.gradient.dtype]
     return f"{INDICES[_index(slot).kind]}, {weight}, {gradient}"
 

@@ -218,7 +218,6 @@ def _key(module: str, name: str, kinds: tuple[Kind, ...]) -> str:
 
 
 def _read(path: Path) -> bytes | None:
-    """The object file of a path, whose digest precedes it; None if it is missing or damaged."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -283,7 +282,6 @@ _LOADING = threading.Lock()
 
 
 def _function(key: str, code: bytes, kinds: tuple[Kind, ...]) -> Any:
-    """The function that an object file has."""
     from llvmlite import binding
 
     with _LOADING:
@@ -345,7 +343,6 @@ class _Helper:
         return answer
 
     def close(self) -> None:
-        """End the process, whatever it does."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -109,7 +109,6 @@ def _tuples(kinds: Any) -> Any:
 
 
 def _type(kind: Kind) -> Any:
-    """numba's type of an argument."""
     if isinstance(kind, tuple):
         return _types.Tuple([_type(each) for each in kind])
     simple = {"int": types.int64, "float32": types.float32, "float64": types.float64}

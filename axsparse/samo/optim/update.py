@@ -193,7 +193,6 @@ class _Step:
         return sums
 
     def apply(self, layer: LayerState, statistics: Mapping[str, Tensor]) -> None:
-        """Update one layer, all of its tensors at once where that can be."""
         if self.at_once is not None:
             alike: dict[Hyper, list[TensorState]] = {}
             for tensor in layer.owned:

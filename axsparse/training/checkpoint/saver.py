@@ -58,8 +58,6 @@ T = TypeVar("T")
 
 @dataclass
 class _PendingCheckpoint:
-    """A checkpoint that is being written or committed."""
-
     progress: Progress
     method_state: MethodState
     folder: Path
@@ -296,7 +294,6 @@ class Saver:
     def _manifest(
         self, pending: _PendingCheckpoint, ranks: Sequence[Mapping[str, Any]]
     ) -> CheckpointManifest:
-        """The manifest of a checkpoint, of which every rank has named its layers and files."""
         layers = {name: entry for rank in ranks for name, entry in rank["layers"].items()}
         files = {name: entry for rank in ranks for name, entry in rank["files"].items()}
         position = pending.progress.step * self._config.batch.global_batch_size
