@@ -50,7 +50,7 @@ def baselines(
     width = value_bytes(dense.precision)
     # Of a tied weight there is one gradient, where we have one for each use.
     gradient = width * _trained(dense)
-    k = stored.master_bytes + MOMENT_BYTES * stored.moments
+    k = stored.master_bytes + MOMENT_BYTES * len(stored.moments)
     own = f"{width} + {width} + {k}"
     found = [Baseline("dense, DDP", own, weight + gradient + others + rest)]
     if gpus > 1:

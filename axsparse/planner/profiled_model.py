@@ -11,6 +11,8 @@ from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from typing import TypeAlias
 
+import torch
+
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 from axsparse.models.layer_cost import NO_SUMS, Activations
@@ -120,7 +122,7 @@ def calibration_memory(
     one matrix at a time. One more microbatch, which is held out, is there twice: it also passes
     through the layers as they were. Masks lie in the host's memory until state is built.
     """
-    pruning, dense = model.config.pruning, replace(stored, moments=0, replicas=1)
+    pruning, dense = model.config.pruning, replace(stored, moments=(), replicas=1)
     ties, kept, on_host = model.profile.ties, model.kept, model.on_host
     last_pruned = model.profile.layers[model.last_pruned].name
     method, heals = STATISTICS.get(pruning.method), pruning.heal != "none"
@@ -158,13 +160,13 @@ def calibration_memory(
         moments.append((there + statistics, twice + costs.saved + costs.outputs))
         if heals and matrices:
             trained = sum(p.numel for p in layer.parameters if p.trained)
-            state = trained * (HEALING_BYTES + stored.weight_bytes)
+            state = trained * (HEALING_BYTES + stored.weight.itemsize)
             passing = costs.saved + costs.outputs + 2 * costs.widest
             moments.append((there + state + after.state, twice + passing + after.passing))
             drawn += 4 * (trained - sum(p.numel for p in matrices))
         moments.append((there + max(_made([layer]), after.made), twice))
         changes = heals or (method is not None and method.changes_weights)
-        kept_bytes = 4 if heals else stored.weight_bytes
+        kept_bytes = 4 if heals else stored.weight.itemsize
         for matrix in matrices:
             drawn += matrix.numel / 8 + (kept_bytes * kept[matrix.name] if changes else 0)
     return CalibrationMemory(moments, drawn * on_host)
@@ -176,13 +178,13 @@ def state_format(
     """How a run of `g_data` replicas stores its state; `adds_in_half` decides `samo.gradient:
     auto`."""
     assert config.precision != "auto", "decided before profiling"
-    samo, width = config.samo, value_bytes(config.precision)
-    is_half = adds_in_half if samo.gradient == "auto" else samo.gradient == "half"
+    samo, dtype = config.samo, DTYPES[config.precision]
+    kinds = {"exact": torch.int64, "half": dtype, "auto": dtype if adds_in_half else torch.float32}
     return StateFormat(
-        half=config.precision != "fp32",
-        gradient_bytes=8 if samo.gradient == "exact" else width if is_half else 4,
-        moments=len(optimizer.moments),
-        index=samo.index,
+        dtype,
+        kinds.get(samo.gradient, torch.float32),
+        optimizer.moments,
+        samo.index,
         # Where `auto` does not shard, the fullest share is as large as the full state.
         replicas=g_data if samo.zero_stage else 1,
         offload=samo.offload,
@@ -487,7 +489,7 @@ class ProfiledModel:
         )
         loss, is_last = load.loss_bytes, numbers.stop == len(self.profile.layers)
         if is_last:
-            given = (load.outputs + hints) / stored.weight_bytes
+            given = (load.outputs + hints) / stored.weight.itemsize
             loss = partial(_loss_bytes, given, DISTILLED_BYTES, self.profile.loss_logits)
         return replace(
             load,
@@ -515,12 +517,12 @@ class ProfiledModel:
             return 0
         ties, kept = self.profile.ties, self.kept
         pruned = (p for p in layer.parameters if ties.get(p.name, p.name) in kept)
-        return stored.weight_bytes * sum(p.numel for p in pruned)
+        return stored.weight.itemsize * sum(p.numel for p in pruned)
 
     def _gathered(self, layers: Sequence[LayerInfo], stored: StateFormat) -> int:
         """Bytes of the kept entries of layers whose weights are gathered."""
         kept = [self._kept(layer) for layer in layers if self._expanded(layer, stored)]
-        return stored.holds_none * stored.weight_bytes * sum(kept)
+        return stored.holds_none * stored.weight.itemsize * sum(kept)
 
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
         """The most bytes that a checkpoint holds in memory at a time.

@@ -222,7 +222,7 @@ class Calibration:
 
     def _built(self, layer: Layer) -> BuiltLayer:
         alone = replace(self.options, replicas=ALONE, sharding=None, expansion=None)
-        options = replace(alone, masks=None, types=replace(self.options.types, moments=()))
+        options = replace(alone, masks=None, stored=replace(self.options.stored, moments=()))
         if layer.name not in self.pruned:
             build = layer.build
             layer = replace(layer, build=lambda: build().requires_grad_(False))
@@ -309,7 +309,7 @@ class Calibration:
         before, after = errors
         if not math.isfinite(before):
             raise TrainingError(
-                f"pruning.heal: {name} puts out numbers in {self.options.types.weight} that are "
+                f"pruning.heal: {name} puts out numbers in {self.options.stored.weight} that are "
                 "not finite; choose another precision, or other texts"
             )
         if self.fit is not None and not math.isfinite(after):
@@ -365,7 +365,7 @@ class Calibration:
 
     def _prepared(self, inputs: Tensors) -> Tensors:
         """Inputs of the first layer on its device, floating-point ones in the run's precision."""
-        device, dtype = self.options.backend.device, self.options.types.weight
+        device, dtype = self.options.backend.device, self.options.stored.weight
         return tuple(
             tensor.to(device, dtype) if tensor.is_floating_point() else tensor.to(device)
             for tensor in inputs

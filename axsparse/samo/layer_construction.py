@@ -21,9 +21,10 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_all
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.expansion import Expansion, put_storage
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Masks
 from axsparse.samo.shards import ALONE, Replicas
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 
@@ -53,7 +54,7 @@ class BuiltLayer:
 class StateOptions:
     """How the layers of a stage are built; equal on all ranks but for `replicas` and `backend`."""
 
-    types: StateTypes
+    stored: StateFormat
     seed: int
     """Seeds the generators of start values."""
     masks: Masks | None
@@ -69,9 +70,6 @@ class StateOptions:
     expansion: Expansion | None = None
     """The memory in which weights that are sparse at rest are expanded; None keeps all weights
     dense."""
-    dense_layers: frozenset[str] = frozenset()
-    """Names of layers whose weights are dense at rest all the same; no weight of them that is ever
-    pruned may be tied."""
 
 
 def build_layers(
@@ -89,7 +87,11 @@ def build_layers(
     dense = replace(options, expansion=None)
     return [
         _construct_layer(
-            layer, ties, tensors, frozen, dense if layer.name in options.dense_layers else options
+            layer,
+            ties,
+            tensors,
+            frozen,
+            dense if layer.name in options.stored.dense_layers else options,
         )
         for layer in layers
     ]
@@ -149,7 +151,7 @@ def _construct_layer(
     state = LayerState(
         layer.name,
         states,
-        options.types,
+        options.stored,
         frozen=frozen,
         replicas=options.replicas,
         group=None if sharding is None else sharding.group,
@@ -168,7 +170,7 @@ def _storage(parameter: nn.Parameter, owner: TensorState | None, options: StateO
     if owner is not None:
         assert owner.expanded_at is None, f"{owner.name} is sparse at rest"
         return owner.parameter.detach()
-    return torch.zeros(parameter.shape, dtype=options.types.weight, device=options.backend.device)
+    return torch.zeros(parameter.shape, dtype=options.stored.weight, device=options.backend.device)
 
 
 def _mask(
@@ -177,7 +179,7 @@ def _mask(
     """Keep the entries of a tensor that the masks have under the name of its weight's first use."""
     assert options.masks is not None
     mask_D = options.masks.mask(first, tensor.full_shape, value)
-    tensor.own_index = options.backend.index(tensor.of_full(mask_D), options.types.index)
+    tensor.own_index = options.backend.index(tensor.of_full(mask_D), options.stored.index)
     tensor.full_kept = options.masks.kept[first]
 
 

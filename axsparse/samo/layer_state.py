@@ -36,29 +36,8 @@ from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.kernels import add_exact, finish_exact
 from axsparse.samo.expansion import Expansion
 from axsparse.samo.shards import ALONE, Replicas
-from axsparse.samo.state_bytes import IndexKind, StateBytes, WeightKind
+from axsparse.samo.state_bytes import StateBytes, StateFormat
 from axsparse.samo.tensor_state import Relocation, Shares, TensorState
-
-
-@dataclass(frozen=True)
-class StateTypes:
-    """The forms in which the state of a layer is stored."""
-
-    weight: torch.dtype
-    """The type of weights, activations and messages."""
-    gradient: torch.dtype
-    """The type of accumulated gradients: the weights' type, fp32, or int64 for exact sums."""
-    moments: tuple[str, ...] = ()
-    """Names of the optimizer's moments."""
-    index: IndexKind = "int32"
-    """How tensors that are pruned now or later store their kept positions."""
-    weights: WeightKind = "dense"
-    """How pruned weights are stored at rest."""
-
-    @property
-    def updating(self) -> torch.dtype:
-        """The type of gradients that an update reads."""
-        return torch.float32 if self.gradient == torch.int64 else self.gradient
 
 
 @dataclass(frozen=True)
@@ -79,16 +58,16 @@ class OptimizerState:
     """Reads and writes the masters and moments of one layer, wherever they are."""
 
     def __init__(
-        self, shares: Shares, types: StateTypes, backend: Backend, *, gathers: bool
+        self, shares: Shares, stored: StateFormat, backend: Backend, *, gathers: bool
     ) -> None:
         """`write_master` fills the masters; moments are allocated when first asked for. `gathers`
         as in `LayerState`."""
         self._shares = shares
         self._backend = backend
         self._master_K = None
-        if types.weight != torch.float32 or gathers:
+        if stored.weight != torch.float32 or gathers:
             self._master_K = backend.rest(len(shares.held), torch.float32)
-        self._names = types.moments
+        self._names = stored.moments
         self._moments_K: dict[str, Tensor] = {}
         self._staged: StateBuffers | None = None
         self.finish_copies: Callable[[], None] = lambda: None
@@ -230,7 +209,7 @@ class LayerState:
         self,
         name: str,
         tensors: Sequence[TensorState],
-        types: StateTypes,
+        stored: StateFormat,
         *,
         frozen: Sequence[Tensor] = (),
         replicas: Replicas = ALONE,
@@ -254,7 +233,7 @@ class LayerState:
         self.group = group
         self.frozen = tuple(frozen)
         self.backend = backend
-        self._index_kind = types.index
+        self._index_kind = stored.index
         self.shares = Shares(tensors, replicas)
         self.tensors = self.shares.tensors
         """All trained tensors; aliases come last."""
@@ -264,14 +243,14 @@ class LayerState:
         for tensor in self.owned:
             if tensor.shard is None:
                 tensor.full_kept = tensor.kept
-        self._lay_gradient(self._zeros(self.shares.total, types.gradient))
+        self._lay_gradient(self._zeros(self.shares.total, stored.gradient))
         self.most = self._zeros(len(self.tensors) if self.is_exact else 0)
         """By tensor, the largest absolute value that sums of integers took in this step."""
         for number, tensor in enumerate(self.tensors if self.is_exact else ()):
             tensor.most = self.most[number : number + 1]
-        self.optimizer_state = OptimizerState(self.shares, types, backend, gathers=self.gathers)
+        self.optimizer_state = OptimizerState(self.shares, stored, backend, gathers=self.gathers)
         self._expansion = expansion
-        is_fp32 = types.weight == torch.float32
+        is_fp32 = stored.weight == torch.float32
         self._stores_weights = not self.gathers and (
             is_fp32 or self.shares.is_sharded or backend.host is not None
         )

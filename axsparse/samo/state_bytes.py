@@ -62,6 +62,8 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 from axsparse.samo.shards import share_bounds
 
 if TYPE_CHECKING:
+    import torch
+
     from axsparse.models.model_profile import LayerInfo, ParameterInfo
 
 IndexKind: TypeAlias = Literal["auto", "int32", "mask"]
@@ -125,23 +127,23 @@ class StateFormat:
     """The storage format of the training state: all settings that decide its bytes, apart from the
     tensors."""
 
-    half: bool
-    """Whether weights are bf16 or fp16; otherwise they are fp32."""
-    gradient_bytes: int
-    """Bytes of an accumulated gradient entry."""
-    moments: int
-    """Number of the optimizer's moments."""
+    weight: torch.dtype
+    """The type of weights, activations and messages."""
+    gradient: torch.dtype
+    """The type of accumulated gradients: the weights' type, fp32, or int64 for exact sums."""
+    moments: tuple[str, ...] = ()
+    """Names of the optimizer's moments."""
     index: IndexKind = "int32"
-    """How the kept positions of pruned tensors are stored."""
+    """How tensors that are pruned now or later store their kept positions."""
+    weights: WeightKind = "dense"
+    """How pruned weights are stored at rest."""
+    dense_layers: frozenset[str] = frozenset()
+    """Names of layers whose weights are dense at rest all the same; no weight of them that is ever
+    pruned may be tied."""
     replicas: int = 1
     """Replicas that share the optimizer state; 1 if it is not sharded."""
     offload: bool = False
     """Whether masters and moments rest on the host."""
-    weights: WeightKind = "dense"
-    """How pruned weights are stored at rest."""
-    dense_layers: frozenset[str] = frozenset()
-    """Names of layers whose weights are dense at rest all the same."""
-
     gathers: bool = False
     """Whether replicas that share the optimizer state gather weights that are sparse at rest."""
 
@@ -150,14 +152,14 @@ class StateFormat:
         return replace(self, weights="dense") if name in self.dense_layers else self
 
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of a weight."""
-        return 2 if self.half else 4
+    def is_half(self) -> bool:
+        """Whether weights are bf16 or fp16, and fp32 masters are separate."""
+        return self.weight.itemsize == 2
 
     @property
     def master_bytes(self) -> int:
         """Bytes of a kept entry's master, in addition to its weight."""
-        return MASTER_BYTES if self.half or self.holds_none else 0
+        return MASTER_BYTES if self.is_half or self.holds_none else 0
 
     @property
     def holds_none(self) -> bool:
@@ -168,7 +170,7 @@ class StateFormat:
     def stores_weights(self) -> bool:
         """Whether sparse weights have memory next to their masters: in fp32, where it is the
         masters', and where the device has not all masters, unless they are gathered."""
-        is_partial = not self.half or self.replicas > 1 or self.offload
+        is_partial = not self.is_half or self.replicas > 1 or self.offload
         return is_partial and not self.holds_none
 
 
@@ -221,18 +223,18 @@ def _mask_bytes(numel: int, kept: int) -> int:
 def tensor_bytes(size: TensorSize, stored: StateFormat) -> StateBytes:
     """The formula above for one tensor, neither sharded nor offloaded."""
     if not size.trained:
-        return StateBytes(weight=0 if size.is_alias else stored.weight_bytes * size.numel)
+        return StateBytes(weight=0 if size.is_alias else stored.weight.itemsize * size.numel)
     if size.is_alias:
-        return StateBytes(gradient=stored.gradient_bytes * size.kept)
+        return StateBytes(gradient=stored.gradient.itemsize * size.kept)
     stays = size.numel
     if is_sparse(size, stored):
         stays = size.kept if stored.stores_weights else 0
     return StateBytes(
-        weight=stored.weight_bytes * stays,
+        weight=stored.weight.itemsize * stays,
         index=index_bytes(size.numel, size.kept, stored.index),
-        gradient=stored.gradient_bytes * size.kept,
+        gradient=stored.gradient.itemsize * size.kept,
         master=stored.master_bytes * size.kept,
-        optimizer=MOMENT_BYTES * stored.moments * size.kept,
+        optimizer=MOMENT_BYTES * len(stored.moments) * size.kept,
     )
 
 
@@ -244,7 +246,7 @@ def is_sparse(size: TensorSize, stored: StateFormat) -> bool:
 def expanded_bytes(sizes: Iterable[TensorSize], stored: StateFormat) -> int:
     """Bytes in which the sparse weights of a layer are expanded."""
     return aligned_bytes(
-        stored.weight_bytes * size.numel for size in sizes if is_sparse(size, stored)
+        stored.weight.itemsize * size.numel for size in sizes if is_sparse(size, stored)
     )
 
 
@@ -253,7 +255,7 @@ def gathered_bytes(sizes: Sequence[TensorSize], stored: StateFormat) -> int:
     if not any(is_sparse(size, stored) and not size.is_alias for size in sizes):
         return 0
     is_gathered = stored.holds_none
-    return is_gathered * GATHERED * stored.weight_bytes * sum(map(owned_entries, sizes))
+    return is_gathered * GATHERED * stored.weight.itemsize * sum(map(owned_entries, sizes))
 
 
 def owned_entries(size: TensorSize) -> int:
@@ -271,7 +273,7 @@ def layer_bytes(sizes: Sequence[TensorSize], stored: StateFormat, replica: int =
     return replace(
         unsharded,
         master=stored.master_bytes * share,
-        optimizer=MOMENT_BYTES * stored.moments * share,
+        optimizer=MOMENT_BYTES * len(stored.moments) * share,
     )
 
 
@@ -307,7 +309,7 @@ def stage_bytes(
     expanded += max(map(gathered_bytes, sizes, formats), default=0)
     if not stored.offload:
         return StateBytes.sum(each) + StateBytes(expanded=expanded)
-    count = stored.moments
+    count = len(stored.moments)
     staged_layers = [
         aligned_bytes([state.master, *[state.optimizer // max(count, 1)] * count]) for state in each
     ]

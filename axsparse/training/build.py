@@ -275,7 +275,7 @@ def prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | N
         give_back_at_once()
         layers = plan.layers_of(plan.coords.stage)
         if any(size.numel > FEW for layer in layers for size in layer.parameters):
-            return prepare_loops(plan.types, plan.optimizer)
+            return prepare_loops(plan.state_format, plan.optimizer)
     return None
 
 
@@ -441,7 +441,7 @@ def _state_options(plan: RunPlan, replicas: Replicas, placement: Placement) -> S
         assert placement.gpu is not None, "the settings were checked"
         backend = replace(backend, host=placement.gpu.pinned)
     return StateOptions(
-        types=plan.types,
+        stored=plan.state_format,
         seed=plan.config.seed,
         masks=None,
         replicas=replicas,
@@ -450,7 +450,6 @@ def _state_options(plan: RunPlan, replicas: Replicas, placement: Placement) -> S
         expansion=Expansion(plan.dtype, backend.device, gather)
         if plan.has_sparse_weights
         else None,
-        dense_layers=plan.dense_layers,
     )
 
 

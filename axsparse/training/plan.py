@@ -66,10 +66,9 @@ from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first
 from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.machine import host_memory_bytes, resident_memory_bytes
 from axsparse.runtime.provenance import versions
-from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half, cpu_multiplies
-from axsparse.samo.state_bytes import WeightKind, stage_bytes
+from axsparse.samo.state_bytes import StateFormat, WeightKind, stage_bytes
 from axsparse.tensor_parallel.modules import check_ties
 from axsparse.training.placement import GpuMemory
 
@@ -149,13 +148,12 @@ class RunPlan:
         return DTYPES[self.config.precision]
 
     @property
-    def types(self) -> StateTypes:
-        """The forms in which the state of a layer is stored."""
-        samo = self.config.samo
-        kinds = {"fp32": torch.float32, "exact": torch.int64}
-        gradient = kinds.get(samo.gradient, self.dtype)
-        assert samo.weights != "auto", "decided with the layout"
-        return StateTypes(self.dtype, gradient, self.optimizer.moments, samo.index, samo.weights)
+    def state_format(self) -> StateFormat:
+        """How the state of the layers is stored."""
+        return replace(
+            state_format(self.config, self.optimizer, self.coords.grid.g_data),
+            dense_layers=self.dense_layers,
+        )
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage, as one rank has them."""
@@ -191,11 +189,7 @@ class RunPlan:
 
     def state_bytes(self, layers: Sequence[LayerInfo], kept: Mapping[str, int]) -> int:
         """Bytes of model state of one rank that holds these layers; `kept` as in `stage_bytes`."""
-        stored = replace(
-            state_format(self.config, self.optimizer, self.coords.grid.g_data),
-            dense_layers=self.dense_layers,
-        )
-        return stage_bytes(layers, self.profile.ties, kept, stored).total
+        return stage_bytes(layers, self.profile.ties, kept, self.state_format).total
 
     @property
     def facts(self) -> dict[str, str]:

@@ -175,7 +175,7 @@ def test_statistics_count_as_state_in_live_bytes_and_formula() -> None:
         layers,
         {},
         kept(model, settings.pruning),
-        StateFormat(half=False, gradient_bytes=4, moments=2, index="auto"),
+        StateFormat(torch.float32, torch.float32, ("mean", "square"), "auto"),
     )
 
 

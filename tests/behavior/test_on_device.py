@@ -38,7 +38,7 @@ from axsparse.runtime.communication import Message, Transport
 from axsparse.runtime.local.local_transport import LocalLink
 from axsparse.samo.backend import Backend
 from axsparse.samo.optim import adamw
-from axsparse.samo.state_bytes import StateFormat, stage_bytes
+from axsparse.samo.state_bytes import stage_bytes
 from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer
 
@@ -272,7 +272,7 @@ def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placi
             [info for info in trainer.profile.layers if info.name in layers],
             trainer.profile.ties,
             pruned,
-            StateFormat(half=True, gradient_bytes=2, moments=2, index="auto", offload=True),
+            trainer.plan.state_format,
         )
         assert trainer.state_bytes() == expected
         assert expected.offloaded > 0 and expected.master == expected.optimizer == 0

@@ -17,7 +17,7 @@ from torch import nn
 from axsparse.samo.host import host_step
 from axsparse.samo.index import base
 from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.lamb import LAMB
@@ -26,7 +26,7 @@ from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import norm_partials, update
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import IndexKind
+from axsparse.samo.state_bytes import IndexKind, StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
@@ -46,7 +46,7 @@ def trained_layer(index: Index, numel: int, master: str, optimizer: Optimizer) -
     """A layer of one tensor, after a step that has compiled and allocated what stays."""
     dtype = DTYPES[master]
     tensor = TensorState("w", nn.Parameter(torch.zeros(numel, dtype=dtype)), index, decays=True)
-    layer = LayerState("layer", [tensor], StateTypes(dtype, dtype, optimizer.moments))
+    layer = LayerState("layer", [tensor], StateFormat(dtype, dtype, optimizer.moments))
     layer.accumulate(tensor, torch.ones(numel, dtype=dtype))
     update([layer], optimizer, HYPER, 0.5)
     return layer
@@ -140,7 +140,6 @@ from axsparse.pruning.targets import kept_entries
 from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.layer_construction import StateOptions, build_layers
-from axsparse.samo.layer_state import StateTypes
 
 def resident(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))
@@ -156,7 +155,7 @@ def build(width, score, index):
         for n, shape in enumerate(shapes)
     ]
     kept = {f"l{n}.weight": kept_entries(a * b, 0.95) for n, (a, b) in enumerate(shapes)}
-    types = StateTypes(torch.bfloat16, torch.bfloat16, ADAMW.moments, index)
+    types = StateFormat(torch.bfloat16, torch.bfloat16, ADAMW.moments, index)
     options = StateOptions(types, 1, ScoredMasks(Criterion(score), kept))
     return build_layers(layers, {}, options)
 

@@ -24,8 +24,9 @@ from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState, StageTie, StateTypes, Use
+from axsparse.samo.layer_state import LayerState, StageTie, Use
 from axsparse.samo.shards import ALONE, Replicas
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.trainer import Trainer
 
@@ -96,7 +97,7 @@ def layer_state(
     weight = torch.zeros(NUMEL) if owner is None else owner.parameter.detach()
     index = make_index(torch.arange(NUMEL) < KEPT)
     tensor = TensorState(f"{name}.w", nn.Parameter(weight), index, decays=True, alias_of=owner)
-    state = LayerState(name, [tensor], StateTypes(torch.float32, dtype), replicas=replicas)
+    state = LayerState(name, [tensor], StateFormat(torch.float32, dtype), replicas=replicas)
     state.gradient.fill_(1.0)
     return state
 
@@ -247,7 +248,7 @@ def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:
         )
         for key in "pq"
     ]
-    layer = LayerState("l", tensors, StateTypes(torch.float32, torch.float32))
+    layer = LayerState("l", tensors, StateFormat(torch.float32, torch.float32))
     layer.gradient.fill_(1.0)
     pair = Members()
     sync = gradient_sync([layer], Members(size=1), ties=[StageTie((Use(layer, tensors[1]),), pair)])

@@ -23,7 +23,7 @@ from axsparse.data.torch_dataset import from_torch
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
 from axsparse.samo.layer_construction import StateOptions, build_layers
-from axsparse.samo.layer_state import StateTypes
+from axsparse.samo.state_bytes import StateFormat
 
 VISION = ROOT / "examples" / "vision"
 SHADES = {"dark": 40, "light": 220}
@@ -82,7 +82,7 @@ def test_names_shapes_parameters_and_flops_are_those_published(
 
 def state_of(model: Model, seed: int = 2) -> tuple[dict[str, Tensor], list[nn.Module]]:
     """Start values by torchvision's names, and the modules that have them."""
-    options = StateOptions(StateTypes(torch.float32, torch.float32), seed=seed, masks=None)
+    options = StateOptions(StateFormat(torch.float32, torch.float32), seed=seed, masks=None)
     layers = build_layers(model.layers, {}, options)
     state = {
         f"{layer.spec.name}.{name}".removeprefix("stem."): tensor.detach()

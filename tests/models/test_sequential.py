@@ -19,7 +19,7 @@ from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential, structure
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.layer_construction import StateOptions, build_layers
-from axsparse.samo.layer_state import StateTypes
+from axsparse.samo.state_bytes import StateFormat
 
 WIDTH = 16
 
@@ -226,7 +226,7 @@ def test_a_layer_is_held_in_fp32_until_it_has_masters_and_no_longer() -> None:
     with torch.device("meta"):
         parts = [nn.Linear(256, 256, bias=False) for _ in range(4)]
         model = from_sequential([nn.Sequential(*parts), nn.Linear(256, 5)], summed_loss)
-    types = StateTypes(torch.bfloat16, torch.bfloat16, ("mean", "square"))
+    types = StateFormat(torch.bfloat16, torch.bfloat16, ("mean", "square"))
     options = StateOptions(types, seed=1, masks=None)
 
     peak = peak_of_torch(lambda: build_layers(model.layers[:1], {}, options))

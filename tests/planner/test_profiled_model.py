@@ -112,9 +112,9 @@ def test_state_is_what_a_run_would_build(stage: int) -> None:
         {},
         KEPT,
         StateFormat(
-            half=True,
-            gradient_bytes=4,
-            moments=2,
+            torch.bfloat16,
+            torch.float32,
+            ADAMW.moments,
             index="mask",
             replicas=3 if stage else 1,
             weights=weights,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from axsparse.runtime.communication import Op
 from axsparse.samo.expansion import Expansion, LayerGather
 from axsparse.samo.index.base import FullIndex, make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
@@ -53,7 +53,7 @@ def stage(
             )
             for number, shape in enumerate(shapes)
         ]
-        types = StateTypes(dtype, dtype, ADAMW.moments)
+        types = StateFormat(dtype, dtype, ADAMW.moments)
         layers.append(LayerState(name, tensors, types, expansion=expansion))
         for number, tensor in enumerate(tensors):
             values = random(number, *shapes[number]).view(-1)
@@ -123,7 +123,7 @@ def test_an_alias_is_expanded_with_the_layer_that_uses_it() -> None:
     first = TensorState("a", nn.Parameter(torch.zeros(shape).bfloat16()), FullIndex(600), True)
     again = nn.Parameter(first.parameter.detach())
     second = TensorState("b", again, FullIndex(600), True, alias_of=first)
-    types = StateTypes(torch.bfloat16, torch.bfloat16, ADAMW.moments)
+    types = StateFormat(torch.bfloat16, torch.bfloat16, ADAMW.moments)
     owner = LayerState("one", [first], types, expansion=expansion)
     user = LayerState("two", [second], types, expansion=expansion)
     owner.optimizer_state.write_master(first, 0, values := random(3, 600))
@@ -142,7 +142,7 @@ def test_memory_is_that_of_the_largest_layer_and_layers_take_turns() -> None:
     expansion = Expansion(torch.bfloat16, HOST)
     first, second = stage(torch.bfloat16, expansion)
     sizes = [TensorSize(160_000, 5), TensorSize(63, 5), TensorSize(9, 9)]
-    stored = StateFormat(True, 2, 2, weights="sparse")
+    stored = StateFormat(HALF, HALF, ADAMW.moments, weights="sparse")
     matrices = [layer.tensors[0].parameter for layer in (first, second)]
 
     assert expansion.nbytes == expanded_bytes(sizes, stored) == ALIGNED * (1_250 + 1)
@@ -279,7 +279,7 @@ def gathered_stage(group: Others, layers: int = 3) -> tuple[Expansion, list[Laye
             for shape in GATHERED
         ]
         replicas = Replicas(group, NoPause(), shard=True, gather=True)
-        types = StateTypes(HALF, HALF, ADAMW.moments)
+        types = StateFormat(HALF, HALF, ADAMW.moments)
         built.append(
             LayerState(f"{number}", tensors, types, replicas=replicas, expansion=expansion)
         )

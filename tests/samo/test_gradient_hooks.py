@@ -19,7 +19,8 @@ from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
 from axsparse.samo.host.sparse_products import FEWEST_TOKENS
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 WIDTH = 8
@@ -40,7 +41,7 @@ def layers(
         Layer(f"layer{number}", build, init=random_init) for number, build in enumerate(builds)
     ]
     options = StateOptions(
-        StateTypes(dtype, gradient_dtype), seed=1, masks=matrices(specs, sparsity), backend=backend
+        StateFormat(dtype, gradient_dtype), seed=1, masks=matrices(specs, sparsity), backend=backend
     )
     return build_layers(specs, {}, options)
 
@@ -266,7 +267,7 @@ def no_kernel(kernel: str, blocks: int, *arguments: object) -> None:
 def vectors_in_bf16(on_ready: Callable[[LayerState], None]) -> tuple[Vectors, GradientCollector]:
     spec = Layer("layer", Vectors, init=random_init)
     backend = Backend(torch.device("cpu"), no_kernel)
-    options = StateOptions(StateTypes(torch.bfloat16, torch.float32), 1, None, backend=backend)
+    options = StateOptions(StateFormat(torch.bfloat16, torch.float32), 1, None, backend=backend)
     built = build_layers([spec], {}, options)
     assert isinstance(built[0].module, Vectors)
     return built[0].module, collector(built, on_ready)

@@ -17,14 +17,14 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_construction import build_layers as build_layers_with
-from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.precision import round_to
 from axsparse.samo.selection import largest
+from axsparse.samo.state_bytes import StateFormat
 
 
 def options(*, half: bool = False, seed: int = 1) -> StateOptions:
     dtype = torch.bfloat16 if half else torch.float32
-    return StateOptions(StateTypes(dtype, dtype, ("exp_avg", "exp_avg_sq")), seed, None)
+    return StateOptions(StateFormat(dtype, dtype, ("exp_avg", "exp_avg_sq")), seed, None)
 
 
 def build_layers(

@@ -17,7 +17,7 @@ from axsparse.runtime.communication import Collective
 from axsparse.samo.backend import Backend
 from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.index.base import FullIndex, Index, make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
@@ -56,7 +56,7 @@ def tensor_state(
 
 
 def layer_state(tensors: Sequence[TensorState], *, dtype: torch.dtype) -> LayerState:
-    return LayerState("layer", tensors, StateTypes(dtype, dtype, ("exp_avg", "exp_avg_sq")))
+    return LayerState("layer", tensors, StateFormat(dtype, dtype, ("exp_avg", "exp_avg_sq")))
 
 
 def filled_layer(masks: Mapping[str, Tensor | None], *, dtype: torch.dtype) -> LayerState:
@@ -89,7 +89,7 @@ def dense_state(layer: LayerState, name: str) -> dict[str, Tensor]:
 
 
 def formula(layer: LayerState, *, dtype: torch.dtype) -> StateBytes:
-    stored = StateFormat(dtype.itemsize == 2, dtype.itemsize, moments=2)
+    stored = StateFormat(dtype, dtype, ADAMW.moments)
     return StateBytes.sum(
         tensor_bytes(
             TensorSize(tensor.parameter.numel(), tensor.kept, is_alias=tensor.alias_of is not None),
@@ -219,7 +219,7 @@ def test_where_kernels_gather_a_share_is_one_launch_a_tensor() -> None:
     state = LayerState(
         "layer",
         [weight],
-        StateTypes(torch.float32, torch.float32),
+        StateFormat(torch.float32, torch.float32),
         replicas=replicas,
         backend=Backend(here, launch),
     )

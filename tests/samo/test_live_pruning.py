@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Kind, Layer
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.masks import Masks, masks_digest, prune_in_place, weights_digest
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
+from axsparse.samo.state_bytes import StateFormat
 
 TIES = {"head.weight": "embed.weight"}
 
@@ -35,7 +35,7 @@ def build(
     masks: Masks | None, layers: Sequence[Layer] | None = None, *, half: bool = False
 ) -> list[BuiltLayer]:
     dtype = torch.bfloat16 if half else torch.float32
-    options = StateOptions(StateTypes(dtype, torch.float32, ADAMW.moments), seed=1, masks=masks)
+    options = StateOptions(StateFormat(dtype, torch.float32, ADAMW.moments), seed=1, masks=masks)
     return build_layers(layers or specs(), TIES, options)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,6 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.samo.expansion import Expansion
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.layer_state import StateTypes
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.state_bytes import (
     IndexKind,
@@ -136,11 +135,16 @@ def case_masks(model: Model, pruning: PruningConfig) -> ScoredMasks:
 def build(case: Case, expansion: Expansion | None = None) -> list[BuiltLayer]:
     model = make_model(case.model)
     options = StateOptions(
-        StateTypes(case.dtype, case.gradient_dtype, ADAMW.moments, case.index),
+        StateFormat(
+            case.dtype,
+            case.gradient_dtype,
+            ADAMW.moments,
+            case.index,
+            dense_layers=case.dense_layers,
+        ),
         seed=1,
         masks=None if case.pruning is None else case_masks(model, case.pruning),
         expansion=expansion,
-        dense_layers=case.dense_layers,
     )
     ties = {tie.second: tie.first for tie in model.ties}
     return build_layers(model.layers[case.layers], ties, options)
@@ -157,10 +161,10 @@ def predicted(case: Case) -> StateBytes:
         profiled.ties,
         {} if case.pruning is None else kept(make_model(case.model), case.pruning),
         StateFormat(
-            half=case.dtype != torch.float32,
-            gradient_bytes=case.gradient_dtype.itemsize,
-            moments=len(ADAMW.moments),
-            index=case.index,
+            case.dtype,
+            case.gradient_dtype,
+            ADAMW.moments,
+            case.index,
             weights=case.weights,
             dense_layers=case.dense_layers,
         ),
@@ -234,15 +238,15 @@ def test_after_training_every_rank_holds_what_the_formula_says(
     for trainer, _ in train_in_process(g_inter, g_data, model, config, token_data()):
         names = {layer.spec.name for layer in trainer.layers}
         layers = [layer for layer in profiled.layers if layer.name in names]
-        gradient_bytes = trainer.layers[0].state.accumulator.itemsize
+        gradient = trainer.layers[0].state.accumulator.dtype
         shares = config.samo.zero_stage != 0
         stored = StateFormat(
-            half=precision == "bf16",
-            gradient_bytes=gradient_bytes,
-            moments=2,
-            index="auto",
+            torch.bfloat16 if precision == "bf16" else torch.float32,
+            gradient,
+            ADAMW.moments,
+            "auto",
             replicas=g_data if shares else 1,
-            weights=trainer.plan.types.weights,
+            weights=trainer.plan.state_format.weights,
             gathers=config.samo.zero_stage == 3,
         )
         replica = trainer.coords.replica
@@ -251,16 +255,15 @@ def test_after_training_every_rank_holds_what_the_formula_says(
 
 
 def test_sparse_weights_cost_the_kept_entries_that_the_device_does_not_have_otherwise() -> None:
-    def cost(**stored: Any) -> StateBytes:
-        return tensor_bytes(TensorSize(512**2, 26_214), StateFormat(moments=2, **stored))
+    def cost(dtype: torch.dtype = torch.bfloat16, **stored: Any) -> StateBytes:
+        sparse = StateFormat(dtype, dtype, ADAMW.moments, weights="sparse")
+        return tensor_bytes(TensorSize(512**2, 26_214), replace(sparse, **stored))
 
-    half = {"half": True, "gradient_bytes": 2, "index": "mask", "weights": "sparse"}
-
-    assert cost(**half).total / 512**2 == pytest.approx(0.127 + 14 * 0.1, abs=1e-4)
-    assert cost(**half).weight == 0
+    assert cost(index="mask").total / 512**2 == pytest.approx(0.127 + 14 * 0.1, abs=1e-4)
+    assert cost().weight == 0
     # In fp32 the kept values are weight and master at once.
-    single = cost(half=False, gradient_bytes=4, weights="sparse")
+    single = cost(torch.float32)
     assert (single.weight, single.master) == (4 * 26_214, 0)
     # Of other replicas' shares there are no masters here.
     for others in ({"replicas": 2}, {"offload": True}):
-        assert cost(**half, **others).weight == 2 * 26_214
+        assert cost(**others).weight == 2 * 26_214

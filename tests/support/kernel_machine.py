@@ -18,12 +18,12 @@ from axsparse.samo.cuda import kernels
 from axsparse.samo.cuda.device_index import DeviceIndex, DeviceKind, make_device_index
 from axsparse.samo.cuda.launch import TILE, Launcher
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, TensorSlot
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, IndexKind
+from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, IndexKind, StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 GUARD = 256
@@ -147,7 +147,7 @@ def layer_of(
     zeros = nn.Parameter(torch.zeros(mask.numel(), dtype=weight))
     tensor = TensorState("w", zeros, index, decays=True)
     names = (("momentum",), ("exp_avg", "exp_avg_sq"))[moments - 1] if moments else ()
-    layer = LayerState("l", [tensor], StateTypes(weight, gradient, names))
+    layer = LayerState("l", [tensor], StateFormat(weight, gradient, names))
     return layer, tensor
 
 

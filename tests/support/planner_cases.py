@@ -14,6 +14,7 @@ from functools import partial
 from operator import mul
 from typing import Any
 
+import torch
 from support.cases import merged
 from support.runs import tiny_config, tiny_gpt
 
@@ -200,8 +201,6 @@ GRADIENT_BYTES = 2 + 4
 COPY_BYTES = 2
 """Bytes a kept entry of the compressed half weights that are made when masters become weights
 (section III-C)."""
-MOMENTS = 2
-"""Moments of AdamW."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -317,8 +316,7 @@ class GptFormula(ProfiledModel):
             TensorSize(self.embedding_params, self.embedding_params),
             TensorSize(words, words, is_alias=g_inter == 1),
         ]
-        stored = StateFormat(
-            half=self.precision != "fp32", gradient_bytes=GRADIENT_BYTES, moments=MOMENTS
-        )
+        stored = StateFormat(DTYPES[self.precision], torch.float32, ADAMW.moments)
         whole = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
+        whole = replace(whole, gradient=whole.gradient * GRADIENT_BYTES // 4)
         return StateBytes(*(-(-part // g_inter) for part in astuple(whole)))

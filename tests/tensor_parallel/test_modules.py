@@ -15,7 +15,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.layer_construction import StateOptions, build_layers, full_weights
-from axsparse.samo.layer_state import StateTypes
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding, shard_module
 
@@ -55,7 +55,7 @@ def test_outputs_and_gradients_are_those_of_the_full_module(name: str, ranks: in
     def on_rank(transport: Transport) -> None:
         group = TensorGroup(Grid(1, 1, ranks).coords(transport.rank), transport)
         sharding = Sharding(group)
-        types = StateTypes(torch.float32, torch.float32)
+        types = StateFormat(torch.float32, torch.float32)
         options = StateOptions(types, 1, None, sharding=sharding)
         [built] = build_layers([Layer("mlp", build, tp_plan=plan)], {}, options)
         full = build()

@@ -66,7 +66,7 @@ def test_auto_accumulates_in_half_up_to_eight_microbatches_a_replica(
     run = resolved(config, ranks)
 
     assert run.config.samo.gradient == gradient
-    assert run.types.gradient is (torch.bfloat16 if gradient == "half" else torch.float32)
+    assert run.state_format.gradient is (torch.bfloat16 if gradient == "half" else torch.float32)
 
 
 @pytest.mark.parametrize(("stages", "shared"), [(1, True), (2, False)])
@@ -104,7 +104,7 @@ def test_auto_keeps_weights_dense_where_that_fits(layout: dict[str, Any]) -> Non
     for nbytes, weights in ((needs["dense"] / 0.8, "dense"), (between, "sparse")):
         budget = MemoryBudget(nbytes, 0.0)
         run = decided(config, transport(ranks), budget=budget)
-        assert (run.config.samo.weights, run.types.weights) == (weights, weights)
+        assert (run.config.samo.weights, run.state_format.weights) == (weights, weights)
         assert run.has_sparse_weights is (weights == "sparse")
         assert not run.dense_layers
         assert run.prediction is not None
@@ -159,7 +159,7 @@ def test_what_is_asked_for_is_done() -> None:
     for stage in (0, 1):
         config = tiny_config(samo={"zero_stage": stage}, layout={"g_inter": 1})
         assert resolved(config, 2).config.samo.zero_stage == stage
-    assert resolved(tiny_config(samo={"gradient": "half"})).types.gradient is torch.float32
+    assert resolved(tiny_config(samo={"gradient": "half"})).state_format.gradient is torch.float32
     assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
 
 

@@ -20,7 +20,7 @@ from axsparse.samo.host import host_step
 from axsparse.samo.host.compiled_loops import FEW, Loop, can_compile
 from axsparse.samo.host.host_step import CHUNK, sum_of_squares
 from axsparse.samo.index.base import make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper, Optimizer
@@ -28,7 +28,7 @@ from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import norm_partials, update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK, Replicas
-from axsparse.samo.state_bytes import IndexKind, WeightKind
+from axsparse.samo.state_bytes import IndexKind, StateFormat, WeightKind
 from axsparse.samo.tensor_state import TensorState
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
@@ -165,7 +165,7 @@ def test_a_step_needs_no_loop_that_was_not_prepared(
 ) -> None:
     mask = mask_of("mask", 4 * CHUNK)
     _, tensor = layer_of(mask, *state, kind="mask")
-    types = StateTypes(*state, optimizer.moments, "mask", weights)
+    types = StateFormat(*state, optimizer.moments, "mask", weights)
     expansion = Expansion(state[0], torch.device("cpu")) if weights == "sparse" else None
     layer = LayerState("layer", [tensor], types, expansion=expansion)
 
@@ -188,7 +188,7 @@ def two_tensor_share(state: Types) -> LayerState:
         for name, mask, decays in zip("ab", masks, (True, False), strict=True)
         for index in [make_index(mask, "mask")]
     ]
-    types = StateTypes(*state, ADAMW.moments)
+    types = StateFormat(*state, ADAMW.moments)
     layer = LayerState("l", tensors, types, replicas=Replicas(group=group, shard=True))
     for tensor in tensors:
         values = randoms(tensor.kept, 3)

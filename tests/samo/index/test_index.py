@@ -18,9 +18,9 @@ from axsparse.samo.backend import HOST
 from axsparse.samo.host.compiled_loops import FEW, can_compile
 from axsparse.samo.index import base
 from axsparse.samo.index.base import FullIndex, Index, Int32Index, MaskIndex, make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.precision import round_to
-from axsparse.samo.state_bytes import IndexKind, index_bytes
+from axsparse.samo.state_bytes import IndexKind, StateFormat, index_bytes
 from axsparse.samo.tensor_state import TensorState
 
 PIECE = 65_536
@@ -229,7 +229,7 @@ def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: Ind
     mask = random_mask(60, 0.4).view(6, 10)
     index = make_index(mask.view(-1), kind)
     tensor = TensorState("w", nn.Parameter(torch.zeros(6, 10)), index, decays=True)
-    layer = LayerState("l", [tensor], StateTypes(torch.float32, torch.float32))
+    layer = LayerState("l", [tensor], StateFormat(torch.float32, torch.float32))
     transposed = numbers(60).view(10, 6).t()
     strided = torch.zeros(120)[::2]
 

@@ -8,11 +8,12 @@ from support.dense_optimizers import DenseLamb
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.lamb import LAMB
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
 from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-6, 0.1
@@ -43,7 +44,7 @@ def layer_of(kept: dict[str, Tensor], *, half: bool, scale: float = 1.0) -> Laye
         )
         for name, mask in kept.items()
     ]
-    layer = LayerState("layer", tensors, StateTypes(dtype, dtype, LAMB.moments))
+    layer = LayerState("layer", tensors, StateFormat(dtype, dtype, LAMB.moments))
     for number, tensor in enumerate(tensors):
         layer.optimizer_state.write_master(
             tensor, 0, start_of(number, kept[tensor.name], scale)[kept[tensor.name]]

@@ -15,13 +15,14 @@ from support.dense_optimizers import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, make_index
-from axsparse.samo.layer_state import LayerState, StateTypes
+from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock
 from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import clip_factor, global_norm, norm_partials, update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
+from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
@@ -86,7 +87,7 @@ def one_tensor_layer(
 ) -> tuple[LayerState, TensorState]:
     weight = nn.Parameter(torch.zeros(len(mask), dtype=torch.bfloat16 if half else torch.float32))
     tensor = TensorState("w", weight, make_index(mask), decays)
-    types = StateTypes(weight.dtype, weight.dtype, rule.moments)
+    types = StateFormat(weight.dtype, weight.dtype, rule.moments)
     layer = LayerState("layer", [tensor], types)
     layer.optimizer_state.write_master(tensor, 0, random(0, len(mask))[mask])
     return layer, tensor
@@ -155,7 +156,7 @@ def layer_with_gradients(dtype: torch.dtype = torch.float32) -> LayerState:
         TensorState(name, nn.Parameter(torch.zeros(numel)), FullIndex(numel), decays=False)
         for name, numel in SIZES.items()
     ]
-    layer = LayerState("layer", tensors, StateTypes(torch.float32, dtype))
+    layer = LayerState("layer", tensors, StateFormat(torch.float32, dtype))
     generator = torch.Generator().manual_seed(1)
     for tensor in tensors:
         layer.accumulate(tensor, torch.randn(tensor.kept, generator=generator))
@@ -187,7 +188,7 @@ def test_only_tensors_that_are_named_and_first_uses_give_partials() -> None:
     assert list(norm_partials([layer_with_gradients()], ["edge", "elsewhere"])) == ["edge"]
     owner = TensorState("a", nn.Parameter(torch.zeros(4)), FullIndex(4), decays=False)
     alias = TensorState("b", owner.parameter, FullIndex(4), decays=False, alias_of=owner)
-    layer = LayerState("layer", [owner, alias], StateTypes(torch.float32, torch.float32))
+    layer = LayerState("layer", [owner, alias], StateFormat(torch.float32, torch.float32))
 
     assert list(norm_partials([layer], ["a", "b"])) == ["a"]
 
