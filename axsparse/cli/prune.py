@@ -95,7 +95,7 @@ def parser() -> CommandParser:
         "train.teacher=FOLDER"
     )
     add("--teacher", metavar="FOLDER", nargs="?", const=SOURCE, help=text)
-    add("--rank", metavar="R", type=integer(), default=16, help="of adapters (default 16)")
+    add("--rank", metavar="R", type=integer(), help="of adapters (default 16)")
     add("--out", metavar="FOLDER", type=Path, help="the folder to write")
     add_configuration(add)
     return arguments
@@ -117,11 +117,15 @@ def main(argv: Sequence[str]) -> NoReturn:
         )
     heal = arguments.heal
     teacher = arguments.source if arguments.teacher == SOURCE else arguments.teacher
-    for option, given in (("--steps", arguments.steps), ("--teacher", teacher)):
+    trains = (key for key in ("train.steps", "train.teacher") if _sets(arguments, key))
+    asked = {"--steps": arguments.steps, "--teacher": teacher, **dict.fromkeys(trains, True)}
+    for option, given in asked.items():
         if given is not None and heal in ("none", "blocks"):
             reject(f"{option}: --heal {heal} makes no step; choose --heal train")
+    if arguments.rank is not None and heal != "adapters":
+        reject(f"--rank: {arguments.rank} is of adapters; choose --heal adapters, or leave it out")
     for key in DECIDED:
-        if any(each.startswith(f"{key}=") for each in arguments.overrides):
+        if _sets(arguments, key):
             reject(f"--set: {key} is what --from and --out say; leave it out")
     settings = [
         *([] if arguments.sparsity is None else [f"pruning.sparsity={arguments.sparsity}"]),
@@ -137,7 +141,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
     def work(job: Job) -> None:
         from axsparse.cli.prune_folder import prune_folder
-        from axsparse.cli.prune_order import PruneOrder
+        from axsparse.cli.prune_order import RANK, PruneOrder
 
         order = PruneOrder(
             source=arguments.source,
@@ -149,11 +153,15 @@ def main(argv: Sequence[str]) -> NoReturn:
             heal=heal,
             schedule=arguments.schedule,
             method=arguments.method,
-            rank=arguments.rank,
+            rank=arguments.rank or RANK,
         )
         prune_folder(job, order)
 
     run(work)
+
+
+def _sets(arguments: argparse.Namespace, key: str) -> bool:
+    return any(each.startswith(f"{key}=") for each in arguments.overrides)
 
 
 def _say_what(arguments: argparse.Namespace) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import time
@@ -47,7 +48,7 @@ from axsparse.data.token_file import read_sidecar
 from axsparse.models.adapters import INNER, OUTER, merged, with_adapters
 from axsparse.models.layer import Model, StartValues
 from axsparse.models.model_profile import profile
-from axsparse.models.start_weights import FromFile
+from axsparse.models.start_weights import FromFile, open_weights
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.observe.metrics import perplexity
 from axsparse.runtime.communication import Transport
@@ -106,8 +107,10 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     def write() -> None:
         if not is_first:
             return
-        text = page(order, asked, replace(facts, peak_bytes=max(map(int, peaks))), seconds)
-        write_page(order.out, text)
+        numbers = sum(map(math.prod, open_weights(order.out).shapes.values()))
+        told = replace(facts, peak_bytes=max(map(int, peaks)), half_bytes=2 * numbers)
+        text = page(order, asked, told, seconds)
+        write_page(order.out, _with_card(text, order.source))
         say(text)
         say(f"axsparse: wrote {order.out}")
 
@@ -423,6 +426,17 @@ def _prepare(order: PruneOrder) -> None:
     prepare_and_show(request, len(os.sched_getaffinity(0)))
 
 
+def _with_card(text: str, source: Path) -> str:
+    """The page, with the licence and the like that begin the card of the model, and its text."""
+    card = source / PAGE
+    if not card.is_file():
+        return text
+    said = card.read_text(encoding="utf-8", errors="replace")
+    header = re.match(r"---\n.*?^---\n", said, re.DOTALL | re.MULTILINE)
+    front = header[0] if header else ""
+    return f"{front}{text}\n{said.removeprefix(front)}"
+
+
 def write_page(folder: Path, text: str) -> None:
     """Write the page next to the weights; OutputError if that fails."""
     with (
@@ -445,9 +459,11 @@ class Facts:
     kept: int
     """The kept entries of the pruned matrices."""
     export_bytes: int
-    """The bytes of the weights that were written, which are fp32."""
+    """The bytes of the weights that were written."""
     state_bytes: int
     """The bytes of the model state of one rank."""
+    half_bytes: int = 0
+    """The bytes of these weights in a type of 16 bits."""
     peak_bytes: int = 0
     """The most memory that a rank has had."""
     held_out: int = 0
@@ -520,9 +536,9 @@ def page(order: PruneOrder, config: Config, facts: Facts, seconds: Seconds) -> s
 
 def _sizes(facts: Facts, pattern: str | None) -> list[tuple[str, int]]:
     """The bytes of the weights in several formats."""
-    half, pruned = facts.export_bytes // 2, facts.entries - facts.kept
+    half, pruned = facts.half_bytes, facts.entries - facts.kept
     sizes = [
-        ("safetensors, fp32: this folder", facts.export_bytes),
+        ("safetensors: this folder", facts.export_bytes),
         ("safetensors, bf16 or fp16: `save_pretrained` after `from_pretrained(dtype=…)`", half),
         ("kept entries in bf16 and one bit an entry", half - 2 * pruned + facts.entries // 8),
     ]

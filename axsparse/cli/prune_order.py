@@ -45,6 +45,8 @@ TRAINED = 1024
 """Tokens of a sample where all entries or adapters are trained, as the study has them."""
 
 
+RANK = 16
+"""The rank of adapters."""
 ONE_BY_ONE = ("magnitude", "random", "wanda", "sparsegpt")
 """Methods that prune a layer without looking at the layers after it."""
 
@@ -69,7 +71,7 @@ class PruneOrder:
     schedule: Schedule | None = None
     method: str | None = None
     """The value of `pruning.method`; None also if a configuration has it."""
-    rank: int = 16
+    rank: int = RANK
     """The rank of adapters."""
 
     @property

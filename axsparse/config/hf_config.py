@@ -50,6 +50,12 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
             f"{show(named.value)} has weights as well; leave one of them out"
         )
     path = Path(named.value) / CONFIG_FILE
+    adapter = path.with_name("adapter_config.json")
+    if adapter.is_file():
+        raise ConfigError(
+            f"{FROM}: {adapter} is of an adapter, which transformers adds to the weights and "
+            "axsparse would leave out; save what merge_and_unload of peft returns, or remove it"
+        )
     if not path.is_file():
         raise MissingInputError(
             f"{FROM}: {named.value!r} has no {CONFIG_FILE}; name a Hugging Face folder of "

@@ -52,8 +52,20 @@ FOREIGN_KEYS = {
         "layout.g_inter",
     ),
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), "schedule.decay"),
+    **dict.fromkeys(("architectures", "model_type", "model_name_or_path"), "model.from"),
 }
 """Name that other libraries have for a setting, and that looks like no key of ours -> the key."""
+NEEDLESS = {
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches"),
+        "leave it out: batch.global_batch_size / (replicas × batch.microbatch_size) is it",
+    ),
+    **dict.fromkeys(
+        ("device", "device_map", "accelerator"),
+        "leave it out: each rank takes its GPU where there is one, else the CPU",
+    ),
+}
+"""Name that other libraries have for what no setting says -> the suggestion."""
 _SUGGESTIONS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
 """Pydantic's error type -> the suggestion in YAML, where pydantic's text has none."""
 
@@ -94,8 +106,19 @@ def _said(problems: list[Any]) -> str:
         suggestion = f"; write [{', '.join(pairs or [str(value)])}]"
     if isinstance(value, str) and kind in _NUMBERS and re.fullmatch(_NUMBERS[kind], value):
         suggestion = "; write it without quotes"
+    if (share := _as_share(value, kind)) is not None:
+        suggestion = f"; write {share:g}"
     shown = show(list(value) if isinstance(value, tuple) else value)
     return f"{shown} should {' or '.join(texts)}{suggestion}"
+
+
+def _as_share(value: Any, kind: str) -> float | None:
+    """The number from 0 to 1 that somebody has written as a percentage; None if it is none."""
+    percent = re.fullmatch(r"(\d+\.?\d*) ?%", value) if isinstance(value, str) else None
+    if percent is not None and kind.startswith("float"):
+        return float(percent[1]) / 100
+    is_above = kind == "less_than" and isinstance(value, int | float) and 2 <= value < 100
+    return value / 100 if is_above else None
 
 
 def _of_another_family(name: str, leaf: str) -> str:
@@ -146,7 +169,9 @@ def unknown_key(key: str, origin: str) -> ConfigError:
     if section not in SECTIONS:
         near += get_close_matches(key, [*FIELDS, *([] if section else SECTIONS)], n=1)
         near += [leaves[name] for name in get_close_matches(leaf, leaves, n=1)]
-    if near:
+    if leaf in NEEDLESS:
+        suggestion = NEEDLESS[leaf]
+    elif near:
         suggestion = f"did you mean {near[0]}?"
     else:
         suggestion = f"choose one of {', '.join(SECTIONS.get(section, Config.model_fields))}"

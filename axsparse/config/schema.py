@@ -71,9 +71,14 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _blends_tokens(self) -> DataConfig:
-        if self.source != "tokens" and (self.blend or self.validation is not None):
-            key = "blend" if self.blend else "validation"
-            raise BrokenRule(key, f"is for data.source tokens, not {self.source}; leave it out")
+        given = {"path": self.path, "blend": self.blend, "validation": self.validation}
+        of_tokens = [key for key, value in given.items() if value]
+        if self.source != "tokens" and of_tokens:
+            raise BrokenRule(
+                of_tokens[0],
+                f"is for data.source tokens, not {self.source}; leave it out, or set data.source: "
+                "tokens",
+            )
         if self.blend and self.path is not None:
             raise BrokenRule("blend", "given as well as data.path; leave one of them out")
         try:

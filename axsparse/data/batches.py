@@ -155,6 +155,11 @@ class Batches:
         """DataError for the first token that is beyond the vocabulary, and not `ignored`."""
         assert self.dataset is not None
         sizes = [size for size in (self.vocab_size, self.dataset.vocab_size) if size is not None]
+        if tokens.is_floating_point() and self.vocab_size is not None and ignored is None:
+            raise DataError(
+                f"data ({self.dataset.name}): inputs are {tokens.dtype}, and the model takes token "
+                "ids; give whole numbers, as tensor.long() makes them"
+            )
         if not sizes or tokens.is_floating_point():
             return
         words, flat = min(sizes), tokens.reshape(-1)

@@ -8,8 +8,10 @@ never ends the preparation.
 from __future__ import annotations
 
 import bz2
+import csv
 import gzip
 import hashlib
+import io
 import json
 import lzma
 import os
@@ -25,7 +27,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, TypeGuard, cast
 
 from axsparse.data.chats import KWARGS, TOOLS, Chat, chatml
-from axsparse.data.in_place import LABELS, MASKS, PADDING, columns_of, megatron, rows_of
+from axsparse.data.in_place import LABELS, MASKS, PACKED, PADDING, columns_of, megatron, rows_of
 from axsparse.runtime.canonical_form import IGNORED
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
@@ -38,7 +40,7 @@ PIECE = 1 << 16
 """Characters that are tokenized together; this takes about a hundred times their memory."""
 SLACK = 1 << 13
 """Characters beyond a piece in which a place to cut is searched for."""
-TABLES = (".parquet", ".arrow", ".idx")
+TABLES = (".parquet", ".arrow", ".idx", ".csv", ".tsv")
 """Endings of files whose documents have no lines, but rows."""
 STATES = {"state.json", "dataset_dict.json"}
 """Files next to the Arrow files, or their folders, that save_to_disk of `datasets` writes."""
@@ -194,6 +196,23 @@ def _without_none(value: Any) -> Any:
     return value
 
 
+def read_csv(file: BinaryIO, reading: Reading, *, separator: str = ",") -> Iterator[Piece]:
+    """The rows of a file of comma-separated values, whose first line names the columns."""
+    csv.field_size_limit(reading.max_line)
+    text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
+    try:
+        for number, row in enumerate(csv.DictReader(text, delimiter=separator), 1):
+            record = {key: one or None for key, one in row.items()}
+            if None in record:
+                yield Piece(number, "", problem="more cells than columns")
+            else:
+                yield _document(number, record, reading.jsonl_field)
+    except csv.Error as reason:
+        raise OSError(0, str(reason)) from reason
+    finally:
+        text.detach()
+
+
 def read_index(file: BinaryIO, _: Reading) -> Iterator[Piece]:
     """The documents of Megatron's .bin, by the .idx next to it, which is open."""
     index = Path(file.name)
@@ -213,8 +232,6 @@ PAIR = ("prompt", "completion")
 """Keys of two texts, or of messages, for records without these."""
 INSTRUCTION = {"instruction", "output"}
 """Keys of records that are rejected with a suggestion: prompts of instruction and input differ."""
-PACKED = ("seq_lengths", "position_ids")
-"""Keys next to token ids that say where the documents of a row begin."""
 OTHER_COLUMNS = (LABELS, PADDING, *MASKS, *PACKED, TOOLS, KWARGS)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
@@ -222,6 +239,8 @@ READERS: dict[str, Reader] = {
     ".json": read_json,
     ".parquet": partial(read_table, parquet=True),
     ".arrow": read_table,
+    ".csv": read_csv,
+    ".tsv": partial(read_csv, separator="\t"),
     ".idx": read_index,
 }
 """The reader of each file ending; files of any other ending are text."""

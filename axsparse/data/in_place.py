@@ -35,6 +35,9 @@ MASKS = ("completion_mask", "assistant_masks")
 """Columns next to token ids: 0 for tokens that are no targets."""
 PADDING = "attention_mask"
 """The column next to token ids that is 0 for padding, which is no text."""
+PACKED = ("seq_lengths", "position_ids")
+"""Columns next to token ids that say where the documents of a row begin: their lengths, or
+positions that begin anew."""
 ARROW_MAGIC = b"ARROW1"
 """Begins an Arrow file with a table of contents; `datasets` writes a stream without one."""
 ROWS = 1024
@@ -298,13 +301,29 @@ def arrow(files: Sequence[Path], where: str) -> InPlace:
                 if found.size:
                     parts.append(found.view(f"<u{found.dtype.itemsize}"))
                 size = pyarrow.compute.list_value_length(rows)
-                lengths.append(size.to_numpy(zero_copy_only=False).astype(np.int64))
+                some = size.to_numpy(zero_copy_only=False).astype(np.int64)
+                for name in (name for name in PACKED if name in batch.schema.names):
+                    some, of_rows = _documents(batch.column(name).flatten(), name), some
+                    ends = np.cumsum([0, *some])
+                    if not np.isin(np.cumsum(of_rows), ends).all() or ends[-1] != of_rows.sum():
+                        what = f"has {name} that do not divide its rows of {COLUMN} into documents"
+                        _reject(where, path, what, "pack it again, or leave the column out")
+                lengths.append(some)
     types = {part.dtype for part in parts}
     if len(types) != 1:
         what = f"has ids of types {', '.join(map(str, types))}" if types else "has no ids"
         _reject(where, files[0], what, "give lists of one type of whole numbers")
     every = np.concatenate(lengths)
     return InPlace(Joined(parts), len(every), files, lambda: np.cumsum(every) - every)
+
+
+def _documents(packed: Any, name: str) -> NDArray[np.int64]:
+    """The lengths of documents, which a column of `PACKED` says."""
+    values = packed.to_numpy(zero_copy_only=False).astype(np.int64)
+    if name == PACKED[0]:
+        return values
+    begins = np.flatnonzero(values == 0)
+    return np.diff([0, *begins[begins > 0], len(values)])
 
 
 def _is_padded(pyarrow: Any, masks: Any) -> bool:

@@ -458,18 +458,25 @@ def _sharded(
 def _copiable(layer: Layer) -> str:
     """How a user's module becomes one that can be copied."""
     given = [part for part in getattr(layer.build, "args", ()) if isinstance(part, nn.Module)]
+    found: dict[str, list[str]] = {}
     for path, module in nn.ModuleList(given[:1]).named_modules():
         hooks = module._forward_pre_hooks.values()
         pruned = [repr(hook._tensor_name) for hook in hooks if isinstance(hook, BasePruningMethod)]
         normed = [repr(hook.name) for hook in hooks if type(hook).__name__ == "WeightNorm"]
         for function, names in (("prune.remove", pruned), ("remove_weight_norm", normed)):
             if names:
-                place = layer.name + path.removeprefix("0")
-                return (
-                    f"first call torch.nn.utils.{function}(module, name) for each module that has "
-                    f"such a hook, here {place} with {', '.join(names)}"
-                )
-    return "give a module that copy.deepcopy can copy"
+                place = f"{layer.name}{path.removeprefix('0')} with {', '.join(names)}"
+                found.setdefault(function, []).append(place)
+    calls = [
+        f"torch.nn.utils.{function}(module, name) for each module that has such a hook, here "
+        f"{' and '.join(places)}"
+        for function, places in found.items()
+    ]
+    return (
+        f"first call {', and '.join(calls)}"
+        if calls
+        else "give a module that copy.deepcopy can copy"
+    )
 
 
 def _module_of(layer: Layer) -> nn.Module:

@@ -708,7 +708,9 @@ def _above(name: str) -> str:
 
 
 def _unfit(module: nn.Module, why: str) -> ConfigError:
-    return ConfigError(
-        f"model: {type(module).__name__} cannot be cut into layers: {why}; cut it by hand, as "
-        'docs/howto/own-models.md shows under "A forward that is no sequence"'
-    )
+    way = 'cut it by hand, as docs/howto/own-models.md shows under "A forward that is no sequence"'
+    if isinstance(module, nn.ModuleList):
+        way = "give nn.Sequential(*modules) if each gets the result of the one before it"
+    if hasattr(module, "save_pretrained"):
+        way = "save it by save_pretrained(FOLDER), and give ax.hf(FOLDER) without loss="
+    return ConfigError(f"model: {type(module).__name__} cannot be cut into layers: {why}; {way}")

@@ -32,8 +32,6 @@ from axsparse.config.hf_config import (
     CONFIG_FILE,
     TORCH_DTYPE,
     config_json,
-    folder_settings,
-    has_others,
     model_settings,
     read_json,
     reject_other_sizes,
@@ -43,6 +41,7 @@ from axsparse.config.schema import Config
 from axsparse.data.tokenizers import ExportedTokenizer, exported_tokenizer
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
+from axsparse.models.stand_ins import tied_names
 from axsparse.models.start_weights import WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
 from axsparse.models.zoo.hf_models import HfFile, PublishedNames, empty_model, surrounding
@@ -84,6 +83,8 @@ COMPANIONS = (
 )
 """Files of a Hugging Face folder that training does not change: the files of its tokenizer and
 of its processor of pictures, the settings of how it generates, and what copies have to carry."""
+TEXT_CONFIG = "text_config"
+"""The section of a config.json that has the settings of the text model among others."""
 TEMPLATES = "additional_chat_templates"
 """The folder next to them of chat templates with names, NAME.jinja."""
 _FOLDER_FILES = {WHOLE_FILE, SPARSE_FILE, CONFIG_FILE}
@@ -385,6 +386,11 @@ def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
         )
 
 
+def _is_companion(name: str) -> bool:
+    """Whether a file of this name is one that training does not change; code is never run."""
+    return name in COMPANIONS or name.endswith(".py")
+
+
 def is_export(folder: Path) -> bool:
     """Whether an export may have written this folder.
 
@@ -396,7 +402,7 @@ def is_export(folder: Path) -> bool:
         return False
     if inside <= _FOLDER_FILES:
         return True
-    if not inside <= {*_FOLDER_FILES, *COMPANIONS, TEMPLATES}:
+    if not all(name in {*_FOLDER_FILES, TEMPLATES} or _is_companion(name) for name in inside):
         return False
     try:
         [file] = inside & {WHOLE_FILE, SPARSE_FILE}
@@ -473,6 +479,9 @@ def _published(config: Family, known: Tensors) -> Tensors:
     if file is None:
         assert surrounding(causal)[0] is causal, "a text model among others is a folder's"
         return tensors
+    for first, again in tied_names(causal):
+        if again in file.shapes and first in tensors:
+            tensors[again] = tensors[first]
     for name in HfFile(file, causal).others:
         header = TensorHeader(file.dtype(name), file.shapes[name])
         tensors[name] = header, partial(file.read, name)
@@ -498,10 +507,11 @@ def hf_files(
         there = model_settings(source / CONFIG_FILE, config.name)
         reject_other_sizes(source / CONFIG_FILE, there, config)
         theirs = read_json(source / CONFIG_FILE)
-        if isinstance(config, HfConfig) and has_others(folder_settings(source, theirs)):
-            return {**_companions(source), CONFIG_FILE: (source / CONFIG_FILE).read_bytes()}, []
-        key = TORCH_DTYPE if TORCH_DTYPE in theirs else "dtype"
-        return {**_companions(source), CONFIG_FILE: _json({**theirs, key: named})}, []
+        dtype = {} if TORCH_DTYPE in theirs else {"dtype": named}
+        typed = _typed({**theirs, **dtype}, named)
+        same = typed == theirs  # then its bytes are kept
+        text = (source / CONFIG_FILE).read_bytes() if same else _json(typed)
+        return {**_companions(source), CONFIG_FILE: text}, []
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
     if tokenizer is not None:
         texts[CONFIG_FILE] |= tokenizer.ids
@@ -516,9 +526,17 @@ def hf_files(
     return {name: _json(text) for name, text in texts.items()}, notes
 
 
+def _typed(theirs: Mapping[str, Any], named: str) -> dict[str, Any]:
+    """A config.json with this type of weights, also of the text model within another."""
+    typed: dict[str, Any] = {key: named for key in (TORCH_DTYPE, "dtype") if key in theirs}
+    if isinstance(text := theirs.get(TEXT_CONFIG), Mapping):
+        typed[TEXT_CONFIG] = _typed(text, named)
+    return {**theirs, **typed}
+
+
 def _companions(source: Path) -> dict[str, bytes]:
     """The contents of a folder's files that training does not change, by name."""
-    names = [name for name in COMPANIONS if (source / name).is_file()]
+    names = [one.name for one in sorted(source.iterdir()) if _is_companion(one.name)]
     names += [f"{TEMPLATES}/{one.name}" for one in sorted((source / TEMPLATES).glob("*.jinja"))]
     return {name: (source / name).read_bytes() for name in names}
 

@@ -120,8 +120,12 @@ def run_sources(
     if isinstance(model, nn.Module) != (loss is not None):
         kind = type(model).__name__
         raise ConfigError(
-            f"Trainer: {kind} has no loss; give loss=, which returns the summed loss of the "
-            "outputs and the targets"
+            f"Trainer: {kind} has no loss; "
+            + (
+                "save it by save_pretrained(FOLDER), and give ax.hf(FOLDER)"
+                if hasattr(model, "save_pretrained")
+                else "give loss=, which returns the summed loss of the outputs and the targets"
+            )
             if loss is None
             else f"Trainer: loss is for an nn.Module, and model is {kind}; leave it out, since "
             "such a model has its loss"

@@ -26,7 +26,7 @@ from support.runs import VOCABULARY, job_alone
 
 from axsparse.cli import prune_folder
 from axsparse.cli.prune_folder import Facts, page, write_page
-from axsparse.cli.prune_order import PruneOrder
+from axsparse.cli.prune_order import TRAINS, PruneOrder
 from axsparse.config.load import configure
 from axsparse.data.sources import token_datasets
 from axsparse.models.start_weights import open_weights
@@ -74,6 +74,10 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     assert f"--out: {out} is there already; remove it" in again.stderr
 
 
+def steps_of(heal: str) -> tuple[str, ...]:
+    return ("--steps", "2") if heal in TRAINS else ()
+
+
 @pytest.mark.parametrize("heal", by_default(["none"], ["none", "train"]))
 def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path: Path) -> None:
     """In bf16, with a matrix for each expert."""
@@ -88,15 +92,24 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
     saved_model(transformers, settings, tmp_path / "model", torch.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tmp_path / "texts_only" / name, tmp_path / "model" / name)
+    header, text = "---\nlicense: mit\n---\n", "# A model\n---\nof two layers\n"
+    (tmp_path / "model" / "README.md").write_text(header + text)
     file = open_weights(tmp_path / "model" / "model.safetensors")
     assert any(".experts.3.down_proj" in name for name in file.shapes)
 
-    found = pruned(tmp_path, "out", "--heal", heal, *JUDGED, "--set", "train.steps=2")
+    found = pruned(tmp_path, "out", "--heal", heal, *JUDGED, *steps_of(heal))
 
     assert {name: (tuple(one.shape), one.dtype) for name, one in found.items()} == {
         name: (shape, file.dtype(name)) for name, shape in file.shapes.items()
     }
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+    same = [(tmp_path / folder / "config.json").read_bytes() for folder in ("model", "out")]
+    assert same[0] == same[1]
+    page = (tmp_path / "out" / "README.md").read_text()
+    assert page.startswith(f"{header}# out\n")
+    assert page.endswith(f"\n{text}")
+    sizes = re.findall(r"^\| safetensors.*\| (.*) \|$", page, re.MULTILINE)
+    assert len(sizes) == 2
+    assert sizes[0] == sizes[1]
     if heal == "none":
         for name, one in found.items():
             assert torch.equal(one[one != 0], file.read(name)[one != 0]), name
@@ -125,7 +138,7 @@ def test_of_a_folder_with_pictures_the_text_model_is_pruned_and_the_rest_stays(
     (tmp_path / "model" / "preprocessor_config.json").write_text('{"image_mean": [0.5]}')
     before = open_weights(tmp_path / "model" / "model.safetensors")
 
-    more = ("--method", "magnitude", "--heal", heal, *JUDGED, "--set", "train.steps=2")
+    more = ("--method", "magnitude", "--heal", heal, *JUDGED, *steps_of(heal))
     found = pruned(tmp_path, "out", *more, ranks=ranks)
 
     for name in ("config.json", "preprocessor_config.json", "tokenizer.json"):
@@ -302,7 +315,7 @@ def test_the_page_says_what_gains_and_what_does_not() -> None:
         Path("model"), (Path("texts"),), (), Path("out"), "quickstart.yaml", (), "train"
     )
     blocks = {"block7": (0.5, 0.25), "block8": (3.0, 2.5)}
-    facts = Facts(2.0, 2.5, 1000, 400, 8000, 9_000_000, 10**9, 7, 2.2, blocks)
+    facts = Facts(2.0, 2.5, 1000, 400, 8000, 9_000_000, 4000, 10**9, 7, 2.2, blocks)
 
     said = page(order, configure(None), facts, {"tokens": 61.0})
     patterned = page(order, configure(None, ["pruning.pattern=2:4"]), facts, {})

@@ -123,6 +123,17 @@ def test_what_transformers_has_not_or_we_do_not_compute_is_refused_by_name(
     assert said.startswith(f"config.json: {told}")
 
 
+def test_an_adapter_is_not_left_out(folder: Any) -> None:
+    path = folder(LLAMA_2)
+    (path / "adapter_config.json").write_text("{}")
+
+    assert refusal(path) == (
+        "model.from: adapter_config.json is of an adapter, which transformers adds to the weights "
+        "and axsparse would leave out; save what merge_and_unload of peft returns, or "
+        "remove it"
+    )
+
+
 def test_settings_of_a_file_may_be_nested_and_have_each_name_once(tmp_path: Path) -> None:
     text = "model:\n  name: hf\n  hf: {model_type: llama, layers: [{a: 1}, null], %s}\n"
     (tmp_path / "run.yaml").write_text(text % "b: 1")

@@ -236,6 +236,24 @@ def test_splits_of_a_folder_are_not_mixed(files: list[str], one: str, tmp_path: 
     assert len(find_sources(named, [], tmp_path / "out", Reading())[0]) == 1
 
 
+@pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
+def test_tables_of_text_are_rows_as_datasets_reads_them(name: str, tmp_path: Path) -> None:
+    rows = 'id,text\r\n1,"a, ""b""\nc"\r\n2,\r\n3,d,e\r\n4,\xff\r\n5,f\r\n'
+    data = b"\xef\xbb\xbf" + (rows.replace(",", "\t") if ".tsv" in name else rows).encode("latin-1")
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+
+    found = pieces_of(tmp_path / name)
+
+    first = 'a\t "b"\nc' if ".tsv" in name else 'a, "b"\nc'
+    assert [piece.text for piece in found] == [first, "", "", "", "f"]
+    problems = [piece.problem and piece.problem.partition(" (")[0] for piece in found]
+    assert problems == [None, "missing field", "more cells than columns", "not UTF-8", None]
+    assert found[1].problem == (
+        "missing field (it has id, text, and text, messages, conversations, input_ids, prompt with "
+        "completion are read)"
+    )
+
+
 def test_each_record_stands_for_itself() -> None:
     data = b"\xef\xbb\xbf" + b"\n".join(RECORDS) + b"\n \n"
 

@@ -73,6 +73,24 @@ def test_what_datasets_saves_is_mapped_file_after_file(files: int, tmp_path: Pat
     assert found.fingerprint == found_at(write_saved(tmp_path / "e", ROWS, 3)).fingerprint
 
 
+@pytest.mark.parametrize(
+    "packed",
+    [
+        [{"seq_lengths": [2, 1]}, {"seq_lengths": [5]}, {"seq_lengths": [1]}],
+        [{"position_ids": [0, 1, 0]}, {"position_ids": [0, 1, 2, 3, 4]}, {"position_ids": [0]}],
+    ],
+)
+def test_documents_packed_into_rows_begin_where_trl_says(
+    packed: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    ids = [[1, 2, 3], [4, 5, 6, 7, 8], [9]]
+    rows = [{"input_ids": some, **one} for some, one in zip(ids, packed, strict=True)]
+
+    found = found_at(write_saved(tmp_path / "d", rows))
+
+    assert (found.documents, found.begins().tolist()) == (4, [0, 2, 3, 8])
+
+
 def test_a_data_set_of_splits_has_training_and_validation(tmp_path: Path) -> None:
     write_saved(tmp_path / "d" / "train", ROWS)
     write_saved(tmp_path / "d" / "validation", ROWS[:2], 1)
@@ -197,6 +215,17 @@ DAMAGE: dict[str, tuple[Callable[[Path], Path], str]] = {
     "padding": (
         arrow_of([{"input_ids": [1, 2], "attention_mask": [1, 0]}]),
         r"has an attention_mask with padding, which are not read in place; prepare it by",
+    ),
+    "lengths": (
+        arrow_of([{"input_ids": [1, 2], "seq_lengths": [3]}]),
+        r"has seq_lengths that do not divide its rows of input_ids into documents; pack it again",
+    ),
+    "positions": (
+        arrow_of(
+            [{"input_ids": [1], "position_ids": [0]}] * 2
+            + [{"input_ids": [1], "position_ids": [1]}]
+        ),
+        r"has position_ids that do not divide its rows of input_ids into documents; pack it",
     ),
     "state": (state_of([]), r"state\.json lists no files; save the data again"),
     "selection": (

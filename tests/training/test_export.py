@@ -15,8 +15,9 @@ import pytest
 import torch
 from support.allocated import peak_of
 from support.exhaustive import by_default
-from support.hf import SMALL_LLAMA, write_llama
+from support.hf import SMALL_LLAMA, config_from, write_llama
 from support.images import assert_equal_tensors, write_safetensors
+from support.pictures import saved_with_pictures
 from support.resuming import dense_state, ran, settings
 from support.runs import (
     FEW_MICROBATCHES,
@@ -46,7 +47,7 @@ from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.training import export as exporting
 from axsparse.training.checkpoint.checkpoint_folder import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
-from axsparse.training.export import ExportSummary, Form
+from axsparse.training.export import ExportSummary, Form, hf_files
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 STEPS = 3
@@ -336,6 +337,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     (start / "additional_chat_templates").mkdir()
     (start / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     (start / "vocab.txt").write_text("words")
+    (start / "modeling_own.py").write_text("raise SystemExit")
     (start / "LICENSE").write_text("copies have to carry it")
     (start / "README.md").write_text("not ours to carry")
     config = config_of(
@@ -352,7 +354,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
 
     templates = "additional_chat_templates"
     there = ["LICENSE", templates, "config.json", "model.safetensors"]
-    there += ["tokenizer.json", "vocab.txt"]
+    there += ["modeling_own.py", "tokenizer.json", "vocab.txt"]
     assert written() == there
     assert (out / templates / "tool_use.jinja").read_text() == "{{ tools }}"
     assert json.loads((out / "config.json").read_text()) == settings
@@ -366,6 +368,43 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     assert note.startswith(f"model.from {start} is there no more: there are no files of a tok")
     assert written() == ["config.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
+
+
+def test_a_tied_head_goes_out_under_both_names_of_its_file(
+    transformers: Any, tmp_path: Path
+) -> None:
+    del transformers
+    start, out = tmp_path / "start", tmp_path / "out"
+    weights = write_llama(start)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    write_safetensors(start / "model.safetensors", weights)
+    settings = {**SMALL_LLAMA["hf"], "tie_word_embeddings": True, "dtype": "float16"}
+    (start / "config.json").write_text(json.dumps(settings))
+    config = config_of(model={**SMALL_LLAMA, "hf": settings, "from": str(start)})
+    ran((1, 1), config, tmp_path / "run", model=lambda c: named_model(c))
+
+    export(newest(tmp_path / "run"), "hf", out)
+
+    written = tensors_of(out / "model.safetensors")
+    assert written.keys() == weights.keys()
+    trained = written["model.embed_tokens.weight"]
+    assert torch.equal(written["lm_head.weight"], trained)
+    assert not torch.equal(weights["lm_head.weight"], trained)
+    assert json.loads((out / "config.json").read_text()) == {**settings, "dtype": "float32"}
+
+
+def test_a_config_of_pictures_and_text_says_the_type_that_is_written(
+    transformers: Any, tmp_path: Path
+) -> None:
+    saved_with_pictures(transformers, "gemma3", tmp_path)
+    config = config_from(tmp_path).model
+    own = (tmp_path / "config.json").read_bytes()
+
+    files = [hf_files(config, dtype, None)[0] for dtype in (torch.float32, torch.bfloat16)]
+
+    assert files[1]["config.json"] == own
+    said = json.loads(files[0]["config.json"])
+    assert (said["dtype"], said["text_config"]["dtype"]) == ("float32", "float32")
 
 
 def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:

@@ -76,6 +76,8 @@ class Forward:
         watched = self._watch()
         self.before, self.after = self._sides(watched)
         self.width: int = watched.given[0][0].shape[-1]
+        self.head_width: int = watched.output.last_hidden_state.shape[-1]
+        """Features of the hidden states that the head gets, which some models project."""
         self._output_type = type(watched.output)
         last = watched.returned[-1]
         self._embeds_directly = _is_alone(watched, self.before, watched.given[0][0])
@@ -117,7 +119,8 @@ class Forward:
             [module] = modules.values()
             return cast(Tensor, module(hidden))
         if hidden.is_meta:
-            return torch.empty_like(hidden, requires_grad=True)
+            shape = (*hidden.shape[:-1], self.head_width)
+            return torch.empty(shape, dtype=hidden.dtype, device="meta", requires_grad=True)
         training = next(iter(modules.values())).training
         body, returned = self._body(hidden.device, hidden.dtype), self._returned(hidden)
         view = self._view(body, modules, lambda _, __: returned, training=training)
@@ -343,7 +346,8 @@ class Forward:
 
     def on_meta(self, tokens: int) -> Tensor:
         """Hidden states of one sequence on the meta device, where the head is."""
-        return torch.empty(1, tokens, self.width, dtype=self.head.weight.dtype, device="meta")
+        shape = (1, tokens, self.head_width)
+        return torch.empty(shape, dtype=self.head.weight.dtype, device="meta")
 
 
 def _by_hidden(run: Callable[[Tensor, Arguments], Any], *args: Any, **kwargs: Any) -> Any:

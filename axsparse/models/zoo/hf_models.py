@@ -109,7 +109,9 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
                 partial(cut.build, part),
                 kind=part.kind,
                 init=tied if has_tied and part.kind != "block" else loaded,
-                flops=2 * s * cut.forward.width * vocabulary if part is cut.parts[-1] else None,
+                flops=(
+                    2 * s * cut.forward.head_width * vocabulary if part is cut.parts[-1] else None
+                ),
                 tp_plan=cut.tp_plan(part) if part.kind == "block" else {},
             )
         )

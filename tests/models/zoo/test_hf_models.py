@@ -127,7 +127,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
     },
-    "opt": {"ffn_dim": 52, "dropout": 0.0, "word_embed_proj_dim": 48},
+    "opt": {
+        **{"ffn_dim": 52, "dropout": 0.0, "word_embed_proj_dim": 20},
+        "do_layer_norm_before": False,
+    },
     "falcon": {
         **{"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},
         **{"bias": False, "alibi": False},
