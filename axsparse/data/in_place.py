@@ -319,7 +319,7 @@ def arrow(files: Sequence[Path], where: str) -> InPlace:
 
 def _documents(packed: Any, name: str) -> NDArray[np.int64]:
     """The lengths of documents, which a column of `PACKED` says."""
-    values = packed.to_numpy(zero_copy_only=False).astype(np.int64)
+    values: NDArray[np.int64] = packed.to_numpy(zero_copy_only=False).astype(np.int64)
     if name == PACKED[0]:
         return values
     begins = np.flatnonzero(values == 0)

@@ -507,8 +507,7 @@ def hf_files(
         there = model_settings(source / CONFIG_FILE, config.name)
         reject_other_sizes(source / CONFIG_FILE, there, config)
         theirs = read_json(source / CONFIG_FILE)
-        dtype = {} if TORCH_DTYPE in theirs else {"dtype": named}
-        typed = _typed({**theirs, **dtype}, named)
+        typed = _typed(theirs if TORCH_DTYPE in theirs else {**theirs, "dtype": named}, named)
         same = typed == theirs  # then its bytes are kept
         text = (source / CONFIG_FILE).read_bytes() if same else _json(typed)
         return {**_companions(source), CONFIG_FILE: text}, []

@@ -15,9 +15,8 @@ import pytest
 import torch
 from support.allocated import peak_of
 from support.exhaustive import by_default
-from support.hf import SMALL_LLAMA, config_from, write_llama
+from support.hf import SMALL_LLAMA, config_from, saved_with_pictures, write_llama
 from support.images import assert_equal_tensors, write_safetensors
-from support.pictures import saved_with_pictures
 from support.resuming import dense_state, ran, settings
 from support.runs import (
     FEW_MICROBATCHES,
