@@ -376,6 +376,9 @@ class SamoConfig(Section):
     and its backward they are expanded into memory that all layers use in turn. The same losses: at
     a density of 0.1 a parameter takes 1.53 bytes in place of 3.53. `auto`: dense where that fits,
     else sparse, for each number of stages that is tried."""
+    dense_layers: Annotated[tuple[str, ...], FromList] = ()
+    """sparse: names of layers whose weights are dense at rest all the same. `weights: auto` chooses
+    them."""
     gradient: Literal["auto", "half", "fp32", "exact"] = "auto"
     """How gradients are accumulated: in half-precision training `half` (2 bytes a kept entry) or
     `fp32` (4), where `auto` is half up to 8 microbatches a replica, fp32 above. `exact` (8) adds
@@ -395,6 +398,16 @@ class SamoConfig(Section):
     offload: bool = False
     """On GPUs: master weights and moments stay in the host's memory, and are on the GPU only while
     their layer is updated. The same losses; every step moves them there and back."""
+
+    @model_validator(mode="after")
+    def _layers_are_dense_among_sparse_ones(self) -> SamoConfig:
+        if self.dense_layers and self.weights != "sparse":
+            raise BrokenRule(
+                "dense_layers",
+                f"{list(self.dense_layers)}, but samo.weights is {self.weights}; set it to sparse, "
+                "or leave this out",
+            )
+        return self
 
 
 class OptimizerConfig(Section):

@@ -29,8 +29,6 @@ class ModelLayout:
     """Bytes of model state on the fullest rank if nothing were pruned."""
     live_bytes: int
     """Bytes of model state on the fullest rank as the run begins."""
-    dense_layers: frozenset[str] = frozenset()
-    """Layers whose weights are dense at rest, where other layers have sparse ones."""
     teacher_bytes: int = 0
     """Bytes of the teacher's weights on the rank that has most; 0 without a teacher."""
 
@@ -97,8 +95,8 @@ def _state(config: Config, model: ModelLayout) -> str:
     sparse = ", weights sparse at rest" * (config.samo.weights == "sparse")
     gathers = sparse and config.samo.zero_stage == 3 and config.layout.g_data != 1
     sparse += " and gathered by replicas" * bool(gathers)
-    if model.dense_layers:
-        dense_ones = [each for each in model.profile.layers if each.name in model.dense_layers]
+    if names := config.samo.dense_layers:
+        dense_ones = [each for each in model.profile.layers if each.name in names]
         sparse += f" (dense in {_names(dense_ones)})"
     return f"{dense} → SAMO {format_bytes(model.live_bytes)}{sparse}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -190,6 +190,7 @@ def state_format(
         offload=samo.offload,
         weights="sparse" if samo.weights == "sparse" else "dense",
         gathers=samo.zero_stage == 3,
+        dense_layers=frozenset(samo.dense_layers),
     )
 
 
@@ -225,8 +226,6 @@ class ProfiledModel:
     """Whether a custom score takes inputs, so that `custom` draws masks from samples."""
     sees_gradients: bool = False
     """Whether a custom score takes gradients, as snip's does."""
-    dense_layers: frozenset[str] = frozenset()
-    """Names of layers whose weights are dense at rest where all others' are sparse."""
     full: ProfiledModel | None = None
     """The full model, if this is the shard of one tensor-parallel rank. Masks are drawn from full
     tensors, and one rank saves full tensors."""
@@ -416,7 +415,7 @@ class ProfiledModel:
             (replace(p, name=p.name if p.name in tied else ""), self.kept.get(p.name))
             for p in layer.parameters
         ]
-        is_dense = layer.name in self.dense_layers
+        is_dense = layer.name in self.config.samo.dense_layers
         return layer.flops, layer.activations, layer.buffer_bytes, layer.sums, parameters, is_dense
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
@@ -429,10 +428,7 @@ class ProfiledModel:
         outputs = 0 if last is None else last.outputs
         is_last = numbers.stop == len(self.profile.layers)
         activations = activation_memory(layers, every)
-        stored = replace(
-            state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half),
-            dense_layers=self.dense_layers,
-        )
+        stored = state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half)
         calibration = CalibrationMemory()
         pruning = config.pruning
         samples = pruning.method in METHODS or self.sees_inputs or pruning.heal != "none"
@@ -505,6 +501,10 @@ class ProfiledModel:
     def stored(self, weights: WeightKind) -> ProfiledModel:
         """The same training with pruned weights stored like this at rest."""
         return replace(self, config=self.config.with_values({"samo.weights": weights}))
+
+    def with_dense_layers(self, names: Iterable[str]) -> ProfiledModel:
+        """The same training with the weights of these layers dense at rest."""
+        return replace(self, config=self.config.with_values({"samo.dense_layers": tuple(names)}))
 
     def gathered(self) -> ProfiledModel:
         """The same training with replicas that gather sparse weights (ZeRO stage 3)."""

@@ -40,6 +40,7 @@ from axsparse.planner.auto_layout import (
     fitting_dense_layers,
     fitting_row,
     has_costs,
+    has_tied,
     predict,
     resolve_grid,
     splits_backward,
@@ -125,8 +126,6 @@ class RunPlan:
     """The last shard of each sharded parameter, by name."""
     largest_rank: ModelProfile
     """The shard of the model on the tensor-parallel rank that holds most."""
-    dense_layers: frozenset[str]
-    """Layers whose weights are dense at rest, where other layers have sparse ones."""
 
     @property
     def counted(self) -> list[str]:
@@ -150,10 +149,7 @@ class RunPlan:
     @property
     def state_format(self) -> StateFormat:
         """How the state of the layers is stored."""
-        return replace(
-            state_format(self.config, self.optimizer, self.coords.grid.g_data),
-            dense_layers=self.dense_layers,
-        )
+        return state_format(self.config, self.optimizer, self.coords.grid.g_data)
 
     def layers_of(self, stage: int) -> list[LayerInfo]:
         """The layers of a stage, as one rank has them."""
@@ -292,13 +288,13 @@ def plan_run(
     decided = decided.with_values(
         {"layout.split": sizes, "samo.zero_stage": _zero_stage(decided, state_of)}
     )
-    prediction, dense_layers = None, frozenset[str]()
+    prediction = None
+    check_dense_layers(config, largest)
     if has_costs(profile):
         known = replace(planned_model, config=decided)
         if is_auto and decided.samo.weights == "sparse":
-            dense_layers = fitting_dense_layers(known, grid, budget)
-            known = replace(known, dense_layers=dense_layers)
-        prediction = predict(known, grid, cluster_of(config))
+            known = known.with_dense_layers(fitting_dense_layers(known, grid, budget))
+        prediction, decided = predict(known, grid, cluster_of(config)), known.config
     return RunPlan(
         config=decided,
         model=model,
@@ -317,7 +313,6 @@ def plan_run(
         memory_budget=budget.for_model,
         shards=shards,
         largest_rank=largest.profile,
-        dense_layers=dense_layers,
     )
 
 
@@ -506,6 +501,21 @@ def check_transport(config: Config, transport: Transport, *, on_host: bool) -> N
             f"{config.where('transport')}: nccl is for ranks that compute on GPUs, and these "
             "compute on CPUs; choose auto or mpi"
         )
+
+
+def check_dense_layers(config: Config, model: ProfiledModel) -> None:
+    """ConfigError for layers that cannot be dense at rest where others are sparse."""
+    layers = {layer.name: layer for layer in model.profile.layers}
+    place = config.where("samo.dense_layers")
+    for name in config.samo.dense_layers:
+        if name not in layers:
+            raise ConfigError(
+                f"{place}: the model has no layer {name!r}; choose among {', '.join(layers)[:200]}"
+            )
+        if has_tied(layers[name], model):
+            raise ConfigError(
+                f"{place}: {name} has a pruned weight that another layer has as well; leave it out"
+            )
 
 
 def check_weights_are_loaded(config: Config, model: Model, targets: Targets) -> None:

@@ -103,7 +103,6 @@ def _banner(
         ),
         live_bytes=state_bytes[0],
         teacher_bytes=state_bytes[1],
-        dense_layers=plan.dense_layers,
     )
     return banner(
         plan.config,

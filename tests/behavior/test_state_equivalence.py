@@ -45,7 +45,6 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
 from axsparse.samo.expansion import Expansion
 from axsparse.samo.state_bytes import IndexKind
-from axsparse.training import plan
 
 FEW = [(1, 1), (2, 1), (2, 2)]
 TIED = axis("model", "tie_embeddings", False, True)
@@ -312,18 +311,13 @@ def test_a_run_is_what_its_judge_says(row: Row) -> None:
     assert len(set(ranks[0][1].losses)) > 1, "it learned something"
 
 
-def test_layers_that_are_dense_among_sparse_ones_change_no_bit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_layers_that_are_dense_among_sparse_ones_change_no_bit() -> None:
     """As `samo.weights: auto` has them where memory lacks for some."""
-    monkeypatch.setattr(plan, "_weights", lambda *_: "sparse")
-    monkeypatch.setattr(plan, "fitting_dense_layers", lambda *_: frozenset(["block1"]))
-
     for pruning in ({}, {"at_step": 2}):
         row = Row(
             (1, 1),
             {**steps(4), "precision": "bf16", "pruning": pruning},
-            {"samo": {"weights": "auto"}},
+            {"samo": {"weights": "sparse", "dense_layers": ["block1"]}},
             SAME_LAYOUT,
         )
         [(trainer, _)] = judge(row)

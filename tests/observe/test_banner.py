@@ -39,7 +39,6 @@ def lines(
     profiled: ModelProfile | None = None,
     live_bytes: int = 900_000,
     planned: str = "",
-    dense_layers: frozenset[str] = frozenset(),
     teacher_bytes: int = 0,
 ) -> list[str]:
     return list(
@@ -53,7 +52,6 @@ def lines(
                 "mpi (MPICH 4.2)",
                 dense_bytes=4_000_000,
                 live_bytes=live_bytes,
-                dense_layers=dense_layers,
                 teacher_bytes=teacher_bytes,
             ),
             data="stdlib: 12.3k samples",
@@ -127,5 +125,5 @@ def test_what_was_predicted_and_what_replicas_share_stands_beside_the_state() ->
     assert lines(sparse)[2] == f"{state}, weights sparse at rest"
     gathered = lines(config(samo={"weights": "sparse", "zero_stage": 3}))[2]
     assert gathered.startswith(f"{state}, weights sparse at rest and gathered by replicas, ")
-    some = lines(sparse, dense_layers=frozenset(["block1", "block2"]))[2]
-    assert some == f"{state}, weights sparse at rest (dense in block1–2)"
+    some = config(samo={"weights": "sparse", "dense_layers": ["block1", "block2"]})
+    assert lines(some)[2] == f"{state}, weights sparse at rest (dense in block1–2)"

@@ -106,7 +106,7 @@ def test_auto_keeps_weights_dense_where_that_fits(layout: dict[str, Any]) -> Non
         run = decided(config, transport(ranks), budget=budget)
         assert (run.config.samo.weights, run.state_format.weights) == (weights, weights)
         assert run.has_sparse_weights is (weights == "sparse")
-        assert not run.dense_layers
+        assert not run.config.samo.dense_layers
         assert run.prediction is not None
         assert run.prediction.memory_bytes <= nbytes
     assert resolved(config, ranks).config.samo.weights == "dense", "nothing limits it"
@@ -135,7 +135,12 @@ def test_of_sparse_weights_as_many_layers_are_dense_as_fit() -> None:
             run = decided(config, transport(), budget=MemoryBudget(nbytes - 1, 0.0))
         assert run.prediction is not None
         assert run.prediction.memory_bytes <= nbytes - 1
-        found.append(sorted(run.dense_layers))
+        chosen = run.config.samo
+        found.append(sorted(chosen.dense_layers))
+        # Its own config.yaml says the same run again.
+        config = tiny_config(**sections, samo=chosen.model_dump())
+        again = decided(config, transport(), budget=MemoryBudget(nbytes - 1, 0.0))
+        assert (again.config.samo, again.prediction) == (chosen, run.prediction)
 
     assert found == [["block2", "block3"], ["block2"], []]
 

@@ -205,7 +205,7 @@ MEANS = (
     *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx", "train.memory_history"),
     *("train.compare_replicas_every", "train.check_layers", "watchdog.", "logging."),
     *("samo.index", "samo.weights", "samo.zero_stage", "samo.offload"),
-    "samo.sparse_products",
+    *("samo.dense_layers", "samo.sparse_products"),
 )
 """Beginnings of keys that say where and how a run computes: at most, the order of sums."""
 FREE = (
