@@ -209,27 +209,34 @@ def models(base: Any, batch: int, tokens: int, text: Tensor | None, others: list
     """One model: milliseconds of a token, speed over transformers in bf16 and fp32, agreement."""
     vocabulary, is_large = base.config.vocab_size, base.num_parameters() > 900e6
     prompt = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(3))
-    contenders: dict[str, Any] = {"bf16": base}
-    rows: dict[str, Any] = {"bf16": {}}
-    if not is_large:
-        contenders["fp32"], rows["fp32"] = copy.deepcopy(base).float(), {}
-    for sparsity in SPARSITIES:
-        dense = prune(copy.deepcopy(base), sparsity, at_random=text is None)
-        name, fast = f"{sparsity:.0%}", accelerate(copy.deepcopy(dense))
-        rows[name] = {} if text is None or batch > 1 else agreement(dense, fast, text)
+    rows: dict[str, Any] = {}
+
+    def pruned_to(sparsity: float) -> Any:
+        dense, name = (
+            prune(copy.deepcopy(base), sparsity, at_random=text is None),
+            f"{sparsity:.0%}",
+        )
+        compared = None if batch > 1 or name in rows else text
+        fast = accelerate(dense if compared is None else copy.deepcopy(dense))
+        rows.setdefault(name, {} if compared is None else agreement(dense, fast, compared))
         weights = [one for one in fast.parameters() if isinstance(one, PrunedWeight)]
         held, whole = sum(one.compressed_bytes for one in weights), sum(w.numel() for w in weights)
         rows[name]["bytes of pruned layers / dense"] = rounded(held / (2 * whole))
-        contenders[name] = fast
-    for name, model in contenders.items():
-        parameters = list(model.parameters())
-        rows[name]["MB"] = rounded(
-            sum(getattr(one, "compressed_bytes", one.nbytes) for one in parameters) / 1e6
-        )
-    turns = {
-        name: partial(milliseconds_a_token, model, prompt, tokens)
-        for name, model in contenders.items()
-    }
+        return fast
+
+    contenders: dict[str, Callable[[], Any]] = {"bf16": lambda: base}
+    if not is_large:
+        contenders["fp32"] = lambda: copy.deepcopy(base).float()
+    contenders |= {f"{each:.0%}": partial(pruned_to, each) for each in SPARSITIES}
+
+    def turn(name: str) -> float:
+        """Made anew for each turn, so that two models are in memory and not five."""
+        model = contenders[name]()
+        sizes = [getattr(one, "compressed_bytes", one.nbytes) for one in model.parameters()]
+        rows.setdefault(name, {})["MB"] = rounded(sum(sizes) / 1e6)
+        return milliseconds_a_token(model, prompt, tokens)
+
+    turns = {name: partial(turn, name) for name in contenders}
     for other in others:
         for name, file in other.files.items():
             turns[name] = partial(other.milliseconds_a_token, name)
