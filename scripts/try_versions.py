@@ -38,7 +38,6 @@ WITH_TORCH = (
     (*TRAIN, "--set", "train.steps=3", "--resume", "auto"),
     ("report", "runs/quickstart"),
     ("evaluate", "runs/quickstart"),
-    ("generate", "runs/quickstart", "--prompt", "import ", "--tokens", "4"),
     ("export", "runs/quickstart", "--to", "torch", "--out", "weights.safetensors"),
     ("plan", "--config", "gpt3_xl.yaml", "--gpus", "64", "--cluster", "summit"),
 )

@@ -12,15 +12,15 @@ from axsparse.runtime.errors import ConfigError
 DESCRIPTION = """\
 Continue a text with a language model. RUN is a run directory, whose newest checkpoint is taken, or
 one checkpoint in it, and data.path of its configuration must still be there; or it is a Hugging
-Face folder, such as axsparse prune writes, or one of axsparse export --to sparse:
+Face folder, such as axsparse prune writes, or one of axsparse export --to sparse. transformers
+generates (pip install 'axsparse[hf]'):
 
   axsparse generate runs/quickstart --prompt "def "
   axsparse generate runs/my_run --prompt "Once upon" --top-k 40 --temperature 0.8 --seed 3
   axsparse generate my_pruned_folder --prompt "Once upon" --compare
 
 The most likely token follows, unless --top-k or --temperature ask to draw. One process computes it
-on the CPU: a run's model in fp32, with the fp32 master weights; a folder's in bf16 by transformers,
-with pruned weights multiplied from their kept entries.
+on the CPU in bf16, with pruned weights multiplied from their kept entries.
 """
 
 
@@ -44,49 +44,31 @@ def parser() -> CommandParser:
         type=integer(0, 2**63 - 1),
         help="another one draws other tokens (default 0)",
     )
-    add("--compare", action="store_true", help="generate with the dense weights of a folder too")
+    add("--compare", action="store_true", help="generate with dense weights too")
     return arguments
 
 
 def _generate(arguments: argparse.Namespace) -> None:
     _check(arguments)
-    if is_folder(arguments.run):
-        _with_folder(arguments)
-        return
     # Imported late, so that --help does not load torch.
-    from axsparse.data.tokenizers import run_tokenizer
-    from axsparse.training.saved_model import Sampling, continuation, open_saved_model
+    from axsparse.training.load_pruned import load, of_folder, of_run, tokenizer_of
 
-    if arguments.compare:
-        raise ConfigError(
-            "--compare: the dense weights of a run are no faster or slower here; name a folder "
-            "(axsparse export --to hf)"
-        )
-    saved = open_saved_model(arguments.run, arguments.step, trained=False)
-    tokenizer, end = run_tokenizer(saved.config.data)
-    draws = arguments.temperature is not None or arguments.top_k is not None
-    temperature = arguments.temperature if arguments.temperature is not None else float(draws)
-    sampling = Sampling(temperature, arguments.top_k, arguments.seed or 0)
-    prompt = tokenizer.encode(arguments.prompt).tolist() or [end]
-    tokens = list(continuation(saved, prompt, arguments.tokens, end, sampling))
-    say(arguments.prompt + _printable(tokenizer.decode(tokens)))
-
-
-def _with_folder(arguments: argparse.Namespace) -> None:
-    """Generate by transformers, with its cache of keys and values; the text appears as it grows."""
-    if arguments.step is not None:
-        raise ConfigError(f"--step: {arguments.run} is a folder, and has no steps; leave it out")
-    from axsparse.training.load_pruned import load_dense, load_pruned, tokenizer_of
-
-    tokenizer = tokenizer_of(arguments.run)
+    if is_folder(arguments.run):
+        if arguments.step is not None:
+            raise ConfigError(
+                f"--step: {arguments.run} is a folder, and has no steps; leave it out"
+            )
+        source, tokenizer = of_folder(arguments.run), tokenizer_of(arguments.run)
+    else:
+        source, tokenizer = of_run(arguments.run, arguments.step)
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always", UserWarning)
-        model = load_pruned(arguments.run)
+        model = load(source)
     for note in noted:
         say(f"note: {note.message}")
     _one(arguments, model, tokenizer)
     if arguments.compare:
-        _one(arguments, load_dense(arguments.run), tokenizer)
+        _one(arguments, load(source, None), tokenizer)
 
 
 def _one(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
@@ -105,8 +87,9 @@ def _one(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
         show=lambda text: say(_printable(text), end=""),
     )
     say("")
+    full = " (the model has room for no more)" if done.fills_room else ""
     say(
-        f"{done.tokens} tokens, {done.tokens_per_second:.1f} tokens/s, weights "
+        f"{done.tokens} tokens{full}, {done.tokens_per_second:.1f} tokens/s, weights "
         f"{format_bytes(done.weight_bytes)} ({format_bytes(done.dense_bytes)} dense)"
     )
 

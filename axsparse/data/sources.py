@@ -153,6 +153,10 @@ def token_datasets(
     return training, None if held_out is None else opened("validation", held_out)
 
 
+BLEND = "blend of "
+"""The beginning of the name of a blend."""
+
+
 class Blend:
     """Data sets that training reads in proportion to their weights: a `Dataset`.
 
@@ -195,7 +199,7 @@ class Blend:
         percents = (
             f"{name} {count / BLOCK:.2%}" for name, count in zip(names, places, strict=True)
         )
-        self.name = f"blend of {', '.join(percents)}"
+        self.name = f"{BLEND}{', '.join(percents)}"
         facts = [
             (one.fingerprint, *share) for one, share in zip(datasets, self.shares, strict=True)
         ]

@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axsparse.config.schema import token_sources
+from axsparse.data.sources import BLEND, split_name
 from axsparse.data.sources import SEPARATOR as STDLIB_SEPARATOR
-from axsparse.data.sources import split_name
 from axsparse.data.token_file import (
     SIDECAR,
     TOKENIZER,
@@ -342,24 +342,6 @@ SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 
 
-def run_tokenizer(data: DataConfig) -> tuple[Tokenizer, int]:
-    """The tokenizer, and the token that ends a document in the data; a blend takes both from the
-    first source that was prepared.
-
-    Raises MissingInputError if the folder of tokens or its tokenizer cannot be read, DataError if
-    the tokenizer is not the one that made the tokens, ConfigError without the library for it.
-    """
-    if data.source == "stdlib":
-        return ByteTokenizer(), STDLIB_SEPARATOR
-    folders = [Path(path) for path, _ in token_sources(data)]
-    folder = next((path for path in folders if (path / SIDECAR).is_file()), folders[0])
-    sidecar = read_sidecar(folder, WHERE)
-    if sidecar.tokenizer.kind == "bytes":
-        return ByteTokenizer(), sidecar.separator
-    path, end = _checked(folder, sidecar)
-    return Subwords(path, sidecar.tokenizer, end), sidecar.separator
-
-
 @dataclass(frozen=True)
 class ExportedTokenizer:
     """A tokenizer that gives texts the ids of the training data."""
@@ -402,23 +384,27 @@ class ExportedTokenizer:
 
 
 def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> ExportedTokenizer | None:
-    """The tokenizer of the training data; None if the run read data of another origin.
+    """The tokenizer of the training data; None if the run read data of another origin. A blend has
+    the tokenizer of its first source that was prepared.
 
     `name` and `fingerprint` belong to the training samples: a run in Python may have custom data,
     of which its configuration says nothing.
 
-    Raises MissingInputError if the folder of tokens is not there, DataError if it is damaged.
+    Raises MissingInputError if the folder of tokens or its tokenizer cannot be read, DataError if
+    the tokenizer is not the one that made the tokens, ConfigError without the library for it.
     """
     if data.source == "stdlib" and name == split_name("train"):
         return byte_tokenizer(STDLIB_SEPARATOR)
-    if data.source != "tokens" or data.path is None:
+    folders = [Path(path) for path, _ in token_sources(data)]
+    if data.source != "tokens" or not folders or (data.blend and not name.startswith(BLEND)):
         return None
-    sidecar = read_sidecar(Path(data.path), WHERE)
-    if sidecar.train.digest != fingerprint:
+    folder = next((path for path in folders if (path / SIDECAR).is_file()), folders[0])
+    sidecar = read_sidecar(folder, WHERE)
+    if not data.blend and sidecar.train.digest != fingerprint:
         return None
     if sidecar.tokenizer.kind == "bytes":
         return byte_tokenizer(sidecar.separator)
-    path, end = _checked(Path(data.path), sidecar)
+    path, end = _checked(folder, sidecar)
     bare = {"truncation": None, "padding": None}  # The preparation neither cuts nor fills up.
     made = Subwords(path, sidecar.tokenizer, end)
     begin = made.first.tolist()[:1]

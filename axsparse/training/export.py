@@ -140,16 +140,10 @@ def export(
     files: Mapping[str, bytes] | None = None
     notes: Sequence[str] = ()
     if is_folder:
-        config = weights.config()
-        shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-        suggestion = (
-            f"--to {form}: {checkpoint.path} is of a model of your own",
-            "choose --to torch",
-        )
-        tensors = _of_hf(config, shapes, tensors, suggestion)
+        tensors = weights.published(dtype)
         named = next(header.dtype for header, _ in tensors.values())
         named = torch.bfloat16 if form == "sparse" else named
-        files, notes = _files(config, named, checkpoint.manifest.data)
+        files, notes = _files(weights.config(), named, checkpoint.manifest.data)
         if form == "sparse":
             tensors = sparse_tensors(tensors)
     nbytes = _write(path, tensors, files, checkpoint.step, force=force)
@@ -196,8 +190,8 @@ def save_folder(
     path = path.absolute()
     _reject_taken(path, is_folder=True, force=force)
     held = {name: (header_of(one), partial(as_stored, one)) for name, one in weights.items()}
-    suggestion = "save_hf: the model is one of your own", "take trainer.state_dict()"
-    tensors = _of_hf(config, shapes, held, suggestion)
+    configured_model(config, shapes, "save_hf")
+    tensors = _published(config.model, held)
     dtype = next(weights[name].dtype for name in shapes)
     files, notes = _files(config, dtype, data)
     _write(path, tensors, files, step, force=force)
@@ -361,6 +355,17 @@ class Weights:
                 tensors[buffer] = header, partial(self._files.buffer, name, buffer, header)
         return tensors
 
+    def published(self, dtype: Callable[[str], torch.dtype] | None = None) -> Tensors:
+        """All tensors as transformers names and stores them; ConfigError if the checkpoint is not
+        of the model of its configuration."""
+        config = self.config()
+        configured_model(config, self.shapes(), self.checkpoint.path)
+        return _published(config.model, self.by_name(dtype))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter by its global name."""
+        return {name: entry.shape for name, entry in self.parameters.items()}
+
     def tensors(self) -> dict[str, Tensor]:
         """All parameters and buffers in memory."""
         return {name: value() for name, (_, value) in self.by_name().items()}
@@ -418,31 +423,18 @@ def _writing(path: Path) -> AbstractContextManager[None]:
 # -- folders of transformers ---------------------------------------------------------------
 
 
-def _of_hf(
-    config: Config,
-    shapes: Mapping[str, tuple[int, ...]],
-    known: Tensors,
-    suggestion: tuple[str, str],
-) -> Tensors:
-    """All tensors as transformers names and stores them.
-
-    ConfigError if the parameters, of these shapes, do not belong to the model of the configuration;
-    `suggestion` has the beginning and the end of the error.
-    """
-    configured_model(config, shapes, suggestion)
-    return _published(config.model, known)
-
-
 def configured_model(
-    config: Config, shapes: Mapping[str, tuple[int, ...]], suggestion: tuple[str, str]
+    config: Config, shapes: Mapping[str, tuple[int, ...]], where: object
 ) -> tuple[Model, ModelProfile]:
-    """The model of a configuration, without weights, and its profile; ConfigError as in `_of_hf`
-    if parameters of other shapes were saved."""
+    """The model of a configuration, without weights, and its profile; ConfigError, which names the
+    place `where`, if parameters of other shapes were saved."""
     model = model_without_weights(config)
     profiled = profile(replace(model, example=None))
     if shapes != profiled.shapes:
         raise ConfigError(
-            f"{suggestion[0]}, not of the {config.model.name} of its configuration; {suggestion[1]}"
+            f"{where}: is of a model of your own, not of the {config.model.name} of its "
+            "configuration; take its weights by ax.load, trainer.state_dict() or axsparse export "
+            "--to torch, and evaluate it by ax.Trainer(…, resume=RUN).evaluate()"
         )
     return model, profiled
 

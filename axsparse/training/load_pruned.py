@@ -1,5 +1,5 @@
-"""Opens a pruned language model for use, with its weights as their kept entries, and continues a
-text with it by transformers.
+"""Opens a pruned language model of a folder or of a run for use, with its weights as their kept
+entries, and continues a text with it by transformers.
 
 Tensors are read one at a time, and each that is pruned is turned into its kept entries before the
 next one is read, so that the dense model is never in memory.
@@ -7,19 +7,21 @@ next one is read, so that the dense model is never in memory.
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.config.hf_config import CONFIG_FILE, read_json
+from axsparse.config.hf_config import CONFIG_FILE, config_json, hf_settings, read_json
+from axsparse.data.tokenizers import SETTINGS, exported_tokenizer
 from axsparse.models.layer import mismatched_values
 from axsparse.models.module_buffers import slots
-from axsparse.models.start_weights import open_weights
+from axsparse.models.start_weights import WeightFile, open_weights
 from axsparse.models.zoo.hf_models import HfFile, empty_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.samo.pruned_weight import (
@@ -30,6 +32,8 @@ from axsparse.samo.pruned_weight import (
     multiplied_weights,
     put,
 )
+from axsparse.training.checkpoint.verification import checkpoint_of
+from axsparse.training.export import Weights
 
 GENERATION_FILE = "generation_config.json"
 
@@ -45,15 +49,34 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
     Raises MissingInputError if the folder or transformers is not there, DataError if it is damaged
     or of no causal language model.
     """
-    folder = Path(folder)
-    settings = folder / CONFIG_FILE
-    if not settings.is_file():
+    return load(of_folder(Path(folder)), fewest_zeros)
+
+
+@dataclass(frozen=True)
+class Source:
+    """The parts of a language model of transformers before it is built."""
+
+    weights: WeightFile
+    settings: Mapping[str, Any]
+    """The contents of config.json."""
+    folder: Path | None
+    """The folder whose generation_config.json applies, if it has one."""
+
+
+def of_folder(folder: Path) -> Source:
+    """The source that is a folder; raises MissingInputError and DataError of `load_pruned`."""
+    if not (folder / CONFIG_FILE).is_file():
         raise MissingInputError(
             f"load_pruned: {folder} has no {CONFIG_FILE}; name a folder that axsparse prune, "
             "axsparse export --to sparse or save_pretrained wrote"
         )
-    opened = open_weights(folder)
-    causal = empty_model(read_json(settings))
+    return Source(open_weights(folder), read_json(folder / CONFIG_FILE), folder)
+
+
+def load(source: Source, fewest_zeros: float | None = FEWEST_ZEROS) -> Any:
+    """The model of a source, as `load_pruned` returns it."""
+    opened, folder = source.weights, source.folder
+    causal = empty_model(source.settings)
     file = HfFile(opened, causal)
     places = {name: (module, turned) for module, name, _, turned in multiplied_weights(causal)}
     kept_exact = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
@@ -84,7 +107,7 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
             "its files anew"
         )
     causal.config.dtype = torch.bfloat16
-    if (folder / GENERATION_FILE).is_file():
+    if folder is not None and (folder / GENERATION_FILE).is_file():
         causal.generation_config = type(causal.generation_config).from_pretrained(str(folder))
     if fewest_zeros is not None:
         finish(causal, replaced)
@@ -105,13 +128,58 @@ def _checked(file: HfFile, name: str, wanted: Tensor) -> Tensor:
     return tensor
 
 
-def load_dense(folder: Path) -> Any:
-    """The same model with dense weights in bf16."""
-    return load_pruned(folder, fewest_zeros=None)
+class RunWeights:
+    """A `WeightFile` of the fp32 masters of a checkpoint, named as transformers names them."""
+
+    def __init__(self, weights: Weights) -> None:
+        self._tensors = weights.published()
+        self.path = weights.checkpoint.path
+        self.files = (self.path,)
+        self.shapes = {name: header.shape for name, (header, _) in self._tensors.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name][0].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name][1]()
+
+
+def of_run(run: Path, step: int | Literal["best"] | None) -> tuple[Source, Any]:
+    """The source that is a checkpoint of a run, and the tokenizer of its data or of `model.from`.
+
+    Raises what `Weights`, its `published` and `exported_tokenizer` raise, MissingInputError
+    without a tokenizer or transformers.
+    """
+    weights = Weights(checkpoint_of(run, step), trained=False)
+    opened = RunWeights(weights)
+    config, data = weights.config(), weights.checkpoint.manifest.data
+    settings = config_json(config.model, "float32")
+    hf_settings(run, settings)
+    folder = None if config.model.from_ is None else Path(config.model.from_)
+    made = exported_tokenizer(config.data, data.name, data.fingerprint)
+    if made is not None:
+        import tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        own = tokenizers.Tokenizer.from_str(json.dumps(made.tokenizer))
+        how = made.files(config.model.sequence_length)[SETTINGS]
+        fast: Any = PreTrainedTokenizerFast
+        tokenizer = fast(tokenizer_object=own, **how)
+        settings |= made.ids
+    elif folder is not None:
+        tokenizer = tokenizer_of(folder)
+    else:
+        raise MissingInputError(
+            f"{run}: its data ({data.name}) have no tokenizer; write a folder by axsparse export "
+            "--to hf, copy the files of a tokenizer there, and name it"
+        )
+    return Source(opened, settings, folder), tokenizer
 
 
 def tokenizer_of(folder: Path) -> Any:
-    """transformers' tokenizer of a folder; MissingInputError if there is none."""
+    """transformers' tokenizer of a folder; MissingInputError if there is none, or no
+    transformers."""
+    hf_settings(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
     from transformers import AutoTokenizer
 
     load: Any = AutoTokenizer.from_pretrained
@@ -135,6 +203,8 @@ class Continuation:
     """Bytes of the model's weights."""
     dense_bytes: int
     """Bytes of the same weights in bf16, dense."""
+    fills_room: bool
+    """Whether the model has room for no more tokens."""
 
 
 # Reason: a model, a text, and how tokens are chosen.
@@ -201,4 +271,5 @@ def continued(
             one.compressed_bytes if isinstance(one, PrunedWeight) else one.nbytes for one in weights
         ),
         sum(2 * one.numel() for one in weights),
+        fills_room=out.shape[1] == room,
     )

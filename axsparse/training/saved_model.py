@@ -1,22 +1,21 @@
-"""The model of a checkpoint in one process: opened as plain modules, evaluated, and continuing a
-text. Nothing of it is trained."""
+"""The model of a checkpoint in one process, opened as plain modules and evaluated; nothing of it is
+trained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from axsparse.config.schema import Config, sample_length
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import Dataset, Datasets
-from axsparse.models.layer import Model, as_tuple
+from axsparse.models.layer import Model
 from axsparse.models.sequential import filled_modules
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
@@ -59,13 +58,7 @@ def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: 
     """
     weights = Weights(checkpoint_of(run, step), trained=trained)
     config = weights.config().with_origins(run.name, {})
-    shapes = {name: entry.shape for name, entry in weights.parameters.items()}
-    suggestion = (
-        f"{weights.checkpoint.path}: is of a model of your own",
-        "in Python, ax.Trainer(…, resume=RUN).evaluate() evaluates it, and ax.load gives its "
-        "weights",
-    )
-    model, profiled = configured_model(config, shapes, suggestion)
+    model, profiled = configured_model(config, weights.shapes(), weights.checkpoint.path)
     modules = filled_modules(model, profiled.ties, weights.tensors())
     for module in modules.values():
         module.requires_grad_(requires_grad=False)
@@ -148,59 +141,3 @@ def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
         num_samples=len(training),
     )
     return validation
-
-
-# -- texts --------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """The rule that chooses the next token among the likely ones."""
-
-    temperature: float = 0.0
-    """Logits are divided by it before a token is drawn; 0 takes the most likely one."""
-    top_k: int | None = None
-    """Only so many of the most likely tokens may be drawn; None: all."""
-    seed: int = 0
-
-
-def continuation(
-    saved: SavedModel, prompt: Sequence[int], tokens: int, end: int, sampling: Sampling
-) -> Iterator[int]:
-    """At most `tokens` tokens that follow the prompt, up to and without the token `end`.
-
-    The prompt has at least one token. The model sees no more of the text than the last tokens
-    that fit into one sample of its training. Equal arguments give equal tokens.
-    """
-    window = sample_length(saved.config)
-    generator = torch.Generator().manual_seed(sampling.seed)
-    text = list(prompt)
-    for _ in range(tokens):
-        token = _chosen(_next_logits(saved, text[-window:]), sampling, generator)
-        if token == end:
-            return
-        text.append(token)
-        yield token
-
-
-@torch.no_grad()
-def _next_logits(saved: SavedModel, text: Sequence[int]) -> Tensor:
-    """The logits of the token that follows, (V,) in fp32."""
-    outputs: tuple[Tensor, ...] = (torch.tensor([text]),)
-    for layer, module in zip(saved.model.layers, saved.modules, strict=True):
-        outputs = as_tuple(layer.name, module(*outputs))
-    if len(outputs) == 1:
-        return outputs[0][0, -1].float()
-    hidden, weight = outputs  # The head leaves this product to the loss.
-    return F.linear(hidden[0, -1], weight).float()
-
-
-def _chosen(logits: Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    if sampling.temperature == 0:
-        return int(logits.argmax())
-    if sampling.top_k is not None and sampling.top_k < logits.numel():
-        least = logits.topk(sampling.top_k).values[-1]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    # In fp64 the largest difference over a small temperature is no overflow.
-    shares = ((logits.double() - logits.max()) / sampling.temperature).softmax(dim=0)
-    return int(torch.multinomial(shares, 1, generator=generator))

@@ -1,4 +1,4 @@
-"""`axsparse generate` and `axsparse evaluate`: a model that knows a text by heart recites it."""
+"""`axsparse generate` and `evaluate` of a run: a model that knows a text by heart recites it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from support.commands import Axsparse, assert_one_line
 from support.preparing import LINE, run
 from support.resuming import ran
-from support.runs import tiny_config
+from support.runs import mlp, tiny_config, tiny_gpt, vector_data
 
 from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
-from axsparse.runtime.errors import EXIT_DATA, EXIT_MISSING
+from axsparse.data.tokenizers import SEPARATOR
+from axsparse.models.layer import as_tuple
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING
+from axsparse.training.saved_model import open_saved_model
+
+pytest.importorskip("transformers", reason="pip install 'axsparse[test]'")
 
 LENGTH = 25
 """No multiple of the tokens of a line, so that each sample begins elsewhere in it."""
@@ -45,16 +51,43 @@ def recited(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "run"
 
 
+@torch.no_grad()
+def likeliest(run: Path, prompt: str, room: int = LENGTH) -> str:
+    """The text that a run's own modules continue in fp32, each token computed from all before."""
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
+    words = tokenizers.Tokenizer.from_file(str(run.parent / "tokens" / "tokenizer.json"))
+    saved, ids = open_saved_model(run, None, trained=False), words.encode(prompt).ids
+    while len(ids) < room:
+        outputs: tuple[torch.Tensor, ...] = (torch.tensor([ids]),)
+        for layer, module in zip(saved.model.layers, saved.modules, strict=True):
+            outputs = as_tuple(layer.name, module(*outputs))
+        hidden, weight = outputs
+        ids.append(int((hidden[0, -1] @ weight.T).argmax()))
+    text: str = words.decode(ids)
+    return text
+
+
 def test_it_recites_what_it_has_learnt(recited: Path, axsparse: Axsparse) -> None:
-    """The text becomes longer than what the model sees at a time."""
-    code, screen, _ = axsparse("generate", recited, "--prompt", LINE + "The cat", "--tokens", 60)
+    """With the tokens of the run's own modules, until the model has room for no more."""
+    code, screen, _ = axsparse("generate", recited, "--prompt", "The cat", "--compare")
 
     assert code == 0
-    assert screen.startswith(LINE * 3)
-    likeliest = axsparse(
-        "generate", recited, "--prompt", LINE + "The cat", "--tokens", 60, "--top-k", 1
-    )
-    assert likeliest == (0, screen, "")
+    text = likeliest(recited, "The cat")
+    assert text.startswith(LINE)
+    said, dense = screen.split(text)[1:]
+    assert " tokens (the model has room for no more), " in said
+    held, whole = (float(one.split("weights ")[1].split()[0]) for one in (said, dense))
+    assert held < whole
+    one = axsparse("generate", recited, "--prompt", "The cat", "--top-k", 1)
+    assert one[1].startswith(text)
+
+
+def test_no_prompt_is_the_end_of_a_document(recited: Path, axsparse: Axsparse) -> None:
+    texts = [
+        axsparse("generate", recited, "--prompt", prompt, "--tokens", 5)[1].splitlines()[0]
+        for prompt in ("", SEPARATOR)
+    ]
+    assert texts[0] and texts[1] == SEPARATOR + texts[0]
 
 
 def test_a_seed_draws_the_same_text_again_and_another_seed_another(
@@ -63,7 +96,7 @@ def test_a_seed_draws_the_same_text_again_and_another_seed_another(
     def drawn(*args: object) -> str:
         code, screen, _ = axsparse("generate", recited, "--prompt", "The", *args)
         assert code == 0 and screen.startswith("The")
-        return screen
+        return screen.partition(" tokens")[0]
 
     hot = ("--temperature", 5, "--tokens", 20)
     assert drawn(*hot, "--seed", 1) == drawn(*hot, "--seed", 1)
@@ -87,6 +120,12 @@ def test_what_is_missing_or_changed_is_named(
 ) -> None:
     gone = axsparse("generate", tmp_path / "none", "--prompt", "x")
     assert_one_line(gone, EXIT_MISSING, "none: holds no checkpoint; name a run that")
+    ran((1, 1), tiny_config(train={"steps": 1}), tmp_path / "drawn", model=tiny_gpt)
+    drawn = axsparse("generate", tmp_path / "drawn", "--prompt", "x")
+    assert_one_line(drawn, EXIT_MISSING, "drawn: its data (random) have no tokenizer; write a fol")
+    ran((1, 1), tiny_config(), tmp_path / "own", model=lambda _: mlp(), data=vector_data())
+    own = axsparse("generate", tmp_path / "own", "--prompt", "x")
+    assert_one_line(own, EXIT_CONFIG, "is of a model of your own, not of the gpt of its config")
 
     tokenizer = recited.parent / "tokens" / "tokenizer.json"
     text = tokenizer.read_text()

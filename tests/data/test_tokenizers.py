@@ -31,7 +31,6 @@ from axsparse.data.tokenizers import (
     exported_tokenizer,
     given_tokenizer,
     import_tokenizers,
-    run_tokenizer,
     train_bpe,
 )
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
@@ -237,10 +236,10 @@ def test_settings_next_to_a_tokenizer_have_the_effect_that_they_have_in_transfor
     ids = np.fromfile(out / "train.tokens", sidecar.dtype).tolist()
     assert ids == [id_ for one in expected for id_ in (one if one[-1] == end else [*one, end])]
     data = DataConfig(source="tokens", path=str(out))
-    ours, _ = run_tokenizer(data)
-    assert [*ours.encode(texts[1]), *ours.last] == expected[1]
     made = exported_tokenizer(data, "tokens", sidecar.train.digest)
     assert made is not None
+    ours = Subwords(out / "tokenizer.json", sidecar.tokenizer, made.end)
+    assert [*ours.encode(texts[1]), *ours.last] == expected[1]
     for file, content in made.files(64).items():
         (tmp_path / file).write_text(json.dumps(content))
     again = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
@@ -338,13 +337,18 @@ def test_prepared_texts_have_the_ids_of_their_preparation(
     data, *training = prepared(tmp_path, train_bpe=words)
     made = exported_tokenizer(data, *training)
     assert made is not None
-    ours, end = run_tokenizer(data)
-
     theirs = opened_export(made)
 
-    assert theirs.encode(LINE).ids == ours.encode(LINE).tolist()
-    assert theirs.encode(made.end).ids == [made.end_id] == [end]
-    assert theirs.decode(theirs.encode(LINE).ids) == LINE
+    ids = theirs.encode(LINE).ids
+    length = len(ids) + 1
+    assert words is None or length < len(LINE)
+    there = np.fromfile(tmp_path / "tokens" / "train.tokens", np.uint16 if words else np.uint8)
+    assert there[-length:].tolist() == [*ids, made.end_id]
+    assert theirs.encode(made.end).ids == [made.end_id]
+    assert theirs.decode(ids) == LINE
+    blend = DataConfig(source="tokens", blend=(f"{tmp_path / 'tokens'}=1",))
+    assert exported_tokenizer(blend, "blend of tokens 100.00%", "any") == made
+    assert exported_tokenizer(blend, "custom", "any") is None
 
 
 def test_data_of_ones_own_have_no_tokenizer(tmp_path: Path) -> None:

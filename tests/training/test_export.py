@@ -247,8 +247,9 @@ def test_a_model_of_ones_own_has_no_place_in_transformers(tmp_path: Path) -> Non
     checkpoint = newest(tmp_path / "run")
 
     assert rejected(ConfigError, checkpoint, "hf", tmp_path / "out") == (
-        f"--to hf: {checkpoint.path} is of a model of your own, not of the gpt of its "
-        "configuration; choose --to torch"
+        f"{checkpoint.path}: is of a model of your own, not of the gpt of its configuration; take "
+        "its weights by ax.load, trainer.state_dict() or axsparse export --to torch, and evaluate "
+        "it by ax.Trainer(…, resume=RUN).evaluate()"
     )
 
 
