@@ -117,7 +117,8 @@ def fitting_dense_layers(model: ProfiledModel, grid: Grid, budget: MemoryBudget)
     """
     row = row_of_grid(model, grid, None)
     of_rank, ties = model.tp_shard(grid.g_tensor), model.profile.ties
-    most, dense = MOST_ROOM * budget.for_model, ()
+    most = MOST_ROOM * budget.for_model
+    dense: tuple[str, ...] = ()
     for stage, load in enumerate(row.loads):
         sizes = {}
         for number in load.numbers:
