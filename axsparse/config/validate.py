@@ -12,12 +12,35 @@ from axsparse.runtime.grid import Grid
 
 SMALL_DATA = 10
 """Batches that data have to hold so that passing over them again needs no remark."""
+BY_HAND = ("Trainer", "config", "--set")
+"""The origins of settings that somebody has written for this run alone; files serve several."""
 DISTANCES = 5
 """Distances between masks in a row that have to be small before an Early-Bird mask is drawn."""
 
 
+ONLY_WITH = (
+    ("optimizer.name", ("adamw", "lamb"), ("betas", "eps")),
+    ("optimizer.name", ("sgd",), ("momentum", "nesterov")),
+    ("schedule.decay", ("cosine", "linear"), ("decay_steps", "final_ratio")),
+    ("schedule.decay", ("step",), ("step_every", "step_factor")),
+    ("spikes.rule", ("skip",), ("ratio", "window", "patience")),
+    ("pruning.method", ("early-bird", "gradual", "iterative"), ("interval", "until_step")),
+    ("pruning.method", ("early-bird",), ("threshold", "metric", "on_no_convergence")),
+    ("pruning.method", ("gradual",), ("initial_sparsity",)),
+    ("pruning.heal", ("blocks",), ("heal_passes", "heal_batch", "heal_rate")),
+    ("pipeline.schedule", ("message-driven",), ("prefer",)),
+    ("checkpoint.every", ("auto",), ("mtbf_hours",)),
+    ("train.teacher", (), ("distillation_weight", "distillation_temperature")),
+)
+"""A setting, the values with which others of its section have an effect (all but null if none are
+listed), and these others."""
+
+
 def check_config(config: Config) -> None:
     """ConfigError for the first broken rule that needs nothing but the configuration."""
+    for key, why in _without_effect(config):
+        if config.origins.get(key) in BY_HAND:
+            raise ConfigError(f"{config.where(key)}: {config.by_key()[key]} {why}; leave it out")
     _check_model(config)
     if config.samo.enabled and prunes(config.pruning) and config.pruning.mask is None:
         _check_pruning(config)
@@ -87,6 +110,8 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
 
     `config` has every `auto` decided, `samples` is the number of training samples.
     """
+    for key, why in _without_effect(config):
+        yield f"note: {config.where(key)} {why}"
     steps, warm_up = config.train.steps, config.schedule.warmup_steps
     if warm_up > steps:
         yield (
@@ -100,6 +125,22 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
             f"note: {counted(steps, 'step')} of {batch} samples go {passes:.3g} times over the "
             f"data, which has {samples} (train.steps, batch.global_batch_size)"
         )
+
+
+def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings other than their defaults that nothing in the run looks at, and why."""
+    values, usual = config.by_key(), Config().by_key()
+    for rule, with_these, leaves in ONLY_WITH:
+        value, section = values[rule], rule.partition(".")[0]
+        if value in with_these or (not with_these and value is not None):
+            continue
+        if section == "pruning" and not (config.samo.enabled and prunes(config.pruning)):
+            continue
+        for key in (f"{section}.{leaf}" for leaf in leaves):
+            if key in config.origins and values[key] != usual[key]:
+                needed = f"for {rule} {' or '.join(with_these)}" if with_these else f"for {rule}"
+                shown = "null" if value is None else value
+                yield key, f"has no effect: it is {needed}, and {rule} is {shown}"
 
 
 def check_gpu_settings(config: Config, *, has_gpu: bool) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -128,9 +129,17 @@ class OwnValues:
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.detach().cpu()
 
-    def versions(self) -> list[int]:
-        """How often each tensor has been written to."""
-        return [0 if each.is_inference() else each._version for each in self._tensors.values()]
+    def noted(self) -> list[object]:
+        """The values, by their hashes, hooks and modes of all tensors, to be compared."""
+        return [
+            (
+                xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy()),
+                each.requires_grad,
+                *(_noted(vars(each)), [*map(id, (each._backward_hooks or {}).values())]),
+                [*map(id, (each._post_accumulate_grad_hooks or {}).values())],
+            )
+            for each in self._tensors.values()
+        ]
 
 
 def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Module]:
@@ -317,10 +326,23 @@ def given_module(layer: Layer) -> nn.Module | None:
     return build.args[0] if isinstance(build, partial) and is_copied else None
 
 
-def versions(model: Model) -> list[int]:
-    """How often the tensors of the user's modules, whose values the model starts from, have been
-    written to; empty if it starts from others."""
-    return model.start.versions() if isinstance(model.start, OwnValues) else []
+def noted(model: Model) -> list[object]:
+    """What a user may set in the modules that a model copies, to be compared: values, modes,
+    hooks, numbers, submodules; empty if the model copies none."""
+    if not isinstance(model.start, OwnValues):
+        return []
+    given = [module for layer in model.layers if (module := given_module(layer)) is not None]
+    children = [_noted(vars(child)) for module in given for child in module.modules()]
+    return [*model.start.noted(), *children]
+
+
+def _noted(attributes: Mapping[Any, object]) -> list[object]:
+    """Numbers, texts and what mappings hold, by their names; other objects may change by use."""
+    return [
+        (name, value if isinstance(value, bool | int | float | str) else [*map(id, value.values())])
+        for name, value in attributes.items()
+        if isinstance(value, bool | int | float | str | Mapping)
+    ]
 
 
 def is_in_evaluation(model: Model) -> bool:

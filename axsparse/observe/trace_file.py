@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from axsparse.runtime.communication import Transport
 
 TRACES = "trace"
+TRACE_FILE = re.compile(r"steps-\d+-(\d+)\.json")
 """The folder of the traces, in the run directory."""
 MICROSECONDS = 1e6
 BETWEEN = ",\n"
@@ -160,7 +161,7 @@ def file_name(steps: range) -> str:
 def last_step(trace: Path) -> int:
     """The last step of a run's trace, by its `file_name`, so that the trace need not be read; -1
     for a file of another name."""
-    named = re.fullmatch(r"steps-\d+-(\d+)\.json", trace.name)
+    named = TRACE_FILE.fullmatch(trace.name)
     return int(named[1]) if named else -1
 
 

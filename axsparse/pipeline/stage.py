@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from axsparse.config.section import counted
 from axsparse.models.layer import LossFunction, MetricFunction
 from axsparse.pipeline.layer_runner import DrawKey, LayerRunner, Tensors, backward
 from axsparse.pipeline.weight_gradients import DeferredGradients, StageProducts
@@ -227,7 +229,11 @@ class Stage:
         if self.teacher is not None and taught:
             loss = self.teacher.loss(outputs, taught, targets)
         else:
-            loss = self._loss(*outputs, targets)
+            try:
+                loss = self._loss(*outputs, targets)
+            except TypeError:
+                _reject_other_arguments(self._loss, (*outputs, targets))
+                raise
         if not isinstance(loss, Tensor) or not loss.is_floating_point():
             kind = loss.dtype if isinstance(loss, Tensor) else type(loss).__name__
             raise ConfigError(f"loss: {kind}; it must be a scalar tensor of floating point")
@@ -297,10 +303,16 @@ class Stage:
             node = nodes.pop()
             leaf = getattr(node, "variable", None)
             if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+                named, more = self._named(leaf), ""
+                if not named.startswith("loss"):
+                    more = (
+                        "; a function put in place of a forward has to take the module as its "
+                        "argument (types.MethodType)"
+                    )
                 raise ConfigError(
-                    f"{self._named(leaf)} gets a gradient and would never be trained, since no "
+                    f"{named} gets a gradient and would never be trained, since no "
                     "layer has it; make it a parameter of a layer's module, or freeze it "
-                    "(requires_grad_(False))"
+                    f"(requires_grad_(False)){more}"
                 )
             further = {other for other, _ in node.next_functions if other is not None} - seen
             seen |= further
@@ -321,3 +333,14 @@ class Stage:
         if dtype is not None:
             inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
         return tuple(map(canonical, inputs))
+
+
+def _reject_other_arguments(loss: LossFunction, given: Sequence[object]) -> None:
+    """ConfigError for a loss that cannot be called with the outputs and the targets."""
+    try:
+        inspect.signature(loss).bind(*given)
+    except TypeError as reason:
+        raise ConfigError(
+            f"loss: gets {counted(len(given) - 1, 'output')} of the last layer and the targets, "
+            f"and cannot ({reason}); take as many arguments"
+        ) from reason

@@ -346,7 +346,8 @@ class StopRequest:
         return self.reason is not None
 
     def listen(self) -> None:
-        """Take the signals from now on; in another thread than the main one, do nothing.
+        """Take the signals from now on, but those for which the program has a handler (Ctrl-C is
+        taken from it); in another thread than the main one, do nothing.
 
         A second call has no effect.
         """
@@ -355,11 +356,12 @@ class StopRequest:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         # The interpreter's own handler sees only signals that have a handler in Python.
-        is_nohup = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN))
+        free[signal.SIGHUP] = (signal.SIG_DFL,)  # nohup ignores it
         self._before = {
             number: signal.signal(number, lambda *_: None)
             for number in SIGNALS
-            if not (is_nohup and number == signal.SIGHUP)
+            if number == signal.SIGINT or signal.getsignal(number) in free[number]
         }
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         reader = self._pipe[0]

@@ -18,7 +18,7 @@ from torch import nn
 
 from axsparse.config.schema import Config, num_microbatches
 from axsparse.config.section import counted
-from axsparse.config.validate import check_config, check_gpu_settings
+from axsparse.config.validate import BY_HAND, check_config, check_gpu_settings
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.running_statistics import RunningStatistics
@@ -196,16 +196,27 @@ def reject_other_rules(optimizer: object, learning_rate: object) -> None:
         own_learning_rate(learning_rate, 0)
 
 
+OF_FILES = ("run_dir", "checkpoint.", "train.trace", "logging.")
+"""Beginnings of the keys of what a run writes."""
+
+
 def reject_other_starts(
-    config: Config, *, quiet: bool, resume: str | None, overwrite: bool
+    config: Config, *, quiet: bool, has_learning_rate: bool, resume: str | None, overwrite: bool
 ) -> None:
-    """ConfigError for a quiet run that is to write to a place or to resume another, and where there
-    is no run to overwrite, or it is also to be resumed."""
-    if quiet and config.run_dir != "auto" and config.origins.get("run_dir") == "Trainer":
-        raise ConfigError(
-            f"{config.where('run_dir')}: {config.run_dir} would stay empty, since quiet writes "
-            "nothing; leave one of them out"
-        )
+    """ConfigError for settings that the arguments of a trainer leave without effect; for a quiet
+    run that is to resume another, and where there is no run to overwrite, or it is also to be
+    resumed."""
+    for beginnings, why in (
+        (OF_FILES if quiet else (), "quiet writes nothing"),
+        (("schedule.",) if has_learning_rate else (), "learning_rate is a function"),
+    ):
+        for key, origin in config.origins.items():
+            if key.startswith(beginnings) and origin in BY_HAND:
+                value = config.by_key()[key]
+                raise ConfigError(
+                    f"{config.where(key)}: {value} has no effect, since {why}; leave one of them "
+                    "out"
+                )
     if quiet and resume is not None:
         raise ConfigError(
             "Trainer: resume goes on in a run directory, and quiet has none; leave one of them out"

@@ -109,7 +109,10 @@ def check_layers(
         buffers = [(slot, slot.tensor.clone()) for module in live for slot in slots(module)]
         runners = [engine.stage.layers[number] for number in here]
         with _same_attributes(live), replaced(buffers):
-            with _recorded(layers, runners, collector, statistics) as records:
+            with (
+                _first_run(plan.config.precision),
+                _recorded(layers, runners, collector, statistics) as records,
+            ):
                 engine.train(
                     replace(batch, microbatches=batch.microbatches[:1]),
                     1.0,  # The summed loss: its gradients fit every precision better than a mean's.
@@ -136,6 +139,21 @@ def check_layers(
         f"compared {len(chosen)} of {len(layers)} layers with plain torch in {seconds:.1f} s "
         "(train.check_layers)"
     )
+
+
+@contextmanager
+def _first_run(precision: str) -> Iterator[None]:
+    """ConfigError for types that do not meet in half precision."""
+    try:
+        yield
+    except RuntimeError as reason:
+        if precision == "fp32" or "type" not in str(reason):
+            raise
+        where = ", ".join(getattr(reason, "__notes__", ()))
+        raise ConfigError(
+            f"{where}: {one_line(reason)}; weights are in {precision}: convert to their type, as "
+            "in x.to(self.norm.weight.dtype), or set precision: fp32"
+        ) from reason
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,27 +13,28 @@ import yaml
 
 from axsparse.config.load import to_yaml
 from axsparse.config.schema import Config
-from axsparse.observe.trace_file import TRACES
+from axsparse.observe.trace_file import TRACE_FILE, TRACES
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
+from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
 from axsparse.runtime.files.run_folder import (
-    MARK_FILE,
     OTHER_RUN_DIR,
     InUseError,
     RunLock,
     RunMark,
+    delete_own,
     foreign_files,
+    has_mark,
     is_marked,
     last_run,
 )
-from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
 from axsparse.runtime.files.run_folder import automatic_run_dirs as automatic_run_dirs
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint import checkpoint_folder
-from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, step_of
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, step_of
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
     flat,
@@ -59,6 +59,8 @@ class RunDir:
     """The directory of the run that is gone on with; None if the run gets a new one."""
     checkpoint: Checkpoint | None = None
     """The verified checkpoint, perhaps in another run's directory; None starts anew."""
+    steps: tuple[int, ...] = ()
+    """The steps of the checkpoints in `found`, newest first."""
     notes: tuple[str, ...] = ()
     """Lines for the user about the existing checkpoints and the chosen one."""
     lock: RunLock | None = None
@@ -77,12 +79,13 @@ class RunDir:
     def progress(self) -> Progress | None:
         """The state of training; None at its beginning.
 
-        In another run directory than the checkpoint's, there is no best checkpoint yet.
+        In another run directory than the checkpoint's, there is no best checkpoint yet, and none
+        that somebody has removed.
         """
         if self.checkpoint is None:
             return None
         progress = self.checkpoint.manifest.progress.copied()
-        if not self.found:
+        if progress.best is not None and (not self.found or progress.best.step not in self.steps):
             progress.best = None
         return progress
 
@@ -116,7 +119,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
             locks.append(RunLock(path))
             if named is not None:
                 _reject_older(path, named)
-        steps = steps_in(path) if path and not named else []
+        steps = steps_in(path) if path else []
         notes = remains(path) if path and not named else []
         return json.dumps([path and str(path), named and str(named), steps, notes])
 
@@ -133,6 +136,9 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         for lock in locks:
             lock.release()
         raise
+    best = None if checkpoint is None or path is None else checkpoint.manifest.progress.best
+    if best is not None and best.step not in steps:
+        notes = [*notes, f"the best checkpoint, step-{best.step}, is not there any more"]
     if checkpoint is not None:
         all_steps = config.train.steps
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
@@ -143,7 +149,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
     there = None if path is None else Path(path)
-    return RunDir(there, checkpoint, tuple(notes), locks[0] if locks else None)
+    return RunDir(there, checkpoint, tuple(steps), tuple(notes), locks[0] if locks else None)
 
 
 def open_run_dir(
@@ -239,7 +245,7 @@ def _clear(path: Path) -> None:
         if step_of(checkpoint) is not None:
             checkpoint_folder.remove(checkpoint)
     if (path / TRACES).is_dir():
-        shutil.rmtree(path / TRACES)
+        delete_own(path / TRACES, TRACE_FILE)
     for name in (METRICS_FILE, MASK_FILE):
         (path / name).unlink(missing_ok=True)
 
@@ -314,6 +320,12 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
     if is_marked(named):
         if not steps_in(named):
             raise MissingInputError(f"--resume {named}: has no checkpoint; name another run")
+        if "run_dir" in config.origins and Path(config.run_dir).resolve() != named.resolve():
+            raise ConfigError(
+                f"{config.where('run_dir')}: {config.run_dir} is not {named}, in which --resume "
+                "would go on; leave one of them out, or name the checkpoint that another run "
+                f"starts from (--resume {path_of(named / CHECKPOINTS, steps_in(named)[0])})"
+            )
         return named, None
     if not named.is_dir():
         raise MissingInputError(
@@ -322,7 +334,7 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
         )
     setting = config.run_dir
     run = named.resolve().parent.parent
-    is_own = named.resolve().parent.name == CHECKPOINTS and (run / MARK_FILE).is_file()
+    is_own = named.resolve().parent.name == CHECKPOINTS and has_mark(run)
     if is_own and (setting == "auto" or Path(setting).resolve() == run):
         return (run if setting == "auto" else Path(setting)), named
     return None, named
@@ -357,6 +369,7 @@ def rewind_metrics(path: Path, progress: Progress | None) -> None:
     """
     if not path.exists():
         return
+    path = path.resolve()  # a link stays
     with (
         new_path(path) as unfinished,
         path.open(encoding="utf-8", errors="replace") as old,

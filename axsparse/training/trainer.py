@@ -25,7 +25,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
-from axsparse.models.sequential import plain_model, reject_dotted_names, versions
+from axsparse.models.sequential import noted, plain_model, reject_dotted_names
 from axsparse.models.teacher import with_teacher
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import with_advice
@@ -42,6 +42,7 @@ from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.method_registry import choose_pruner
 from axsparse.pruning.methods.pruner import Pruner, StepContext
 from axsparse.runtime.errors import (
+    EXIT_CONFIG,
     ConfigError,
     StoppedError,
     TrainingError,
@@ -53,6 +54,7 @@ from axsparse.runtime.files.run_folder import RunLock
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
+from axsparse.runtime.process import exit_at_once, flush_streams, write_line
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.offload import Offload
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer
@@ -220,7 +222,13 @@ class Trainer:
         config = check_settings(job, given.config, given.model)
         together(
             job.transport,
-            lambda: reject_other_starts(config, quiet=quiet, resume=resume, overwrite=overwrite),
+            lambda: reject_other_starts(
+                config,
+                quiet=quiet,
+                has_learning_rate=learning_rate is not None,
+                resume=resume,
+                overwrite=overwrite,
+            ),
         )
         self.placement, config = placed(job, config)
         self.transport = transport = self.placement.transport
@@ -255,7 +263,8 @@ class Trainer:
         if not quiet:
             directory = open_run_directory(job, plan, config, entry, found, overwrite=overwrite)
             self._locks.append(directory.lock)
-        self.run_dir: Path | None = None if directory is None else directory.path
+        shown = None if directory is None else directory.path
+        self.run_dir: Path | None = None if shown is None else shown.absolute()
         """The directory that the run writes to; None of a quiet one."""
         wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
 
@@ -266,7 +275,7 @@ class Trainer:
         self.expansion = options.expansion
         """The memory in which sparse weights are expanded; None if all are dense at rest."""
         self.recorder = make_recorder(
-            plan, self.layers, self.teacher, self.data, self.placement, self.run_dir
+            plan, self.layers, self.teacher, self.data, self.placement, shown
         )
         self.phases = Phases() if gpu is None else DevicePhases(gpu)
         states = [layer.state for layer in self.layers]
@@ -357,7 +366,7 @@ class Trainer:
             offload=self.offload,
             transport=transport,
             phases=self.phases,
-            run_dir=self.run_dir,
+            run_dir=shown,
             says=self.recorder.say,
         )
         self._is_stopped = self._closed = False
@@ -365,7 +374,7 @@ class Trainer:
         """The class of the exception that has ended the run in its middle."""
         self._handled: BaseException | None = None
         """The exception that the program was handling when it made the last call."""
-        self._versions = versions(plan.model)
+        self._noted = noted(plan.model)
         self._is_ended = False
         """Whether a callback has asked to end the run."""
         self._is_ready = False
@@ -417,8 +426,13 @@ class Trainer:
             raise ConfigError(
                 f"trainer: step {self.steps_done + 1} was not done; call trainer.step() in the loop"
             )
-        with self._call("step", in_callbacks=False):
-            has_next = self._next()
+        try:
+            with self._call("step", in_callbacks=False):
+                has_next = self._next()
+        except StopIteration as reason:  # of the data, say: the loop would take it for its end
+            raise RuntimeError(
+                f"StopIteration between steps {self.steps_done} and {self.steps_done + 1}"
+            ) from reason
         if not has_next:
             raise StopIteration
         self._awaits_step = True
@@ -470,6 +484,12 @@ class Trainer:
         self._reject_closed("train")
         with self._call("train", in_callbacks=False), self._ending_on_failure():
             given = (on_step, on_evaluation, on_checkpoint)
+            for name, callback in zip(CALLBACKS, given, strict=True):
+                if callback is not None and not callable(callback):
+                    raise ConfigError(
+                        f"train: {name} is {type(callback).__name__}; give a function of the "
+                        "number of steps and of the result"
+                    )
             self._callbacks = dict(zip(CALLBACKS, given, strict=True))
             self._warn_of_no_evaluation(on_evaluation)
             while self._next():
@@ -483,6 +503,10 @@ class Trainer:
         fork of the process; and on all ranks if one makes another call, unless they have met.
         """
         job, outer = self._job, self._under_way
+        if job.is_over:
+            write_line(f"error: {what}: the job has ended; call it before the program's exit")
+            flush_streams()
+            exit_at_once(EXIT_CONFIG)
         if os.getpid() != job.process:
             raise ConfigError(
                 f"{what}: process {os.getpid()} is a fork of {self.coords}, and no rank itself; "
@@ -533,10 +557,10 @@ class Trainer:
         return self._is_ready
 
     def _reject_late_values(self) -> None:
-        if versions(self.plan.model) != self._versions:
+        if noted(self.plan.model) != self._noted:
             raise ConfigError(
-                "model: its values have changed since the Trainer was made, which trains copies; "
-                "change them before"
+                "model: its values, modes or hooks have changed since the Trainer was made, which "
+                "trains copies; change them before"
             )
 
     @contextmanager
@@ -611,7 +635,7 @@ class Trainer:
         self._announce_checkpoints()
         if self.steps_done:
             recorder.say(
-                f"closed after step {self.steps_done}, saved in {saver.folder}; resume='auto' goes "
+                f"closed after step {self.steps_done}, saved in {saver.shown}; resume='auto' goes "
                 "on"
             )
 
@@ -874,7 +898,9 @@ class Trainer:
         if callback is not None:
             # A callback may switch gradients off: the end of the block switches them on again.
             with note_errors(f"{name} {when} {step}"), torch.enable_grad(), self._within(name):
-                ends = callback(step, value) is True
+                answer = callback(step, value)
+            kind = str(getattr(answer, "dtype", type(answer).__name__))
+            ends = kind in ("bool", "torch.bool") and bool(answer)
             if meet(self.transport, f"returns from {name}", value=ends) and not self._is_over:
                 self._is_ended = True
                 total = self.config.train.steps
@@ -986,7 +1012,7 @@ class Trainer:
                 "stopped before the first step, with nothing to save; --resume auto begins anew"
             )
         raise StoppedError(
-            f"stopped after step {self.steps_done}, saved in {saver.folder}; --resume auto goes on"
+            f"stopped after step {self.steps_done}, saved in {saver.shown}; --resume auto goes on"
         )
 
     def _make_tracing(self) -> TraceRecorder | None:
@@ -1052,14 +1078,14 @@ def last_lines(progress: Progress, saver: Saver | None) -> Iterator[str]:
         yield f"of {progress.step} steps: {', '.join(said)}"
     if saver is None:
         return
-    run = saver.folder.parent
+    run = saver.shown.parent
     if progress.best is not None:
         yield (
             f"lowest validation loss {progress.best.loss:.4f} after step {progress.best.step}, "
-            f"kept in {path_of(saver.folder, progress.best.step)}"
+            f"kept in {path_of(saver.shown, progress.best.step)}"
         )
     if saver.last_step == progress.step:
         yield (
-            f"saved in {saver.folder}  ·  axsparse report {run} draws it  ·  axsparse export "
+            f"saved in {saver.shown}  ·  axsparse report {run} draws it  ·  axsparse export "
             f"{run} --to torch --out weights.safetensors takes the weights out"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -96,15 +97,36 @@ def test_it_starts_at_the_modules_values_and_leaves_the_modules_alone() -> None:
     assert all(parameter.grad is None for parameter in modules.parameters())
 
 
-def test_values_that_change_after_the_trainer_is_made_are_refused() -> None:
+def doubled(modules: nn.Sequential) -> None:
+    modules.load_state_dict({key: 2 * value for key, value in modules.state_dict().items()})
+
+
+LATE: dict[str, Callable[[nn.Sequential], object]] = {
+    "values": doubled,
+    "data": lambda modules: modules[0].weight.data.fill_(1.0),
+    "frozen": lambda modules: modules[0].requires_grad_(False),
+    "hook": lambda modules: modules[0].register_forward_hook(lambda *_: None),
+    "gradients": lambda modules: modules[0].weight.register_hook(lambda gradient: gradient),
+    "evaluation": lambda modules: modules[1].eval(),
+    "attribute": lambda modules: setattr(modules[3][1], "p", 0.5),
+    "parameter": lambda modules: setattr(
+        modules[0], "weight", nn.Parameter(modules[0].weight.detach())
+    ),
+    "module": lambda modules: setattr(modules[3], "1", nn.Dropout(0.1)),
+}
+
+
+@pytest.mark.parametrize("change", LATE.values(), ids=LATE)
+def test_what_is_set_after_the_trainer_is_made_is_refused(
+    change: Callable[[nn.Sequential], object],
+) -> None:
     modules = sequential()
-
-    def change(trainer: object) -> None:
-        modules.load_state_dict({key: 2 * value for key, value in modules.state_dict().items()})
-
     model = from_sequential(modules, summed_loss)
-    with pytest.raises(ConfigError, match=r"values have changed since .* copies; change them bef"):
-        train_in_process(1, 1, model, image_config(), vector_data(), before=change)
+
+    with pytest.raises(ConfigError, match=r"modes or hooks have changed since .* change them bef"):
+        train_in_process(
+            *(1, 1, model, image_config(), vector_data()), before=lambda _: change(modules)
+        )
 
 
 class Watching(nn.Module):

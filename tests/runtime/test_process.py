@@ -276,6 +276,18 @@ def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c(segment: Pa
     process.stderr.close()
 
 
+def test_signals_with_a_handler_of_the_program_stay_its_own(stop: StopRequest) -> None:
+    before = signal.signal(signal.SIGTERM, mine := lambda *_: None)
+    try:
+        stop.listen()
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+        stop.release()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_what_nohup_ignores_stays_ignored(stop: StopRequest) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:

@@ -24,7 +24,8 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.files.run_folder import RunLock, RunMark
 from axsparse.training.checkpoint import checkpoint_folder
-from axsparse.training.progress import Progress
+from axsparse.training.checkpoint.verification import open_checkpoint
+from axsparse.training.progress import BestEntry, Progress
 from axsparse.training.run_directory import (
     RunDir,
     find_run,
@@ -220,8 +221,8 @@ def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path:
 @pytest.mark.parametrize(
     ("lost", "error", "said"),
     [
-        (("run.json",), ConfigError, "has metrics.jsonl and config.yaml and checkpoints, but no"),
-        (("run.json", "metrics.jsonl", "config.yaml"), ConfigError, "has checkpoints, but no run"),
+        (("run.json",), ConfigError, "metrics.jsonl and config.yaml and checkpoints, but no wh"),
+        (("run.json", "metrics.jsonl", "config.yaml"), ConfigError, "has checkpoints, but no who"),
         (("checkpoints",), MissingInputError, "has (saved checkpoints|no checkpoint)"),
     ],
 )
@@ -241,6 +242,65 @@ def test_a_run_of_which_a_part_is_missing_is_neither_begun_anew_nor_changed(
 
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.lock"}
     assert after == before
+
+
+def test_a_mark_that_was_cut_short_marks_nothing(run: Path) -> None:
+    (run / "run.json").write_bytes(b"")
+
+    with pytest.raises(ConfigError, match=r"has metrics.jsonl and .*, but no whole run.json"):
+        opened(loaded(run))
+    with pytest.raises(OutputError, match="that no run of axsparse has marked as its own"):
+        opened(loaded(run), str(checkpoint(run, 5)))
+
+
+def test_another_directory_than_that_of_the_run_to_go_on_with_is_refused(
+    run: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"is not {run}, in which .* \(--resume \S+step-5\)"):
+        opened(loaded(tmp_path / "other"), str(run))
+
+    assert opened(loaded(run), str(run)).path == run
+
+
+def test_a_best_checkpoint_that_somebody_removed_is_forgotten(run: Path) -> None:
+    newest = open_checkpoint(checkpoint(run, 5))
+    newest.manifest.progress.best = BestEntry(step=2, loss=1.0)
+
+    for steps, best in (((5, 4, 2), 2), ((5, 4), None)):
+        progress = RunDir(run, newest, steps).progress
+        assert progress is not None
+        assert (progress.best and progress.best.step) == best
+
+
+def test_files_of_the_user_in_folders_of_a_run_stay(run: Path) -> None:
+    notes = [run / "trace" / "notes.txt", checkpoint(run, 2) / "notes.txt"]
+    (run / "trace").mkdir()
+    for path in (*notes, run / "trace" / "steps-2-3.json"):
+        path.touch()
+
+    make_run_dir(loaded(run), overwrite=True)[1].release()
+
+    left = sorted(path for path in run.rglob("*") if path.is_file())
+    gone = run / "checkpoints" / "step-2.old"
+    assert left == sorted(
+        [run / "metrics.jsonl", run / "run.json", run / "run.lock", notes[0], gone / "notes.txt"]
+        + [path for path in left if path.name == "config.yaml"]
+    )
+    checkpoint_folder.begin(run / "checkpoints", 2)  # goes around it
+    assert (gone / "notes.txt").exists() and checkpoint_folder.unfinished(gone.parent) == [
+        run / "checkpoints" / "step-2.tmp"
+    ]
+
+
+def test_records_behind_a_link_stay_there(run: Path, tmp_path: Path) -> None:
+    (run / "metrics.jsonl").rename(tmp_path / "log.jsonl")
+    (run / "metrics.jsonl").symlink_to(tmp_path / "log.jsonl")
+
+    rewind_metrics(run / "metrics.jsonl", open_checkpoint(checkpoint(run, 4)).manifest.progress)
+
+    assert (run / "metrics.jsonl").is_symlink()
+    records = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert max(record["step"] for record in records) == 4
 
 
 def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(

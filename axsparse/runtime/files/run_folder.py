@@ -62,15 +62,20 @@ def last_run(setting: str, name: str) -> Path | None:
     return last
 
 
+def has_mark(path: Path) -> bool:
+    """Whether a directory has a whole mark."""
+    return _read(path) is not None
+
+
 def is_marked(path: Path) -> bool:
     """Whether a directory is a run's; ConfigError if it has files of a run, but no mark."""
-    if _read(path) is not None:
+    if has_mark(path):
         return True
     found = foreign_files(path)
     if found:
         raise ConfigError(
-            f"{path} has {' and '.join(found)}, but no {MARK_FILE}, the mark of a run: what is "
-            "there may not be a run's, or not all of it; copy the whole directory, or choose "
+            f"{path} has {' and '.join(found)}, but no whole {MARK_FILE}, the mark of a run: what "
+            "is there may not be a run's, or not all of it; copy the whole directory, or choose "
             "another --run-dir (--resume CHECKPOINT continues from a checkpoint there)"
         )
     return False
@@ -78,7 +83,20 @@ def is_marked(path: Path) -> bool:
 
 def foreign_files(path: Path) -> list[str]:
     """The files in an unmarked directory that a run would write or replace."""
-    return [name for name in RUN_FILES if os.path.lexists(path / name)]
+    return [name for name in RUN_FILES if name != MARK_FILE and os.path.lexists(path / name)]
+
+
+def own_files(folder: Path, named: re.Pattern[str]) -> list[Path]:
+    """The files of a folder whose names are those of a run's files."""
+    return [path for path in folder.iterdir() if named.fullmatch(path.name) and path.is_file()]
+
+
+def delete_own(folder: Path, named: re.Pattern[str]) -> None:
+    """Delete a run's files in a folder, and the folder unless it has other files."""
+    for path in own_files(folder, named):
+        path.unlink()
+    if not any(folder.iterdir()):
+        folder.rmdir()
 
 
 class RunMark:

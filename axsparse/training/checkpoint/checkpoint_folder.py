@@ -18,7 +18,6 @@ import hashlib
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
@@ -28,6 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from axsparse.pruning.methods.pruner import MethodState
 from axsparse.runtime.errors import DataError, reading
 from axsparse.runtime.files.atomic import sync_folder, write_new
+from axsparse.runtime.files.run_folder import delete_own, own_files
 from axsparse.training.progress import Count, Progress
 
 MANIFEST_FILE = "manifest.json"
@@ -177,6 +177,8 @@ CHECKPOINTS = "checkpoints"
 UNFINISHED, REMOVED = ".tmp", ".old"
 """Suffixes of the name of a checkpoint that is being written, or being removed."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
+_OWN_FILE = re.compile(rf"[0-9]{{4,}}-.*\.safetensors|{re.escape(MANIFEST_FILE)}")
+"""Matches the names of the files of a checkpoint."""
 _REMAINS = re.compile(rf"{_STEP.pattern}({re.escape(UNFINISHED)}|{re.escape(REMOVED)})")
 
 
@@ -204,7 +206,8 @@ def saved_steps(folder: Path) -> list[int]:
 
 def unfinished(folder: Path) -> list[Path]:
     """The checkpoints that killed runs left half written or half removed."""
-    return sorted(path for path in _folders(folder) if _REMAINS.fullmatch(path.name))
+    named = (path for path in _folders(folder) if _REMAINS.fullmatch(path.name))
+    return sorted(path for path in named if own_files(path, _OWN_FILE) or not any(path.iterdir()))
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -224,7 +227,7 @@ def begin(folder: Path, step: int) -> Path:
     for path in unfinished(folder):
         _delete(path)
     partial = unfinished_path_of(folder, step)
-    partial.mkdir()
+    partial.mkdir(exist_ok=True)  # there may be files that no run has written
     return partial
 
 
@@ -252,11 +255,12 @@ def remove(path: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder, or a link to one, but not the link's target."""
+    """Delete a checkpoint, or a link to one, but neither the link's target nor files that no run
+    has written, whose folder stays."""
     if path.is_symlink():
         path.unlink()
     else:
-        shutil.rmtree(path)
+        delete_own(path, _OWN_FILE)
 
 
 def outdated(

@@ -97,7 +97,9 @@ class Saver:
 
         `note_progress` is called, in any thread, for every piece that is written or read back.
         """
-        self.folder = run_dir.path / folders.CHECKPOINTS
+        self.shown = run_dir.path / folders.CHECKPOINTS
+        """The folder of the checkpoints, as messages name it."""
+        self.folder = self.shown.absolute()  # a program may change its working directory
         checkpoint = run_dir.checkpoint
         self.last_step = None if checkpoint is None else checkpoint.step
         """The step of the newest checkpoint that was begun here or gone on from; None without."""
@@ -120,7 +122,7 @@ class Saver:
         self._mark: RunMark | None = None
         self._interval: SaveInterval | None = None
         if self._coords.rank == 0:  # which writes manifests
-            self._git, self._mark = checkout_commit(), RunMark.of(run_dir.path)
+            self._git, self._mark = checkout_commit(), RunMark.of(self.folder.parent)
             if self._settings.every == "auto":
                 self._interval = SaveInterval(self._settings.mtbf_hours)
         self._held_seconds = 0.0

@@ -7,7 +7,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from axsparse.runtime.errors import AxsparseError, MissingInputError
+from axsparse.training.checkpoint import checkpoint_folder
 from axsparse.training.checkpoint.checkpoint_folder import (
     CheckpointManifest,
     begin,
@@ -106,7 +106,7 @@ def test_what_killed_runs_left_goes_with_the_next_checkpoint(tmp_path: Path) -> 
     saved(tmp_path, 2)
     for name in ("step-2.old", "step-4.tmp", "step-6.tmp"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "file").write_text("")
+        (tmp_path / name / "0000-block0.safetensors").write_text("")
 
     begin(tmp_path, 4)
 
@@ -128,7 +128,9 @@ def test_what_is_half_removed_has_no_name_any_more(
 ) -> None:
     saved(tmp_path, 2, 4)
     seen: list[list[int]] = []
-    monkeypatch.setattr(shutil, "rmtree", lambda path: seen.append(saved_steps(tmp_path)))
+    monkeypatch.setattr(
+        checkpoint_folder, "delete_own", lambda *_: seen.append(saved_steps(tmp_path))
+    )
 
     remove(tmp_path / "step-2")
 
