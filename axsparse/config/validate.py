@@ -111,7 +111,8 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
     `config` has every `auto` decided, `samples` is the number of training samples.
     """
     for key, why in _without_effect(config):
-        yield f"note: {config.where(key)} {why}"
+        if config.origins[key] != "configure":  # as every `auto` is that was decided
+            yield f"note: {config.where(key)} {why}"
     steps, warm_up = config.train.steps, config.schedule.warmup_steps
     if warm_up > steps:
         yield (

@@ -8,7 +8,6 @@ waiting for it.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import io
 import os
@@ -39,6 +38,7 @@ from axsparse.runtime.errors import (
 from axsparse.runtime.exchange import leave_together, sum_of
 from axsparse.runtime.process import (
     StopRequest,
+    exit_in_c,
     exit_process,
     flush_streams,
     forget_ways_out,
@@ -267,8 +267,7 @@ def _leave_at_once(job: Job, way: str, arguments: tuple[object, ...]) -> None:
         flush_streams()
         end_mpi()
         if way == "os._exit":
-            # MPICH takes leave of its launcher in C's exit; a rank without it counts as killed.
-            ctypes.CDLL(None).exit(*arguments)
+            exit_in_c(*arguments)
     else:
         left = SystemExit(arguments[0] if arguments else None)
         left.__dict__["way"] = f"{way}({', '.join(map(repr, arguments[:1]))})"

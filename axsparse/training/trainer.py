@@ -54,7 +54,7 @@ from axsparse.runtime.files.run_folder import RunLock
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
-from axsparse.runtime.process import exit_at_once, flush_streams, write_line
+from axsparse.runtime.process import exit_in_c, flush_streams, write_line
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.offload import Offload
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer
@@ -506,7 +506,7 @@ class Trainer:
         if job.is_over:
             write_line(f"error: {what}: the job has ended; call it before the program's exit")
             flush_streams()
-            exit_at_once(EXIT_CONFIG)
+            exit_in_c(EXIT_CONFIG)
         if os.getpid() != job.process:
             raise ConfigError(
                 f"{what}: process {os.getpid()} is a fork of {self.coords}, and no rank itself; "

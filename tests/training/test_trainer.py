@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.resuming import ran
@@ -164,12 +165,14 @@ def test_the_line_of_a_callback_that_fails_names_it(
 
 
 @pytest.mark.parametrize(
-    ("ending", "step", "evaluations"), [("step", 3, [2, 3]), ("evaluation", 2, [2])]
+    ("ending", "step", "evaluations", "answer"),
+    [("step", 3, [2, 3], np.bool_), ("evaluation", 2, [2], torch.tensor)],
 )
 def test_a_callback_that_returns_true_on_one_rank_ends_the_run_as_its_last_step_does(
     ending: str,
     step: int,
     evaluations: list[int],
+    answer: Callable[[bool], object],
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -183,7 +186,7 @@ def test_a_callback_that_returns_true_on_one_rank_ends_the_run_as_its_last_step_
             if threading.get_ident() != first[0]:
                 return "not True"
             heard[what].append(at)
-            return what == ending and at == step
+            return answer(what == ending and at == step)
 
         return noting
 
@@ -193,6 +196,25 @@ def test_a_callback_that_returns_true_on_one_rank_ends_the_run_as_its_last_step_
     assert heard["evaluation"] == evaluations
     assert saved_steps(tmp_path / "run" / "checkpoints") == ([3, 2] if step == 3 else [2])
     assert f"on_{ending} ends the run after step {step}/4" in capfd.readouterr().out
+
+
+class Streamed(ax.ArrayDataset):
+    """Samples of an iterator that ends."""
+
+    def read(self, rows: Any, *more: Any) -> Any:
+        next(iter(()))
+
+
+def test_data_that_end_within_a_loop_do_not_end_it_as_its_last_step_does() -> None:
+    data = vector_data()
+    inputs, targets = data.read(np.arange(30))
+    streamed = Datasets(data, Streamed(inputs[0], targets))
+    config = tiny_config(train={"steps": 6, "eval_every": 2, "eval_steps": 1})
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    trainer = build(job, mlp(), lambda: streamed, config, quiet=True)
+
+    with pytest.raises(RuntimeError, match="StopIteration between steps 2 and 3"):
+        [trainer.step() for _ in trainer]
 
 
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 0.5, 6: 0.7}
