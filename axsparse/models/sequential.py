@@ -133,7 +133,7 @@ class OwnValues:
         """The values, by their hashes, hooks and modes of all tensors, to be compared."""
         return [
             (
-                xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy()),
+                xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy().data),
                 each.requires_grad,
                 *(_noted(vars(each)), [*map(id, (each._backward_hooks or {}).values())]),
                 [*map(id, (each._post_accumulate_grad_hooks or {}).values())],

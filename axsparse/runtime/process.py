@@ -363,6 +363,7 @@ class StopRequest:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         # The interpreter's own handler sees only signals that have a handler in Python.
+        free: dict[int, tuple[object, ...]]
         free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN))
         free[signal.SIGHUP] = (signal.SIG_DFL,)  # nohup ignores it
         self._before = {

@@ -101,7 +101,7 @@ def doubled(modules: nn.Sequential) -> None:
     modules.load_state_dict({key: 2 * value for key, value in modules.state_dict().items()})
 
 
-LATE: dict[str, Callable[[nn.Sequential], object]] = {
+LATE: dict[str, Callable[[Any], object]] = {
     "values": doubled,
     "data": lambda modules: modules[0].weight.data.fill_(1.0),
     "frozen": lambda modules: modules[0].requires_grad_(False),
@@ -118,7 +118,7 @@ LATE: dict[str, Callable[[nn.Sequential], object]] = {
 
 @pytest.mark.parametrize("change", LATE.values(), ids=LATE)
 def test_what_is_set_after_the_trainer_is_made_is_refused(
-    change: Callable[[nn.Sequential], object],
+    change: Callable[[Any], object],
 ) -> None:
     modules = sequential()
     model = from_sequential(modules, summed_loss)
