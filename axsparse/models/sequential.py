@@ -129,13 +129,13 @@ class OwnValues:
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.detach().cpu()
 
-    def noted(self) -> list[object]:
+    def snapshot(self) -> list[object]:
         """The values, by their hashes, hooks and modes of all tensors, to be compared."""
         return [
             (
                 xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy().data),
                 each.requires_grad,
-                *(_noted(vars(each)), [*map(id, (each._backward_hooks or {}).values())]),
+                *(_contents(vars(each)), [*map(id, (each._backward_hooks or {}).values())]),
                 [*map(id, (each._post_accumulate_grad_hooks or {}).values())],
             )
             for each in self._tensors.values()
@@ -326,17 +326,17 @@ def given_module(layer: Layer) -> nn.Module | None:
     return build.args[0] if isinstance(build, partial) and is_copied else None
 
 
-def noted(model: Model) -> list[object]:
-    """What a user may set in the modules that a model copies, to be compared: values, modes,
+def snapshot(model: Model) -> list[object]:
+    """All that a user may set in the modules that a model copies, to be compared: values, modes,
     hooks, numbers, submodules; empty if the model copies none."""
     if not isinstance(model.start, OwnValues):
         return []
     given = [module for layer in model.layers if (module := given_module(layer)) is not None]
-    children = [_noted(vars(child)) for module in given for child in module.modules()]
-    return [*model.start.noted(), *children]
+    children = [_contents(vars(child)) for module in given for child in module.modules()]
+    return [*model.start.snapshot(), *children]
 
 
-def _noted(attributes: Mapping[Any, object]) -> list[object]:
+def _contents(attributes: Mapping[Any, object]) -> list[object]:
     """Numbers, texts and what mappings hold, by their names; other objects may change by use."""
     return [
         (name, value if isinstance(value, bool | int | float | str) else [*map(id, value.values())])

@@ -25,7 +25,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
-from axsparse.models.sequential import noted, plain_model, reject_dotted_names
+from axsparse.models.sequential import plain_model, reject_dotted_names, snapshot
 from axsparse.models.teacher import with_teacher
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import with_advice
@@ -374,7 +374,7 @@ class Trainer:
         """The class of the exception that has ended the run in its middle."""
         self._handled: BaseException | None = None
         """The exception that the program was handling when it made the last call."""
-        self._noted = noted(plan.model)
+        self._given = snapshot(plan.model)
         self._is_ended = False
         """Whether a callback has asked to end the run."""
         self._is_ready = False
@@ -557,7 +557,7 @@ class Trainer:
         return self._is_ready
 
     def _reject_late_values(self) -> None:
-        if noted(self.plan.model) != self._noted:
+        if snapshot(self.plan.model) != self._given:
             raise ConfigError(
                 "model: its values, modes or hooks have changed since the Trainer was made, which "
                 "trains copies; change them before"

@@ -87,7 +87,7 @@ def foreign_files(path: Path) -> list[str]:
 
 
 def own_files(folder: Path, named: re.Pattern[str]) -> list[Path]:
-    """The files of a folder whose names are those of a run's files."""
+    """The files of a folder that have names of a run's files."""
     return [path for path in folder.iterdir() if named.fullmatch(path.name) and path.is_file()]
 
 
