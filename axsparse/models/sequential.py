@@ -327,8 +327,8 @@ def given_module(layer: Layer) -> nn.Module | None:
 
 
 def snapshot(model: Model) -> list[object]:
-    """All that a user may set in the modules that a model copies, to be compared: values, modes,
-    hooks, numbers, submodules; empty if the model copies none."""
+    """Values, modes, hooks, numbers and submodules of the modules that a model copies, to be
+    compared; empty if it copies none."""
     if not isinstance(model.start, OwnValues):
         return []
     given = [module for layer in model.layers if (module := given_module(layer)) is not None]
