@@ -74,10 +74,11 @@ class DataConfig(Section):
         given = {"path": self.path, "blend": self.blend, "validation": self.validation}
         of_tokens = [key for key, value in given.items() if value]
         if self.source != "tokens" and of_tokens:
+            key, none = of_tokens[0], "[]" if of_tokens[0] == "blend" else "null"
             raise BrokenRule(
-                of_tokens[0],
-                f"is for data.source tokens, not {self.source}; leave it out, or set data.source: "
-                "tokens",
+                key,
+                f"is for data.source tokens, not {self.source}; set data.source: tokens, or leave "
+                f"it out (data.{key}: {none})",
             )
         if self.blend and self.path is not None:
             raise BrokenRule("blend", "given as well as data.path; leave one of them out")

@@ -27,7 +27,10 @@ from axsparse.samo.precision import DTYPES
 from axsparse.training.plan import plan_run
 
 RANKS = 8
-SMALL = ("batch.global_batch_size=32", "layout.g_inter=auto", "data.source=stdlib")
+SMALL = (
+    *("batch.global_batch_size=32", "layout.g_inter=auto", "data.source=stdlib"),
+    "data.path=null",
+)
 MACHINES = {
     # name: bytes that a rank's device or its share of the host has, and whether that is a host
     "GPUs of 16 GB": (16e9, False),
