@@ -552,6 +552,7 @@ def _training_on(order: PruneOrder, removed: float) -> list[str]:
     """The command that trains the folder on, with the zeros that it has."""
     settings = (
         override("model.from", order.out),
+        "data.source=tokens",
         override("data.path", order.work / "tokens"),
         "pruning.method=zeros",
         f"pruning.sparsity={removed:.4f}",
