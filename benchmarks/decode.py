@@ -63,8 +63,8 @@ LLAMA_8: dict[str, Any] = {
 LLAMA_1B = {**LLAMA_8, "num_hidden_layers": 16, "tie_word_embeddings": True}
 MODELS: Mapping[str, tuple[dict[str, Any], int]] = {
     "SmolLM2-135M": (SMOLLM2, 64),
-    "Llama of 8 × 2,048": (LLAMA_8, 16),
-    "Llama of 16 × 2,048 (1.0B)": (LLAMA_1B, 16),
+    "Llama-0.6B": (LLAMA_8, 16),
+    "Llama-1.0B": (LLAMA_1B, 16),
 }
 """Settings, and tokens that are generated."""
 

@@ -23,7 +23,6 @@ from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
 from axsparse.runtime.machine import resident_memory_bytes
 from axsparse.samo.backend import HOST
-from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.training.placement import Placement
 from axsparse.training.plan import RunPlan
 from axsparse.training.run_directory import METRICS_FILE
@@ -32,16 +31,18 @@ from axsparse.training.run_sources import Data
 
 def make_recorder(
     plan: RunPlan,
-    layers: Sequence[BuiltLayer],
-    teacher: Sequence[BuiltLayer],
+    live: int,
+    taught: int,
     data: Data,
     placement: Placement,
     run_dir: Path | None,
 ) -> Recorder:
-    """The recorder of every rank; on rank 0 it has a screen, which shows the banner."""
+    """The recorder of every rank; on rank 0 it has a screen, which shows the banner.
+
+    `live` is the rank's model state in bytes, with the memory of expansions and without a teacher,
+    which has `taught` bytes.
+    """
     config, profile, transport = plan.config, plan.profile, placement.transport
-    live = sum(layer.state.live_bytes().total for layer in layers)
-    taught = sum(layer.state.live_bytes().total for layer in teacher)
     peak = config.train.peak_flops
     own = [live, matrix_peak(plan.dtype, placement.backend.device) if peak == "auto" else peak]
     # Memory of the host does not count where state and activations are on a GPU.

@@ -274,9 +274,10 @@ class Trainer:
         )
         self.expansion = options.expansion
         """The memory in which sparse weights are expanded; None if all are dense at rest."""
-        self.recorder = make_recorder(
-            plan, self.layers, self.teacher, self.data, self.placement, shown
-        )
+        taught = sum(layer.state.live_bytes().total for layer in self.teacher)
+        live = sum(layer.state.live_bytes().total for layer in self.layers)
+        live += 0 if self.expansion is None else self.expansion.nbytes
+        self.recorder = make_recorder(plan, live, taught, self.data, self.placement, shown)
         self.phases = Phases() if gpu is None else DevicePhases(gpu)
         states = [layer.state for layer in self.layers]
         column = coords.grid.dp_group(coords.stage, coords.tp_rank)

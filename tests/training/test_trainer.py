@@ -13,15 +13,17 @@ import numpy as np
 import pytest
 import torch
 from support.resuming import ran
-from support.runs import FEW_MICROBATCHES, mlp, tiny_config, token_data, vector_data
+from support.runs import FEW_MICROBATCHES, mlp, tiny_config, tiny_gpt, token_data, vector_data
 
 import axsparse as ax
 from axsparse.cli import checkpoint
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
+from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.runtime.errors import MissingInputError
 from axsparse.runtime.job import Job, _describe
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.training import run_recorder
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import (
@@ -262,6 +264,21 @@ def test_calls_leave_the_number_of_threads_and_set_it_only_where_it_differs(
     threads[:] = [3]
     trainer.step()
     assert threads == [3, 1, 3]
+
+
+def test_a_predicted_peak_has_the_memory_of_expansions_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run_recorder, "resident_memory_bytes", lambda: 10**9)
+    config = tiny_config(samo={"weights": "sparse"})
+    job = Job(LocalTransport(LocalWorld(1), 0))
+    trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data()), config, quiet=True)
+
+    state, predicted = trainer.state_bytes(), trainer.plan.prediction
+    assert state.expanded > 0
+    assert predicted is not None
+    beside = 10**9 - state.total + SMALL_BLOCKS
+    assert trainer.recorder.predicted_memory_bytes == predicted.memory_bytes + beside
 
 
 def test_the_best_stays_until_another_is_better(tmp_path: Path) -> None:
