@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 settings.register_profile("axsparse", deadline=None)
 settings.load_profile("axsparse")
 
+pytest_plugins = ["support.commands"]
 LONGEST = (
     *("test_page_blocks.py", "test_held_memory.py", "test_state_equivalence.py"),
     *("test_mpirun.py", "test_programs.py", "test_equivalence.py", "test_on_device.py"),

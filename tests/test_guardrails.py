@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.mpirun import LONGEST_SECONDS
-from support.package import PACKAGE, sources
+from support.page_blocks import PACKAGE, sources
 
 import axsparse
 from axsparse.config.schema import Config
@@ -284,7 +284,7 @@ def test_no_step_waits_for_a_whole_device() -> None:
     }
 
     assert waiting == {
-        "runtime.gpu.cuda_device",
+        "runtime.gpu.device",
         "training.placement",
         "training.run_recorder",
     }

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 from support.commands import Axsparse
-from support.commands import axsparse as axsparse
 from support.mpirun import LONGEST_SECONDS
 
 import axsparse as ax

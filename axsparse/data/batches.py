@@ -17,9 +17,9 @@ from torch import Tensor
 
 from axsparse.data.dataset import Dataset, read_tensors
 from axsparse.data.order import Share, blended_step, epochs_of_step, samples_of_step
-from axsparse.runtime.canonical_form import IGNORED
 from axsparse.runtime.communication import shard_bounds
 from axsparse.runtime.errors import DataError
+from axsparse.runtime.targets import IGNORED
 
 
 @dataclass(frozen=True, eq=False)

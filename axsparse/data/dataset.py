@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.runtime.canonical_form import IGNORED, digest_of
+from axsparse.runtime.canonical_form import digest_of
 from axsparse.runtime.errors import DataError, one_line
 from axsparse.runtime.seeds import preserved_rng
+from axsparse.runtime.targets import IGNORED
 
 COMPARED = 4
 """Samples, evenly spread, that `from_torch` reads twice."""

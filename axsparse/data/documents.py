@@ -28,8 +28,8 @@ from typing import Any, BinaryIO, NamedTuple, TypeGuard, cast
 
 from axsparse.data.chats import KWARGS, TOOLS, Chat, chatml
 from axsparse.data.in_place import LABELS, MASKS, PACKED, PADDING, columns_of, megatron, rows_of
-from axsparse.runtime.canonical_form import IGNORED
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.targets import IGNORED
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 STRETCH = 1 << 23

@@ -283,7 +283,8 @@ def arrow(files: Sequence[Path], where: str) -> InPlace:
                     what = f"has no column {COLUMN}, but {names}"
                     _reject(where, path, what, "prepare texts by `axsparse data prepare`")
                 marks = {LABELS, *MASKS} & {*batch.schema.names}
-                if PADDING in batch.schema.names and _is_padded(pyarrow, batch.column(PADDING)):
+                padding = batch.column(PADDING).flatten() if PADDING in batch.schema.names else None
+                if padding is not None and pyarrow.compute.min(padding).as_py() in (0, False):
                     marks.add(f"an {PADDING} with padding")
                 if marks:
                     what = f"has {', '.join(sorted(marks))}, which are not read in place"
@@ -324,10 +325,6 @@ def _documents(packed: Any, name: str) -> NDArray[np.int64]:
         return values
     begins = np.flatnonzero(values == 0)
     return np.diff([0, *begins[begins > 0], len(values)])
-
-
-def _is_padded(pyarrow: Any, masks: Any) -> bool:
-    return pyarrow.compute.min(masks.flatten()).as_py() in (0, False)
 
 
 def _files(folder: Path, where: str) -> list[Path]:

@@ -30,6 +30,7 @@ from axsparse.data.token_file import (
     stored,
     token_path,
 )
+from axsparse.data.tokenizers import BLEND, STDLIB_SEPARATOR, split_name
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
 
 
@@ -153,10 +154,6 @@ def token_datasets(
     return training, None if held_out is None else opened("validation", held_out)
 
 
-BLEND = "blend of "
-"""The beginning of the name of a blend."""
-
-
 class Blend:
     """Data sets that training reads in proportion to their weights: a `Dataset`.
 
@@ -247,19 +244,12 @@ class Blend:
 
 VOCAB_SIZE = 256
 """A token is a byte."""
-SEPARATOR = 0
-"""Follows each file; no source file contains it."""
 
 EXCLUDED_FOLDERS = frozenset(
     # Installed packages and compiled files differ between hosts. Tests are large, and
     # distributions package them separately.
     ("site-packages", "dist-packages", "lib-dynload", "__pycache__", "test", "tests", "idle_test")
 )
-
-
-def split_name(split: Split) -> str:
-    """The name of the data set of one split."""
-    return f"stdlib {split}"
 
 
 def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False) -> TokenDataset:
@@ -275,7 +265,7 @@ def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False
         vocab_size=VOCAB_SIZE,
         tokens=tokens,
         sequence_length=sequence_length,
-        separator=SEPARATOR if separate else None,
+        separator=STDLIB_SEPARATOR if separate else None,
     )
 
 
@@ -299,7 +289,7 @@ def source_tokens(root: Path, split: Split) -> tuple[NDArray[np.uint8], str]:
         except OSError as error:
             _reject(error)
         digest.update(b"%s\0%d\0%s" % (path, len(content), content))
-        parts += [content, bytes([SEPARATOR])]
+        parts += [content, bytes([STDLIB_SEPARATOR])]
     if not parts:
         raise MissingInputError(
             f"data.source stdlib: {root} holds no Python source files for {split}; use a Python "

@@ -21,8 +21,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from axsparse.config.schema import token_sources
-from axsparse.data.sources import BLEND, split_name
-from axsparse.data.sources import SEPARATOR as STDLIB_SEPARATOR
 from axsparse.data.token_file import (
     SIDECAR,
     TOKENIZER,
@@ -42,6 +40,8 @@ if TYPE_CHECKING:
 
 Tokens = NDArray[np.unsignedinteger[Any]]
 
+STDLIB_SEPARATOR = 0
+"""Follows each file of the standard library; no source file contains it."""
 SEPARATOR = "<|endoftext|>"
 """The token that is written after each document, unless another is asked for."""
 LEAST_BPE = 257
@@ -338,8 +338,15 @@ def _suggested(tokenizer: tokenizers.Tokenizer) -> str:
     return f", such as {', '.join(map(repr, names[:8]))}" if names else ""
 
 
+BLEND = "blend of "
+"""The beginning of the name of a blend."""
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
+
+
+def split_name(split: str) -> str:
+    """The name of the data set of one split."""
+    return f"stdlib {split}"
 
 
 @dataclass(frozen=True)

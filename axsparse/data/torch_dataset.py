@@ -20,9 +20,9 @@ from axsparse.data.dataset import (
     some_samples,
     steady_digest,
 )
-from axsparse.runtime.canonical_form import IGNORED
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.seeds import keyed_generator
+from axsparse.runtime.targets import IGNORED
 
 DRAWS = frozenset(
     (

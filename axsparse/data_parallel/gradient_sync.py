@@ -133,7 +133,7 @@ class GradientSync:
     # -- the way of a gradient ------------------------------------------------------------
 
     def _advance(self) -> None:
-        self._poll_ties()
+        self._tie_works = [one for one in self._tie_works if not one[2].poll()]
         self._start_buckets()
         self._poll_buckets()
 
@@ -152,9 +152,6 @@ class GradientSync:
                     within = range(offset + part.start, offset + part.stop)
                     self._tie_works.append((use.layer, within, work))
         self._ties_begun = True
-
-    def _poll_ties(self) -> None:
-        self._tie_works = [one for one in self._tie_works if not one[2].poll()]
 
     def _parts(self, layer: LayerState) -> list[range]:
         """The pieces in which a layer is summed: one, unless another stage uses its weight too."""

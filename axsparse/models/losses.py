@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from axsparse.models.layer import LossFunction
-from axsparse.runtime.canonical_form import IGNORED
+from axsparse.runtime.targets import IGNORED
 
 CHUNK_LOGITS = 2**21
 """Logits that exist at a time: 8 MB in fp32, which fits into caches. Changing it changes bits."""

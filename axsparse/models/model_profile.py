@@ -23,7 +23,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 
-from axsparse.models.layer import Kind, Layer, Model, StartValues, on_meta
+from axsparse.models.layer import (
+    Kind,
+    Layer,
+    LayerSharding,
+    Model,
+    StartValues,
+    TensorShard,
+    on_meta,
+)
 from axsparse.models.layer_cost import (
     NO_SUMS,
     SAMPLES,
@@ -33,7 +41,6 @@ from axsparse.models.layer_cost import (
 )
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import PartModule, are_alike
-from axsparse.models.tensor_shard import LayerSharding, TensorShard
 from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng

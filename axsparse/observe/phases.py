@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from axsparse.runtime.gpu.device_protocol import Device, Mark
+from axsparse.runtime.gpu.device import Device, Mark
 
 PHASES = ("data", "compute", "compress", "optimizer", "p2p", "bubble", "collective", "other")
 """p2p is time in transport calls and copies, bubble is waiting with nothing to run, and other is

@@ -29,7 +29,7 @@ from axsparse.pipeline.policy import (
 )
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
-from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.gpu.device import Device
 from axsparse.runtime.grid import RankCoords
 
 MOST_UNSENT = 8

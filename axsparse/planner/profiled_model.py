@@ -14,10 +14,9 @@ from typing import TypeAlias
 import torch
 
 from axsparse.config.schema import Config
-from axsparse.models.layer import Model
+from axsparse.models.layer import Model, TensorShard
 from axsparse.models.layer_cost import NO_SUMS, Activations
 from axsparse.models.model_profile import LayerInfo, ModelProfile
-from axsparse.models.tensor_shard import TensorShard
 from axsparse.pipeline.partition import partition, split_by_hand
 from axsparse.planner.cluster import Precision
 from axsparse.planner.stage_memory import (

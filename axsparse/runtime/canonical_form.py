@@ -13,10 +13,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-IGNORED = -100
-"""The default of `torch.nn.functional.cross_entropy`."""
-
-
 ALIGNMENT = 64
 """Bytes at whose multiples torch allocates memory on CPUs; on GPUs at coarser ones."""
 

@@ -13,9 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.layer import Layer, StartValues, mismatched_values, on_meta
+from axsparse.models.layer import Layer, LayerSharding, StartValues, mismatched_values, on_meta
 from axsparse.models.module_buffers import slots
-from axsparse.models.tensor_shard import LayerSharding
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_all

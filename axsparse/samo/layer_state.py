@@ -29,7 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from axsparse.models.tensor_shard import ShardGroup
+from axsparse.models.layer import ShardGroup
 from axsparse.runtime.communication import Collective, Op
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend

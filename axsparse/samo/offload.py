@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from axsparse.runtime.communication import Backoff, Event
-from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.gpu.device import Device
 from axsparse.samo.layer_state import LayerState, StateBuffers
 from axsparse.samo.state_bytes import STAGED, aligned_bytes
 

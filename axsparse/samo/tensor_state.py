@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.tensor_shard import TensorShard
+from axsparse.models.layer import TensorShard
 from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import Index
 from axsparse.samo.shards import BLOCK, Replicas, share_bounds

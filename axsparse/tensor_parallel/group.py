@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from axsparse.models.tensor_shard import TensorShard
+from axsparse.models.layer import TensorShard
 from axsparse.runtime.communication import Collective, Direction, Op, Transport, Work
 from axsparse.runtime.gpu.collectives import NcclWork
 from axsparse.runtime.grid import RankCoords

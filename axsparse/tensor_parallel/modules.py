@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from axsparse.models.layer import Layer, LossFunction, Model, TpKind, TpStyle, on_meta
+from axsparse.models.layer import Layer, LossFunction, Model, TensorShard, TpKind, TpStyle, on_meta
 from axsparse.models.losses import linear_cross_entropy, most_logits, reject_foreign_words
-from axsparse.models.tensor_shard import TensorShard
-from axsparse.runtime.canonical_form import IGNORED
 from axsparse.runtime.errors import ConfigError, one_line
+from axsparse.runtime.targets import IGNORED
 from axsparse.tensor_parallel.group import (
     TensorGroup,
     copies_to_tp,

@@ -15,8 +15,7 @@ from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import gather_texts, sum_of, together
-from axsparse.runtime.gpu.cuda_device import CudaDevice
-from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.gpu.device import CudaDevice, Device
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
 from axsparse.runtime.gpu.rank_gpus import (
     Gpu,

@@ -25,10 +25,9 @@ from axsparse.config.messages import shorten
 from axsparse.config.model_config import GptConfig
 from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds, check_split
-from axsparse.models.layer import Model
+from axsparse.models.layer import Model, TensorShard
 from axsparse.models.model_profile import LayerInfo, ModelProfile, match, named_value
 from axsparse.models.start_weights import FromFile
-from axsparse.models.tensor_shard import TensorShard
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     LayoutDecision,

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 from support.commands import Axsparse
-from support.commands import axsparse as axsparse
 from support.exhaustive import by_default
 from support.mpirun import run_mpirun
-from support.package import BUNDLED
+from support.page_blocks import BUNDLED
 
 from axsparse.config.load import configure
 from axsparse.config.schema import Config

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.commands import axsparse as axsparse
 from support.exhaustive import by_default
 from support.hf import PICTURE_FAMILIES, saved_model, saved_with_pictures, write_folder, write_llama
 from support.mpirun import ENVIRONMENT, Finished, run_alone, run_mpirun

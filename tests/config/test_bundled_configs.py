@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.exhaustive import by_default
-from support.package import BUNDLED
+from support.page_blocks import BUNDLED
 
 from axsparse.config.load import configure
 from axsparse.config.model_config import GptConfig, of_family

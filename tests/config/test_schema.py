@@ -15,7 +15,7 @@ import yaml
 from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
-from support.package import BUNDLED, PACKAGE
+from support.page_blocks import BUNDLED, PACKAGE
 
 from axsparse.config.hf_config import FROM
 from axsparse.config.load import configure, to_yaml

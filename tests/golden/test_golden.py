@@ -17,6 +17,7 @@ def test_usual_runs_match_the_golden_file(capsys: pytest.CaptureFixture[str]) ->
     assert "6 rows: values of 0 differ, texts of 0" in said
 
 
+@pytest.mark.exhaustive  # as rows of test_state_equivalence.py
 def test_weights_that_are_sparse_at_rest_have_the_golden_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

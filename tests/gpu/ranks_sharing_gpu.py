@@ -20,9 +20,9 @@ from support.collective_contract import a_buffer_lives_until_its_operation_is_do
 from support.link_contract import CONTRACT
 from torch import Tensor
 
-from axsparse.models.tensor_shard import TensorShard
+from axsparse.models.layer import TensorShard
 from axsparse.runtime.communication import Collective, Link, Message, Op, Transport, Work
-from axsparse.runtime.gpu.cuda_device import CudaDevice
+from axsparse.runtime.gpu.device import CudaDevice
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
 from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
 from axsparse.runtime.grid import Grid, RankCoords

@@ -10,7 +10,7 @@ from support.kernel_contract import CONTRACT
 from support.kernel_machine import Machine, Promise
 
 from axsparse.observe.phases import PHASES, DevicePhases
-from axsparse.runtime.gpu.cuda_device import CudaDevice
+from axsparse.runtime.gpu.device import CudaDevice
 from axsparse.samo.cuda.kernels import sum_squares
 from axsparse.samo.cuda.launch import CupyLauncher
 from axsparse.samo.shards import BLOCK

@@ -43,7 +43,7 @@ def test_ranks_that_share_a_gpu_keep_the_contracts(ranks: int, env: dict[str, st
 
 
 def test_streams_keep_order_and_events_tell_of_it() -> None:
-    from axsparse.runtime.gpu.cuda_device import CudaDevice
+    from axsparse.runtime.gpu.device import CudaDevice
 
     device = CudaDevice(torch.device("cuda", 0))
     stream = device.stream()
@@ -67,7 +67,7 @@ def test_streams_keep_order_and_events_tell_of_it() -> None:
 
 
 def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
-    from axsparse.runtime.gpu.cuda_device import CudaDevice
+    from axsparse.runtime.gpu.device import CudaDevice
 
     device = CudaDevice(torch.device("cuda", 0))
     stream = device.stream()
@@ -89,7 +89,7 @@ def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
 )
 def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> None:
     from axsparse.runtime.communication import wait_for
-    from axsparse.runtime.gpu.cuda_device import CudaDevice
+    from axsparse.runtime.gpu.device import CudaDevice
     from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
     from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
     from axsparse.runtime.machine import SleepingBackoff

@@ -22,7 +22,7 @@ from axsparse.models.losses import (
     summed_cross_entropy,
 )
 from axsparse.planner.profiled_model import DISTILLED_BYTES
-from axsparse.runtime.canonical_form import IGNORED
+from axsparse.runtime.targets import IGNORED
 
 TOKENS, HIDDEN, WORDS = 24, 16, 100
 FP32_TOLERANCE = 1e-5

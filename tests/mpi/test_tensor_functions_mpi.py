@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
+from support.exhaustive import by_default
 from support.on_mpi import by_first_rank, on_mpi
 from support.runs import random_init, summed_loss, tiny_config, train_here, train_in_process
 from torch import Tensor, nn
@@ -125,10 +126,15 @@ def data() -> ArrayDataset:
     return ArrayDataset(inputs, torch.randint(5, (24,), generator=generator))
 
 
+USUAL = [
+    *("softmax", "layer norm", "a range on the host", "numbers of numpy", "numbers of Python"),
+    "one number of numpy",
+]
+"""One for each way to be told, and random numbers, which ranks that are threads share."""
 CONFIG = tiny_config(batch={"microbatch_size": 3}, train={"steps": 2})
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", by_default(USUAL, REFUSED))
 def test_what_needs_all_features_ends_every_rank_with_the_layers_name(name: str) -> None:
     between, told = REFUSED[name]
 
@@ -136,7 +142,7 @@ def test_what_needs_all_features_ends_every_rank_with_the_layers_name(name: str)
         train_here(transport, Grid(1, 1, SIZE), model(between), CONFIG, data())
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", by_default(USUAL, RIGHT))
 def test_what_treats_features_alike_has_the_losses_of_one_rank(name: str) -> None:
     def losses_of_one() -> list[float]:
         [(_, trace)] = train_in_process(1, 1, model(RIGHT[name]), CONFIG, data())

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from support.package import sources
+from support.page_blocks import sources
 
 from axsparse.runtime import errors
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.package import sources
+from support.page_blocks import sources
 
 from axsparse.runtime.process import (
     SHARED,

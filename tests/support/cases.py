@@ -22,9 +22,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from support.dense_optimizers import lamb
 from support.methods import MethodOracle
-from support.oracle import Oracle, Trace, adamw, sgd
+from support.oracle import Oracle, Trace, adamw, lamb, sgd
 from support.runs import (
     assert_bitwise,
     assert_same_steps,

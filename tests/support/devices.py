@@ -25,7 +25,7 @@ from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
 from axsparse.runtime.communication import Event
-from axsparse.runtime.gpu.device_protocol import Mark
+from axsparse.runtime.gpu.device import Mark
 from axsparse.samo.cuda.launch import Argument, Launcher
 
 HOST = torch.device("cpu")

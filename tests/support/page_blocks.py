@@ -1,4 +1,4 @@
-"""Finds the code blocks of README and docs, and how each of them is to be run.
+"""The package as text; the code blocks of README and docs, and how each is to be run.
 
 A block is run in the order of its page, in one folder a page. Comments of HTML, which readers do
 not see, say what is not run as it stands, right before a block:
@@ -15,10 +15,30 @@ title="NAME". Before each block of Python, `setup.py` of the folder is run, if t
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+import axsparse
+
+PACKAGE = Path(axsparse.__file__).parent
+BUNDLED = sorted(path.stem for path in (PACKAGE.parent / "configs").glob("*.yaml"))
+"""The names of the bundled configurations."""
+
+
+@cache
+def sources() -> dict[str, ast.Module]:
+    """Every module of the package but the empty folder heads, without "axsparse." in front."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[-1] != "__init__":
+            found[".".join(parts)] = ast.parse(path.read_text(encoding="utf-8"))
+    return found
+
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = tuple(

@@ -11,7 +11,6 @@ import pytest
 import torch
 from support.allocated import peak_of
 from support.commands import Axsparse, assert_one_line
-from support.commands import axsparse as axsparse
 from support.hf import hf_logits, saved_model, write_folder
 from support.images import write_safetensors
 from support.runs import VOCABULARY

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import LossFunction
-from axsparse.runtime.canonical_form import IGNORED
+from axsparse.runtime.targets import IGNORED
 
 GATES = "router_logits"
 """The name of the outputs of routers in transformers, where it records them."""

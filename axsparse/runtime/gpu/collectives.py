@@ -33,7 +33,7 @@ from axsparse.runtime.communication import (
     wait,
 )
 from axsparse.runtime.exchange import exchanged_bytes
-from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.gpu.device import Device
 
 if TYPE_CHECKING:
     from axsparse.runtime.gpu.nccl import NcclGroup

@@ -25,7 +25,7 @@ from torch import Tensor
 from axsparse.runtime.communication import Backoff, Closable, Collective, Direction, Event, Link
 from axsparse.runtime.exchange import sum_of
 from axsparse.runtime.gpu.collectives import NcclCollective, StagedCollective, TwoWayCollective
-from axsparse.runtime.gpu.device_protocol import Device
+from axsparse.runtime.gpu.device import Device
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.host_channel import (
     ChannelLink,

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import (
 from axsparse.runtime.communication import Backoff, Transport, wait_for
 from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.runtime.exchange import gather_texts, text_of_first
-from axsparse.runtime.gpu.cuda_device import CudaDevice, CudaStream
+from axsparse.runtime.gpu.device import CudaDevice, CudaStream
 from axsparse.runtime.gpu.rank_gpus import machine_name
 
 TIMEOUT = timedelta(minutes=30)

@@ -23,7 +23,7 @@ Adding an optimizer to the package:
   3. Give its file a function `configured(settings)` that returns the `Optimizer` of an
      `OptimizerConfig`, which `optimizer_of` below calls by the name of the file.
   4. Write `tests/samo/optim/test_<name>.py`, which compares kept entries with a dense masked run,
-     write the dense rule into `tests/support/dense_optimizers.py` and rows of it into
+     write the dense rule into `tests/support/oracle.py` and rows of it into
      `tests/behavior/test_state_equivalence.py`, and add the name to the lists in `test_resume.py`
      and `test_step_memory.py` next to it. All of these must pass.
   5. Machine code is optional (`Compiled`). The kernel's source goes into

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.dense_optimizers import DenseLamb
+from support.oracle import DenseLamb
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, make_index

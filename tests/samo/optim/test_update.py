@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.dense_optimizers import RoundedAdamW, nearest_root
+from support.oracle import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, make_index
