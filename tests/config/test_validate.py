@@ -30,7 +30,10 @@ from axsparse.runtime.grid import Grid
         ("layout.split=[4, 4]", "layout.g_inter=2"),
         ("layout.split=[4, 4]",),
         ("optimizer.betas=[0.95, 0.9]",),
-        ("optimizer.nesterov=true",),
+        (
+            "optimizer.name=sgd",
+            "optimizer.nesterov=true",
+        ),
         ("pipeline.split_backward=auto", "pipeline.compile=true"),
         ("data.intra_document_attention=true", "model.name=hf", "model.hf={model_type: llama}"),
         ("pruning.method=gradual", "pruning.at_step=0", "pruning.rewind_step=never"),
