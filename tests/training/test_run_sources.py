@@ -135,7 +135,7 @@ def test_stages_in_between_read_nothing_and_know_the_size_of_the_data() -> None:
 
 
 def test_every_replica_gets_its_own_share() -> None:
-    arrays = ArrayDataset(torch.zeros(12, 3), torch.arange(12))
+    arrays = ArrayDataset(torch.zeros(12, 3, dtype=torch.int64), torch.arange(12))
     ranks = opened(1, lambda rank: Datasets(arrays), g_data=2)
 
     for replica, data in enumerate(ranks):
