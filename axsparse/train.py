@@ -16,7 +16,7 @@ from axsparse.cli.parser import (
     require_configuration,
 )
 from axsparse.runtime.connection import cannot_start
-from axsparse.runtime.process import StopRequest
+from axsparse.runtime.stop_signal import StopRequest
 
 DESCRIPTION = """\
 Train a pruned network over pipeline stages, their tensor-parallel ranks and replicas.

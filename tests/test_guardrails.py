@@ -298,7 +298,7 @@ def test_nothing_is_timed_by_a_clock_that_may_be_set() -> None:
     files = {path.relative_to(PACKAGE): path.read_text() for path in PACKAGE.rglob("*.py")}
     readers = {path.as_posix() for path, text in files.items() if wall.search(text)}
 
-    assert readers == {"observe/recorder.py", "runtime/process.py"}
+    assert readers == {"observe/recorder.py", "runtime/shared_segments.py"}
 
 
 def test_no_name_of_the_python_api_is_a_modules() -> None:

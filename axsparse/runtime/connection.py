@@ -21,10 +21,10 @@ from axsparse.runtime.process import (
     SRUN_SIZE,
     check_size,
     exit_process,
-    remove_leftovers,
     started_by_launcher,
     write_line,
 )
+from axsparse.runtime.shared_segments import remove_leftovers
 
 
 def cannot_start(reason: Exception) -> NoReturn:

@@ -37,7 +37,6 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.exchange import leave_together, sum_of
 from axsparse.runtime.process import (
-    StopRequest,
     exit_in_c,
     exit_process,
     flush_streams,
@@ -47,6 +46,7 @@ from axsparse.runtime.process import (
     write_line,
 )
 from axsparse.runtime.seeds import seed_main
+from axsparse.runtime.stop_signal import StopRequest
 
 ALIKE_SECONDS = 0.5
 """How long a rank that fails waits for rank 0 to fail likewise, and to speak for both."""

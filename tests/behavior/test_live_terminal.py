@@ -15,7 +15,7 @@ import pytest
 from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
 from support.terminal import Terminal
 
-from axsparse.runtime.process import SHARED
+from axsparse.runtime.shared_segments import SHARED
 
 STEPS = 120
 SMALL = """\

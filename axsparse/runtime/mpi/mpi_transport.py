@@ -25,7 +25,8 @@ from axsparse.runtime.communication import (
 )
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.machine import SleepingBackoff, own_share, share_cores
-from axsparse.runtime.process import exit_at_once, flush_streams, remove_own
+from axsparse.runtime.process import exit_at_once, flush_streams
+from axsparse.runtime.shared_segments import remove_own
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -1,0 +1,118 @@
+"""Requests to stop a run, by Ctrl-C, SIGUSR1, SIGTERM or SIGHUP; a second one ends it at once.
+
+A scheduler, a job script and a launcher may each pass on the same signal, so signals that come
+within seconds of the first are taken for the same one. For Ctrl-C that time is short, since
+somebody who presses it twice wants to leave.
+
+Python runs signal handlers between two instructions of the main thread, and so not while that
+thread waits in MPI or computes in torch. The interpreter's own handler writes the signal to a
+pipe at once, and a thread of ours reads it there.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from axsparse.runtime.process import exit_at_once, speaks, write_line
+from axsparse.runtime.shared_segments import remove_own
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""The signals that ask a run to stop; the last comes from a terminal that is closed."""
+CTRL_C_ECHO_SECONDS = 0.5
+"""How long after SIGINT another is taken for the same one: a terminal and a launcher send both
+within milliseconds."""
+
+
+class StopRequest:
+    """Whether this rank was asked to stop."""
+
+    def __init__(self, leave: Callable[[int], Any] = exit_at_once) -> None:
+        """`leave(code)` ends the process at the second signal."""
+        self.reason: str | None = None
+        """The name of the first signal; None if there was none."""
+        self.echo_seconds = 5.0
+        """Seconds after the first signal in which further ones count as the same."""
+        self._received_at = 0.0
+        self._leave = leave
+        self._pipe: tuple[int, int] | None = None
+        self._before: dict[int, Any] = {}
+
+    @property
+    def is_listening(self) -> bool:
+        """Whether signals are taken."""
+        return self._pipe is not None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a signal has come."""
+        return self.reason is not None
+
+    def listen(self) -> None:
+        """Take the signals from now on, but those for which the program has a handler (Ctrl-C is
+        taken from it); in another thread than the main one, do nothing.
+
+        A second call has no effect.
+        """
+        if self._pipe is not None or threading.current_thread() is not threading.main_thread():
+            return
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        # The interpreter's own handler sees only signals that have a handler in Python.
+        free: dict[int, tuple[object, ...]]
+        free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN))
+        free[signal.SIGHUP] = (signal.SIG_DFL,)  # nohup ignores it
+        self._before = {
+            number: signal.signal(number, lambda *_: None)
+            for number in SIGNALS
+            if number == signal.SIGINT or signal.getsignal(number) in free[number]
+        }
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        reader = self._pipe[0]
+        threading.Thread(
+            target=lambda: self._read(reader), name="axsparse signals", daemon=True
+        ).start()
+
+    def release(self) -> None:
+        """Give the signals back to the handlers that they had before, and forget that one came."""
+        if self._pipe is None or threading.current_thread() is not threading.main_thread():
+            return
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._pipe[1])  # this ends the thread, which closes the other end
+        self._pipe = self.reason = None
+
+    def receive(self, number: int) -> None:
+        """Note that a signal has come; a second one that is no echo ends the process."""
+        if number not in SIGNALS:
+            return
+        if self.reason is None:
+            self.reason = signal.Signals(number).name
+            self._received_at = time.monotonic()
+            if number == signal.SIGINT and speaks():
+                write_line(
+                    "stops after the step under way and saves; Ctrl-C once more leaves at once"
+                )
+            return
+        echo = self.echo_seconds
+        if number == signal.SIGINT:
+            echo = min(echo, CTRL_C_ECHO_SECONDS)
+        if time.monotonic() - self._received_at < echo:
+            return
+        if number != signal.SIGINT or speaks():
+            write_line(f"leaving at once, by a second {signal.Signals(number).name}")
+        remove_own()
+        self._leave(128 + number)
+
+    def _read(self, reader: int) -> None:
+        """Receive every signal that the interpreter writes to the pipe, until the pipe is
+        closed."""
+        while numbers := os.read(reader, 64):
+            for number in numbers:
+                self.receive(number)
+        os.close(reader)

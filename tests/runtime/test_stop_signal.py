@@ -1,0 +1,168 @@
+"""Signals that ask a run to stop."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from axsparse.runtime.shared_segments import SHARED
+from axsparse.runtime.stop_signal import StopRequest
+
+
+@pytest.fixture
+def stop() -> Iterator[StopRequest]:
+    left = threading.Event()
+    request = StopRequest(lambda code: left.set())
+    vars(request)["left"] = left
+    yield request
+    request.release()
+
+
+def wait_for(request: StopRequest) -> None:
+    while not request.is_set:
+        os.sched_yield()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_the_first_signal_is_noted(number: signal.Signals, stop: StopRequest) -> None:
+    stop.listen()
+    stop.listen()  # once is enough
+
+    os.kill(os.getpid(), number)
+
+    wait_for(stop)
+    assert stop.reason == number.name
+    assert not vars(stop)["left"].is_set()
+
+
+def test_a_second_signal_leaves_at_once(
+    stop: StopRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop.echo_seconds = 0.0
+    stop.listen()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    wait_for(stop)
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    assert vars(stop)["left"].wait(60)
+    assert capsys.readouterr().err == "axsparse: leaving at once, by a second SIGTERM\n"
+
+
+def test_one_signal_that_several_pass_on_is_one_and_others_mean_nothing(stop: StopRequest) -> None:
+    stop.receive(signal.SIGWINCH)
+    assert not stop.is_set
+
+    for _ in range(3):
+        stop.receive(signal.SIGUSR1)
+
+    assert stop.reason == "SIGUSR1"
+    assert not vars(stop)["left"].is_set()
+
+
+def test_ctrl_c_says_what_happens_and_once_more_leaves_at_once(
+    stop: StopRequest, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    stop.receive(signal.SIGINT)
+    stop.receive(signal.SIGINT)  # as the launcher passes it on
+    assert not vars(stop)["left"].is_set()
+    assert capsys.readouterr().err == (
+        "axsparse: stops after the step under way and saves; Ctrl-C once more leaves at once\n"
+    )
+
+    now += 1
+    stop.receive(signal.SIGINT)
+
+    assert vars(stop)["left"].is_set()
+    assert capsys.readouterr().err == "axsparse: leaving at once, by a second SIGINT\n"
+    monkeypatch.setenv("PMI_RANK", "1")
+    StopRequest().receive(signal.SIGINT)
+    assert capsys.readouterr().err == "", "one of many ranks speaks"
+
+
+def test_released_signals_are_whose_they_were(stop: StopRequest) -> None:
+    before = [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)]
+
+    stop.listen()
+    assert [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)] != before
+    stop.release()
+
+    assert [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    stop.release()
+
+
+@pytest.fixture
+def segment() -> Iterator[Path]:
+    """A file named as NCCL names its own, which nobody else has."""
+    path = SHARED / f"nccl-axsparse-{uuid.uuid4().hex}"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    yield path
+    path.unlink(missing_ok=True)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="this system has no /dev/shm")
+def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c(segment: Path) -> None:
+    """There Python runs no handler: the thread that reads the pipe has to. It removes the shared
+    memory that the process maps, too."""
+    waiting = (
+        f"import mmap; file = open({str(segment)!r}, 'r+b'); memory = mmap.mmap(file.fileno(), 0)\n"
+        "import ctypes; from axsparse.runtime.stop_signal import StopRequest\n"
+        "stop = StopRequest(); stop.echo_seconds = 0.0\n"
+        "stop.listen(); print('ready', flush=True)\n"
+        "mutex, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)\n"
+        # The second call waits for ever, whatever signals come.
+        "library.pthread_mutex_lock(mutex); library.pthread_mutex_lock(mutex)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", waiting],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline() == "ready\n"
+
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+
+    assert process.wait(60) in (128 + signal.SIGTERM, 128 + signal.SIGUSR1)
+    assert "leaving at once, by a second SIG" in process.stderr.read()
+    assert not segment.exists()
+    process.stdout.close()
+    process.stderr.close()
+
+
+def test_signals_with_a_handler_of_the_program_stay_its_own(stop: StopRequest) -> None:
+    before = signal.signal(signal.SIGTERM, mine := lambda *_: None)
+    try:
+        stop.listen()
+        assert signal.getsignal(signal.SIGTERM) is mine
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+        stop.release()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_nohup_ignores_stays_ignored(stop: StopRequest) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        stop.listen()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        stop.release()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
