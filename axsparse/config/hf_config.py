@@ -279,6 +279,10 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             "get it anew"
         ) from reason
     text = settings.get_text_config()
+    if not hasattr(text, "model_type"):
+        raise DataError(
+            f"{where}: text_config is for models of several parts, and {kind} is none; remove it"
+        )
     if has_others(settings) and not (kind in images and text.model_type in causal):
         raise DataError(
             f"{where}: transformers has no causal language model of the text model in {kind} "
