@@ -117,6 +117,8 @@ def run_sources(
             f"Trainer: model is {type(model).__name__}; give an nn.Module and loss=, an ax.Model, "
             "ax.hf(folder), or leave it out for that of the settings"
         )
+    of_data = data.settings if isinstance(data, Tokens) else {}
+    whole = load_settings(config, of_model, of_data, settings)
     if isinstance(model, nn.Module) != (loss is not None):
         kind = type(model).__name__
         raise ConfigError(
@@ -142,8 +144,6 @@ def run_sources(
             f"Trainer: loss is {shown}, which is no function of outputs and targets; give one that "
             'returns the sum over a microbatch, such as torch.nn.MSELoss(reduction="sum")'
         )
-    of_data = data.settings if isinstance(data, Tokens) else {}
-    whole = load_settings(config, of_model, of_data, settings)
     opener = cache(_opener(data, whole)) if isinstance(model, nn.Module) else _opener(data, whole)
     if isinstance(model, Model):
         made = model

@@ -114,7 +114,7 @@ def test_what_cannot_be_removed_is_told(
     def fail(path: Path) -> None:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(shutil, "rmtree", fail)
+    monkeypatch.setattr(Path, "unlink", fail)
 
     said = axsparse("checkpoint", "prune", run, "--after", "3")
 

@@ -207,7 +207,7 @@ def test_threads_are_limited_before_torch_is_loaded_and_one_rank_says_so() -> No
         check=True,
     )
 
-    assert done.stdout == "1\n1\n"
+    assert done.stdout.replace("\n", "") == "11"  # ranks may write at the same moment
     assert done.stderr == (
         "axsparse: OMP_NUM_THREADS was not set, and is 1 now: several ranks share a host\n"
     )

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from axsparse.runtime.shared_segments import SHARED
-from axsparse.runtime.stop_signal import StopRequest
+from axsparse.runtime.stop_signal import SIGNALS, StopRequest
 
 
 @pytest.fixture
@@ -24,8 +24,11 @@ def stop() -> Iterator[StopRequest]:
     left = threading.Event()
     request = StopRequest(lambda code: left.set())
     vars(request)["left"] = left
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
     yield request
     request.release()
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def wait_for(request: StopRequest) -> None:
@@ -155,6 +158,19 @@ def test_signals_with_a_handler_of_the_program_stay_its_own(stop: StopRequest) -
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_run_takes_the_signals_of_one_that_was_left_open(stop: StopRequest) -> None:
+    other = StopRequest()
+    other.listen()
+    stop.listen()
+
+    os.kill(os.getpid(), signal.SIGTERM)
+
+    wait_for(stop)
+    assert not other.is_set
+    stop.release()
+    other.release()
 
 
 def test_what_nohup_ignores_stays_ignored(stop: StopRequest) -> None:
