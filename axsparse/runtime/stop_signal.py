@@ -64,10 +64,10 @@ class StopRequest:
         os.set_blocking(self._pipe[1], False)
         # The interpreter's own handler sees only signals that have a handler in Python.
         free: dict[int, tuple[object, ...]]
-        free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN, _noted))
-        free[signal.SIGHUP] = (signal.SIG_DFL, _noted)  # nohup ignores it
+        free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN, _nothing))
+        free[signal.SIGHUP] = (signal.SIG_DFL, _nothing)  # nohup ignores it
         self._before = {
-            number: signal.signal(number, _noted)
+            number: signal.signal(number, _nothing)
             for number in SIGNALS
             if number == signal.SIGINT or signal.getsignal(number) in free[number]
         }
@@ -118,5 +118,5 @@ class StopRequest:
         os.close(reader)
 
 
-def _noted(*_: object) -> None:
+def _nothing(*_: object) -> None:
     """The handler of a signal that the interpreter writes to the pipe of the last listener."""

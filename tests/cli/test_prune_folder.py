@@ -247,6 +247,7 @@ def begun(cwd: Path, out: str, number: int, words: tuple[str, ...], step: int) -
         return Finished(code, (cwd / "said").read_text(), "", 0.0)
 
 
+@pytest.mark.exhaustive
 def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
     transformers: Any, tmp_path: Path
 ) -> None:
