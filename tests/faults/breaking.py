@@ -27,7 +27,6 @@ from __future__ import annotations
 import hashlib
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -119,15 +118,15 @@ def break_renaming(name: str) -> None:
 
 
 def break_removing(name: str) -> None:
-    rmtree = shutil.rmtree
+    unlink = Path.unlink
 
-    def breaking(path: Path, **options: Any) -> None:
-        if path.name == name:
-            (path / "manifest.json").unlink()
+    def breaking(self: Path, missing_ok: bool = False) -> None:
+        if self.parent.name == name:
+            unlink(self.with_name("manifest.json"))
             die()
-        rmtree(path, **options)
+        unlink(self, missing_ok)
 
-    vars(shutil)["rmtree"] = breaking
+    type.__setattr__(Path, "unlink", breaking)
 
 
 def never_end() -> None:
