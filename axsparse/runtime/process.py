@@ -177,6 +177,8 @@ def check_size(size: int) -> None:
         if (said := os.environ.get(name, str(size))) != str(size):
             if name == SRUN_SIZE:
                 _wait_for_ranks_of_srun()
+            elif not speaks():  # launchers end all ranks once one has left
+                time.sleep(SPEAKING_SECONDS)
             raise ConfigError(
                 f"MPI: size {size}, but {name} is {said}: launcher and MPI library do not know "
                 f"each other; {_way_to_one_mpi()}"
