@@ -157,12 +157,15 @@ def reject(message: str) -> NoReturn:
     exit_process(EXIT_CONFIG, f"error: {message}" if speaks() else None)
 
 
-def reject_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def reject_early(
+    arguments: argparse.Namespace, overrides: Sequence[str], *, is_part: bool = False
+) -> None:
     """End the job if its configuration breaks a rule that needs neither torch, ranks nor data.
 
     Of many ranks the one that speaks says so. Others that find a mistake start MPI, so that they
     can be ended, and continue: if the mistake is theirs alone, such as a file that is missing on
-    one host, it is found again when all ranks read the configuration together.
+    one host, it is found again when all ranks read the configuration together. `is_part` as in
+    `Config.as_part`.
     """
     from axsparse.config.load import configure
     from axsparse.config.validate import check_config, check_divides_ranks
@@ -171,7 +174,7 @@ def reject_early(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
 
     try:
         config = configure(arguments.config, overrides)
-        check_config(config)
+        check_config(config.as_part() if is_part else config)
         if not started_by_launcher() and SRUN_SIZE not in os.environ and torchrun_size() == 1:
             for name in ("g_inter", "g_data"):
                 count = getattr(config.layout, name)

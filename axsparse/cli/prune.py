@@ -135,7 +135,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     ]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments.config = arguments.config or BUNDLED
-    reject_early(arguments, [override(FROM, arguments.source), *settings])
+    reject_early(arguments, [override(FROM, arguments.source), *settings], is_part=True)
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.job import run
 

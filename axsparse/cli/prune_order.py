@@ -94,11 +94,8 @@ class PruneOrder:
         ]
 
     def configured(self, *more: str) -> Config:
-        """The configuration of one of the runs, in which settings for the others count as a file's:
-        there they need not have an effect."""
-        config = configure(self.config, self.overrides(*more))
-        origins = {key: origin.replace("--set", "prune") for key, origin in config.origins.items()}
-        return config.with_origins(config.name, origins)
+        """The configuration of one of the runs."""
+        return configure(self.config, self.overrides(*more)).as_part()
 
     def length(self, config: Config) -> int:
         """Tokens of a sample of training and evaluation: fewer than a model's longest sequence,

@@ -718,6 +718,12 @@ class Config(Section):
         settings = {key: (value, origins.get(key)) for key, value in values.items()}
         return self._with(ConfigSource(name, settings))
 
+    def as_part(self) -> Config:
+        """The configuration of one of several runs of a command, in which settings for the others
+        need not have an effect: what `--set` gave counts as a file's."""
+        origins = {key: origin.replace("--set", "prune") for key, origin in self.origins.items()}
+        return self.with_origins(self._source.name, origins)
+
     def with_values(self, values: Mapping[str, Any]) -> Config:
         """A copy with other values of some settings, by their dotted keys."""
         update: dict[str, Any] = {}

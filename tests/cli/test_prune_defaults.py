@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.hf import write_llama
 
+from axsparse.cli.parser import reject_early
 from axsparse.cli.prune_defaults import (
     RULES,
     Work,
@@ -18,6 +20,7 @@ from axsparse.cli.prune_defaults import (
     training_settings,
 )
 from axsparse.cli.prune_order import Heal, PruneOrder
+from axsparse.config.validate import check_config
 from axsparse.runtime.errors import ConfigError
 
 
@@ -124,6 +127,19 @@ def test_masks_rise_between_a_quarter_and_three_quarters_of_the_steps(order: Pru
     assert rising(own) == ["pruning.method=gradual", "pruning.at_step=100"]
     with pytest.raises(ConfigError, match=r"^train\.steps: 1, in which no mask can rise; cho"):
         rising(with_settings(order, "train.steps=1").configured())
+
+
+@pytest.mark.parametrize("setting", ["pruning.heal_batch=2", "pruning.interval=3"])
+def test_a_setting_need_not_have_an_effect_in_each_run_of_the_command(
+    setting: str, order: PruneOrder
+) -> None:
+    arguments, settings = Namespace(config=order.config), [f"model.from={order.source}", setting]
+
+    reject_early(arguments, settings, is_part=True)
+    check_config(with_settings(order, *settings).configured("pruning.heal=none"))
+
+    with pytest.raises(SystemExit):
+        reject_early(arguments, settings)
 
 
 def test_it_says_what_it_does_how_long_and_how_good_it_was_elsewhere(order: PruneOrder) -> None:

@@ -197,7 +197,7 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
     more = ["--heal", "train", "--teacher"] if heal == "taught" else ["--heal", heal]
     more += ["--steps", "2"] if heal in ("train", "taught", "adapters") else []
     more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
-    more += ["--set", "batch.microbatch_size=2", *JUDGED]
+    more += ["--set", "batch.microbatch_size=2", "--set", "pruning.heal_batch=2", *JUDGED]
 
     alone = pruned(tmp_path, "model #2", *more)
     staged = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=2", ranks=2)
