@@ -108,8 +108,8 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
         if not is_first:
             return
         numbers = sum(map(math.prod, open_weights(order.out).shapes.values()))
-        told = replace(facts, peak_bytes=max(map(int, peaks)), half_bytes=2 * numbers)
-        text = page(order, asked, told, seconds)
+        complete = replace(facts, peak_bytes=max(map(int, peaks)), half_bytes=2 * numbers)
+        text = page(order, asked, complete, seconds)
         write_page(order.out, _with_card(text, order.source))
         say(text)
         say(f"axsparse: wrote {order.out}")

@@ -19,7 +19,7 @@ processes over MPI (`runtime/mpi`), and between GPUs (`runtime/gpu`). To add ano
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import TYPE_CHECKING, NoReturn, Protocol
@@ -223,10 +223,11 @@ def shard_bounds(numel: int, size: int) -> list[int]:
     return [rank * numel // size for rank in range(size + 1)]
 
 
-def wait(work: Work, backoff: Backoff) -> None:
-    """Poll until the work is done, pausing in between."""
+def wait(work: Work, backoff: Backoff, idle: Callable[[], object] = lambda: None) -> None:
+    """Poll until the work is done; in between call `idle` and pause."""
     backoff.reset()
     while not work.poll():
+        idle()
         backoff.pause()
 
 

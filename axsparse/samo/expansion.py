@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor, nn
 
-from axsparse.runtime.communication import Backoff, Collective, Op, Work
+from axsparse.runtime.communication import Backoff, Collective, Op, Work, wait
 from axsparse.samo.state_bytes import ALIGNED, GATHERED
 
 if TYPE_CHECKING:
@@ -229,8 +229,8 @@ class LayerGather:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def resize(self, entries: int, like: Tensor) -> None:
-        """Have buffers for layers of at most so many kept entries, of the type and on the device of
-        `like`."""
+        """Size the buffers for layers of at most `entries` kept entries, of the type and on the
+        device of `like`."""
         if not self._buffers or self._buffers[0].numel() != entries:
             self._buffers.clear()
             self._buffers += [like.new_empty(entries) for _ in range(GATHERED)]
@@ -276,7 +276,4 @@ class LayerGather:
     def _wait(self, work: Work) -> None:
         if not work.poll():
             with self.timed():
-                self._backoff.reset()
-                while not work.poll():
-                    self.idle()
-                    self._backoff.pause()
+                wait(work, self._backoff, self.idle)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from axsparse.models.layer import TensorShard
-from axsparse.runtime.communication import Collective, Direction, Op, Transport, Work
+from axsparse.runtime.communication import Collective, Direction, Op, Transport, Work, wait
 from axsparse.runtime.gpu.collectives import NcclWork
 from axsparse.runtime.grid import RankCoords
 
@@ -112,10 +112,7 @@ class TensorGroup:
                 work.before_compute()
         elif not work.poll():
             with self.timed():
-                self._backoff.reset()
-                while not work.poll():
-                    self.idle()
-                    self._backoff.pause()
+                wait(work, self._backoff, self.idle)
 
 
 def _nothing(*_: object) -> None:

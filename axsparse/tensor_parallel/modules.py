@@ -69,7 +69,7 @@ def shards_of(
     within the layer.
 
     `shapes` has the layer's parameters. ConfigError for a module that the layer does not have or
-    whose size `count` does not divide; `key` is the setting that asks for so many ranks.
+    whose size `count` does not divide; `key` is the setting of the number of ranks.
     """
     shards = {}
     for path, style in styles_of(layer).items():
