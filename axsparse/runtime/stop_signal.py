@@ -64,10 +64,10 @@ class StopRequest:
         os.set_blocking(self._pipe[1], False)
         # The interpreter's own handler sees only signals that have a handler in Python.
         free: dict[int, tuple[object, ...]]
-        free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN, _nothing))
-        free[signal.SIGHUP] = (signal.SIG_DFL, _nothing)  # nohup ignores it
+        free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN))
+        free[signal.SIGHUP] = (signal.SIG_DFL,)  # nohup ignores it
         self._before = {
-            number: signal.signal(number, _nothing)
+            number: signal.signal(number, lambda *_: None)
             for number in SIGNALS
             if number == signal.SIGINT or signal.getsignal(number) in free[number]
         }
@@ -116,7 +116,3 @@ class StopRequest:
             for number in numbers:
                 self.receive(number)
         os.close(reader)
-
-
-def _nothing(*_: object) -> None:
-    """The handler of a signal that the interpreter writes to the pipe of the last listener."""

@@ -77,6 +77,22 @@ def _started_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "_wait_for_ranks_of_srun", lambda: None)
 
 
+@pytest.mark.parametrize(("rank", "pauses"), [("0", []), ("1", [process.SPEAKING_SECONDS])])
+def test_a_rank_that_finds_itself_alone_lets_the_first_one_say_so(
+    rank: str, pauses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers end all ranks once one has left."""
+    slept: list[float] = []
+    monkeypatch.setattr(process.time, "sleep", slept.append)
+    monkeypatch.setenv("PMI_RANK", rank)
+    monkeypatch.setenv("PMI_SIZE", "2")
+
+    with pytest.raises(ConfigError, match=r"^MPI: size 1, but PMI_SIZE is 2"):
+        process.check_size(1)
+
+    assert slept == pauses
+
+
 ONE_OF_FOUR = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
 OF_SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
 OF_PBS = {"PBS_NP": "4"}
