@@ -75,6 +75,31 @@ def left(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]
     return records, {path.name: ax.load(path) for path in sorted(steps)}
 
 
+CHANGES_FOLDER = """
+import os
+import axsparse as ax
+from support.runs import mlp, vector_data
+
+trainer = ax.Trainer(
+    mlp(), vector_data(), {"samo.enabled": False}, precision="fp32", run_dir="run", steps=2,
+    global_batch_size=4, microbatch_size=2,
+)
+os.chdir("other")
+trainer.train()
+"""
+
+
+def test_a_run_stays_where_it_was_though_the_program_goes_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+
+    done = run_alone(["-c", CHANGES_FOLDER], cwd=tmp_path)
+
+    assert done.returncode == 0, done
+    records, checkpoints = left(tmp_path / "run")
+    assert (len(records), [*checkpoints]) == (2, ["step-2"])
+    assert not [*(tmp_path / "other").iterdir()]
+
+
 def same(ours: Path, reference: Path, *, steps: set[str]) -> None:
     records, checkpoints = left(ours)
     expected, saved = left(reference)
