@@ -140,6 +140,7 @@ from axsparse.pruning.targets import kept_entries
 from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.layer_construction import StateOptions, build_layers
+from axsparse.samo.state_bytes import StateFormat
 
 def resident(key):
     line = next(line for line in open("/proc/self/status") if line.startswith(key))

@@ -86,6 +86,7 @@ trainer = ax.Trainer(
 )
 os.chdir("other")
 trainer.train()
+assert trainer.run_dir.is_dir()
 """
 
 
