@@ -83,7 +83,7 @@ def test_a_rank_that_finds_itself_alone_lets_the_first_one_say_so(
 ) -> None:
     """Launchers end all ranks once one has left."""
     slept: list[float] = []
-    monkeypatch.setattr(process.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     monkeypatch.setenv("PMI_RANK", rank)
     monkeypatch.setenv("PMI_SIZE", "2")
 
