@@ -78,9 +78,9 @@ def planned(training: Training, method: Method) -> Planned:
     loaded = configure(training.config, training.all())
     cluster = load_cluster(CLUSTER)
     asked = planned_model(loaded, cluster)
-    config, workload = loaded, asked.workload(method)
+    config, model = loaded, asked.profiled(method)
     batch = config.batch
-    loads = workload.stages(1, 1, microbatches=batch.global_batch_size // batch.microbatch_size)
+    loads = model.stages(1, 1, microbatches=batch.global_batch_size // batch.microbatch_size)
     assert loads is not None, "there is no limit"
     memory = stage_memory(
         loads[0],
@@ -93,10 +93,10 @@ def planned(training: Training, method: Method) -> Planned:
         memory=memory,
         state=loads[0].state,
         model_flops=3 * asked.dense.profile.flops * samples,
-        all_flops=workload.sample_flops * samples,
+        all_flops=model.sample_flops * samples,
         tokens=samples * config.model.sequence_length,
         parameters=asked.dense.profile.num_params,
-        seconds=predict(workload, Grid(1, 1), cluster).step_seconds or math.nan,
+        seconds=predict(model, Grid(1, 1), cluster).step_seconds or math.nan,
     )
 
 

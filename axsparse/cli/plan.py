@@ -150,7 +150,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         from axsparse.planner.plan_report import spans
 
         last = answers[-1].request
-        source = f"simulated: {last.workload.name} ({last.method}), {counted(last.gpus, 'device')}"
+        source = f"simulated: {last.model.name} ({last.method}), {counted(last.gpus, 'device')}"
         trace_file.write(arguments.trace, spans(answers[-1].recommended), source)
     if arguments.html is not None:
         from axsparse.planner.html_page import page
@@ -275,8 +275,8 @@ def _print(
         say("\n".join(report.lines(answers, [*lines, *notes])))
         return
     if answers:
-        request, workload = answers[0].request, answers[0].request.workload
-        lines.append(f"{workload.name} in {workload.precision} on {request.cluster.name}")
+        request, model = answers[0].request, answers[0].request.model
+        lines.append(f"{model.name} in {model.precision} on {request.cluster.name}")
         lines += ["", *report.scaling(answers)]
     say("\n".join([*lines, *(f"note: {note}" for note in notes)]))
 

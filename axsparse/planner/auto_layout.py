@@ -304,7 +304,7 @@ def run_request(
     extra = pipeline.extra_in_flight
     tried = (DEFAULT_EXTRA_IN_FLIGHT, 0) if extra == "auto" else (extra,)
     return SearchRequest(
-        workload=model,
+        model=model,
         sparse=model.stored("sparse") if is_open else None,
         gathered=model.gathered() if may_gather and model.is_pruned else None,
         cluster=cluster,

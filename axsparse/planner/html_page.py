@@ -60,7 +60,7 @@ def page(plans: Sequence[Plan], notes: Sequence[str]) -> str:
         *_scaling(plans),
         *(line for plan in plans for line in _section(plan)),
     ]
-    title = f"{plans[0].request.workload.name} on {plans[0].request.cluster.name}"
+    title = f"{plans[0].request.model.name} on {plans[0].request.cluster.name}"
     return charts.page(title, lines)
 
 

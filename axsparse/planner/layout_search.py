@@ -84,10 +84,10 @@ class Layout:
 class SearchRequest:
     """A search request to the planner: the model, the devices, and the layouts to try."""
 
-    workload: ProfiledModel
+    model: ProfiledModel
     sparse: ProfiledModel | None = None
-    """The same training with pruned weights that are sparse at rest, an option next to `workload`;
-    None: weights are stored as `workload` says."""
+    """The same training with pruned weights that are sparse at rest, an option next to `model`;
+    None: weights are stored as `model` says."""
     gathered: ProfiledModel | None = None
     """The same training with replicas that gather sparse weights, which is tried where nothing else
     fits; None: they do not."""
@@ -122,7 +122,7 @@ class SearchRequest:
     @property
     def method(self) -> Literal["samo", "dense"]:
         """The method of the planned training."""
-        return "samo" if self.workload.is_pruned else "dense"
+        return "samo" if self.model.is_pruned else "dense"
 
     def microbatches(self, size: int) -> int:
         """Microbatches of `size` samples per step over all replicas."""
@@ -246,7 +246,7 @@ def plan(request: SearchRequest) -> Plan:
     if best is None:
         last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
         raise NoLayoutError(
-            f"{request.workload.name} fits no layout of {counted(gpus, 'device')} of "
+            f"{request.model.name} fits no layout of {counted(gpus, 'device')} of "
             f"{request.cluster.name}; with {last.layout} {last.reason}; take more devices, or "
             "prune more",
             rejected,
@@ -337,13 +337,13 @@ def why_not_g_tensor(request: SearchRequest, g_tensor: int) -> str | None:
             f"{counted(g_tensor, 'tensor-parallel rank')} do not divide {counted(gpus, 'device')}"
         )
     if len(request.g_tensor) == 1:
-        request.workload.tp_shard(g_tensor)
+        request.model.tp_shard(g_tensor)
         return None
     # Ranks fill one node after the other.
     if g_tensor > on_node or (gpus > on_node and on_node % g_tensor):
         return f"some would be on another node, as nodes have {counted(on_node, 'device')}"
     try:
-        request.workload.tp_shard(g_tensor)
+        request.model.tp_shard(g_tensor)
     except ConfigError as error:
         return str(error)
     return None
@@ -372,15 +372,15 @@ def _try_ways(request: SearchRequest, grid: Grid, size: int) -> list[Candidate |
     """One grid at one microbatch size, with pruned weights stored in every way that is open, the
     faster first."""
     ways: list[tuple[WeightWay, ProfiledModel | None]] = [
-        ("dense", request.workload),
+        ("dense", request.model),
         ("sparse", request.sparse),
         ("gathered", request.gathered if grid.g_data > 1 else None),
     ]
     tried: list[Candidate | Rejection] = []
-    for weights, workload in ways:
+    for weights, model in ways:
         fits = any(isinstance(each, Candidate) for each in tried)
-        if workload is not None and not (weights == "gathered" and fits):
-            tried.append(_try_size(replace(request, workload=workload), grid, size, weights))
+        if model is not None and not (weights == "gathered" and fits):
+            tried.append(_try_size(replace(request, model=model), grid, size, weights))
     return tried
 
 
@@ -392,7 +392,7 @@ def _first_that_fits(request: SearchRequest, grid: Grid, size: int) -> Candidate
 
 def _impossible(request: SearchRequest, grid: Grid) -> str | None:
     """Why no microbatch size can run on this grid; None if some can."""
-    most, batch = request.workload.most_stages, request.global_batch_size
+    most, batch = request.model.most_stages, request.global_batch_size
     if grid.g_inter > most:
         return f"the model can be cut into {most} stages at most"
     if batch < grid.g_data:
@@ -416,8 +416,8 @@ def _try_size(
             rank_budget *= MOST_ROOM
         schedule = replace(schedule, split_backward=is_split)
         layout = Layout(grid, schedule, size, -(-microbatches // grid.g_data))
-        workload = request.workload.tp_shard(grid.g_tensor)
-        loads = split_layers(workload, layout, request.cluster.overhead_bytes, rank_budget)
+        model = request.model.tp_shard(grid.g_tensor)
+        loads = split_layers(model, layout, request.cluster.overhead_bytes, rank_budget)
         if not isinstance(loads, Rejection):
             return _row(request, layout, loads, weights)
         rejection = loads
@@ -425,7 +425,7 @@ def _try_size(
 
 
 def split_layers(
-    workload: ProfiledModel, layout: Layout, overhead: float, rank_budget: float
+    model: ProfiledModel, layout: Layout, overhead: float, rank_budget: float
 ) -> Sequence[StageLoad] | Rejection:
     """The loads of the stages, with their work balanced as well as `rank_budget` bytes a rank
     allow.
@@ -434,7 +434,7 @@ def split_layers(
     fullest stage of the best balanced split.
     """
     grid, microbatches = layout.grid, layout.microbatches
-    balanced = workload.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
+    balanced = model.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
     assert balanced is not None, "there is no limit"
     memory = layout.memory(balanced, overhead)
     most, fullest = max((stage.total, number) for number, stage in enumerate(memory))
@@ -446,7 +446,7 @@ def split_layers(
 
     loads = None
     if sum(load.state.total for load in balanced) <= rank_budget * grid.g_inter:
-        loads = workload.stages(grid.g_inter, grid.g_data, fits_budget, microbatches=microbatches)
+        loads = model.stages(grid.g_inter, grid.g_data, fits_budget, microbatches=microbatches)
     if loads is not None:
         return loads
     reason = f"stage {fullest} needs {needed(most, rank_budget)}"
@@ -459,11 +459,11 @@ def _row(
     loads: Sequence[StageLoad],
     weights: WeightWay,
 ) -> Candidate:
-    workload, cluster, grid = request.workload, request.cluster, layout.grid
-    costs = step_costs(workload, loads, cluster, grid, layout.microbatch_size, layout.microbatches)
+    model, cluster, grid = request.model, request.cluster, layout.grid
+    costs = step_costs(model, loads, cluster, grid, layout.microbatch_size, layout.microbatches)
     run = simulate_step(costs, cluster, grid, layout.schedule, layout.microbatches)
-    flops = request.global_batch_size * workload.sample_flops
-    peak = grid.size * cluster.peak(workload.precision)
+    flops = request.global_batch_size * model.sample_flops
+    peak = grid.size * cluster.peak(model.precision)
     return Candidate(
         layout=layout,
         loads=loads,

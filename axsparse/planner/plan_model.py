@@ -51,7 +51,7 @@ class PlannedModel:
     def config(self) -> Config:
         return self.dense.config
 
-    def workload(self, method: Method) -> ProfiledModel:
+    def profiled(self, method: Method) -> ProfiledModel:
         """The trained model; ConfigError for `samo` if nothing is pruned."""
         if method == "dense" or (
             method == "start" and not starts_pruned(self.config, self.targets)
@@ -111,8 +111,8 @@ class PlannedModel:
                 baselines=baselines(tried.dense, best.layout, best.loads, request),
             )
         # The least memory is that of weights which are sparse at rest, where that is open.
-        workload = request.gathered or request.sparse or request.workload
-        request = replace(request, workload=workload, sparse=None, gathered=None)
+        model = request.gathered or request.sparse or request.model
+        request = replace(request, model=model, sparse=None, gathered=None)
         least = least_memory(request)
         if least is None:
             raise failed
@@ -147,7 +147,7 @@ class PlannedModel:
         tried = [config.layout.g_tensor] if g_tensor is None else g_tensor
         stages, rank_budget = self._stages(gpus, tried), self.rank_budget(cluster)
         return replace(
-            run_request(self.workload(method), cluster, gpus, stages, rank_budget),
+            run_request(self.profiled(method), cluster, gpus, stages, rank_budget),
             g_tensor=tried,
             microbatch_sizes=microbatch_sizes,
             usual_size=config.batch.microbatch_size if MICROBATCH in config.origins else None,

@@ -69,7 +69,7 @@ def answer(plan: Plan) -> str:
     left = plan.request.gpus - best.layout.grid.size
     devices = f" ({counted(left, 'device')} left over)" * (left > 0)
     used, rank_budget = gigabytes(best.most_bytes), short(plan.request.rank_budget)
-    recomputed = RECOMPUTED * plan.request.workload.recomputes
+    recomputed = RECOMPUTED * plan.request.model.recomputes
     stored = f", {WAYS[best.weights]}" if WAYS[best.weights] else ""
     return f"fits: {best.layout.grid}{devices}, {used} of {rank_budget} GB{stored}{recomputed}"
 
@@ -109,9 +109,9 @@ def baseline_remark(layout: Layout, cluster: Cluster) -> str:
 
 
 def _of_one(plan: Plan) -> Iterator[str]:
-    best, request, workload = plan.recommended, plan.request, plan.request.workload
+    best, request, model = plan.recommended, plan.request, plan.request.model
     yield (
-        f"{workload.name} ({request.method}) in {workload.precision} on "
+        f"{model.name} ({request.method}) in {model.precision} on "
         f"{counted(request.gpus, 'device')} of {request.cluster.name}, "
         f"{gigabytes(request.rank_budget)} GB each"
     )
@@ -346,12 +346,12 @@ def refusal_json(refusal: Refusal) -> dict[str, Any]:
 def _request_json(request: SearchRequest) -> dict[str, Any]:
     return {
         "method": request.method,
-        "model": request.workload.name,
-        "precision": request.workload.precision,
+        "model": request.model.name,
+        "precision": request.model.precision,
         "cluster": request.cluster.name,
         "gpus": request.gpus,
         "memory_bytes": request.rank_budget,
-        "recomputes": request.workload.recomputes,
+        "recomputes": request.model.recomputes,
     }
 
 

@@ -1,5 +1,4 @@
-"""A profiled model as a workload of the planner: its layers, cut into
-stages and tensor-parallel shards as a run would cut them."""
+"""A profiled model: its layers, cut into stages and tensor-parallel shards as a run does it."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class StepCosts:
 
 
 def step_costs(
-    workload: ProfiledModel,
+    model: ProfiledModel,
     loads: Sequence[StageLoad],
     cluster: Cluster,
     grid: Grid,
@@ -96,12 +96,12 @@ def step_costs(
 ) -> StepCosts:
     """The costs of a layout, by the formulas at the head of this file; each replica runs
     `microbatches` a step."""
-    width = value_bytes(workload.precision)
+    width = value_bytes(model.precision)
     reduced = [(load.sum_bytes or width) * load.kept for load in loads]
     return StepCosts(
         stages=[
             with_gather(
-                stage_seconds(workload, load, cluster, microbatch_size, grid.g_tensor),
+                stage_seconds(model, load, cluster, microbatch_size, grid.g_tensor),
                 all_reduce_seconds(load.gathered, cluster, grid) / 2 if load.gathered else 0.0,
                 cluster,
                 microbatches,
@@ -115,7 +115,7 @@ def step_costs(
 
 
 def stage_seconds(
-    workload: ProfiledModel,
+    model: ProfiledModel,
     load: StageLoad,
     cluster: Cluster,
     microbatch_size: int,
@@ -123,13 +123,13 @@ def stage_seconds(
 ) -> StageSeconds:
     """The seconds of a microbatch's forward and backward through one stage of N tensor-parallel
     ranks."""
-    rate = cluster.efficiency * cluster.peak(workload.precision)
+    rate = cluster.efficiency * cluster.peak(model.precision)
     # A cluster without `traffic` was fitted with the bytes that layers write.
     each = 1.0 if cluster.traffic is None else KERNEL_BYTES * cluster.traffic
     forward = load.flops / rate + each * load.moved / cluster.memory_bandwidth
     again = load.again_flops / rate + each * load.again_moved / cluster.memory_bandwidth
     taught = load.taught_flops / rate + each * load.taught_moved / cluster.memory_bandwidth
-    compress = load.trained / cluster.compression_rate if workload.is_pruned else 0.0
+    compress = load.trained / cluster.compression_rate if model.is_pruned else 0.0
     passed = 0.0 if cluster.weight_rate is None else load.trained / cluster.weight_rate
     expand = load.expanded / cluster.memory_bandwidth
     backward = microbatch_size * (2 * forward + again) + 2 * passed + compress + expand

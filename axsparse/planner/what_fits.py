@@ -57,7 +57,7 @@ class Refusal:
             said += f", {self.fewest} with {rank_budget}"
         elif request.may_leave:
             said += f"; no number of devices does with {rank_budget}"
-        return said + RECOMPUTED * request.workload.recomputes
+        return said + RECOMPUTED * request.model.recomputes
 
 
 class DoesNotFitError(ConfigError):
@@ -106,8 +106,8 @@ def fewest_devices(request: SearchRequest) -> int | None:
     def fits(gpus: int) -> bool:
         return any(map(layout_fits, _layouts(request, gpus)))
 
-    workload, batch = request.workload, request.global_batch_size
-    stages = max(request.g_inter or [workload.most_stages])
+    model, batch = request.model, request.global_batch_size
+    stages = max(request.g_inter or [model.most_stages])
     # Each replica takes a sample of a batch at least.
     most = stages * max(request.g_tensor) * batch
     if not fits(most):
@@ -135,7 +135,7 @@ def _layouts(request: SearchRequest, gpus: int) -> Iterator[Layout]:
         used = replace(request, gpus=of_stages * g_tensor)
         if not of_stages or size > batch or why_not_g_tensor(used, g_tensor) is not None:
             continue
-        most = min(of_stages, request.workload.most_stages)
+        most = min(of_stages, request.model.most_stages)
         for stages in request.g_inter or range(most, 0, -1):
             if stages > most:
                 continue
@@ -157,6 +157,6 @@ def _loads(
     request: SearchRequest, layout: Layout, rank_budget: float
 ) -> Sequence[StageLoad] | None:
     """The stages of a layout if they fit."""
-    workload = request.workload.tp_shard(layout.grid.g_tensor)
-    found = split_layers(workload, layout, request.cluster.overhead_bytes, rank_budget)
+    model = request.model.tp_shard(layout.grid.g_tensor)
+    found = split_layers(model, layout, request.cluster.overhead_bytes, rank_budget)
     return None if isinstance(found, Rejection) else found

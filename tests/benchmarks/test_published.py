@@ -119,7 +119,7 @@ def test_the_page_has_the_scoreboard_as_it_is_printed() -> None:
 
 def test_a_profile_and_the_formulas_of_published_runs_predict_alike() -> None:
     loaded = configure("gpt3_2.7b", ["model.num_layers=4"])
-    asked = planned_model(loaded, selene()).workload("dense")
+    asked = planned_model(loaded, selene()).profiled("dense")
     [load] = asked.stages(1, 1) or []
     sizes = loaded.model
     row = run(

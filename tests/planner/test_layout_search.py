@@ -89,7 +89,7 @@ def test_every_row_fits_and_counts_its_flops() -> None:
         assert row.most_bytes == row.memory[row.fullest].total <= found.request.rank_budget
         assert row.most_bytes == max(stage.total for stage in row.memory)
         assert row.layout.grid.g_data * row.layout.microbatches * row.layout.microbatch_size == 128
-        flops = 128 * found.request.workload.sample_flops
+        flops = 128 * found.request.model.sample_flops
         assert row.percent_of_peak == pytest.approx(100 * flops / (row.seconds * 64 * 125e12))
 
 
@@ -183,7 +183,7 @@ def test_every_layout_of_three_axes_is_a_row_or_rejected() -> None:
     for row in found.rows:
         assert row.layout.grid.size == 8
         assert row.percent_of_peak == pytest.approx(
-            100 * 8 * found.request.workload.sample_flops / (row.seconds * 8 * 1e9)
+            100 * 8 * found.request.model.sample_flops / (row.seconds * 8 * 1e9)
         )
     reasons = {(each.g_inter, each.g_tensor): each.reason for each in found.rejected}
     assert reasons[1, 8].startswith("layout.g_tensor (default): 8 does not divide the 32 out")

@@ -83,10 +83,10 @@ def test_members_on_gpus_and_those_that_training_refuses_are_planned_only_if_ask
 def test_a_run_is_planned_as_it_starts() -> None:
     pruned, later = asked(), asked(pruning={"sparsity": 0.8, "at_step": 3})
 
-    assert pruned.workload("start").is_pruned
-    assert not pruned.workload("dense").is_pruned
-    assert not later.workload("start").is_pruned
-    assert later.workload("samo").is_pruned
+    assert pruned.profiled("start").is_pruned
+    assert not pruned.profiled("dense").is_pruned
+    assert not later.profiled("start").is_pruned
+    assert later.profiled("samo").is_pruned
     assert later.notes[0].startswith("magnitude starts dense, and so it has to fit; ")
     assert pruned.notes == []
 
@@ -179,8 +179,8 @@ def test_activations_are_recomputed_only_where_nothing_fits_without_and_nobody_s
     again = in_memory(less, model=wide).plan("start", MACHINE, 1)
     no = in_memory(less, {"pipeline.checkpoint_activations": "--set"}, model=wide)
 
-    assert (found.request.workload.recomputes, dict(found.taken)) == (False, {})
-    assert again.request.workload.recomputes
+    assert (found.request.model.recomputes, dict(found.taken)) == (False, {})
+    assert again.request.model.recomputes
     assert dict(again.taken) == {"pipeline.checkpoint_activations": 1}
     assert "--set pipeline.checkpoint_activations=1 --set layout.g_inter=1 " in settings(again)
     assert answer(again).endswith(", recomputing activations")
@@ -207,7 +207,7 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
 
     found = planned_model(config.with_origins("tiny", {}), devices, tiny_gpt(config))
 
-    assert found.workload("start").precision == taken
+    assert found.profiled("start").precision == taken
     notes = [f"summit has no units for bf16: planned as precision={taken}"] if lacking else []
     assert found.notes == notes
 

@@ -1,4 +1,4 @@
-"""A profiled model as a workload: its layers, its split, its state, and drawing its masks."""
+"""A profiled model: its layers, its split, its state, and drawing its masks."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
     def planned(rank_budget: float, split: object = "auto") -> Candidate:
         return plan(
             SearchRequest(
-                workload=profiled(heavy, layout={"split": split}),
+                model=profiled(heavy, layout={"split": split}),
                 cluster=machine,
                 gpus=2,
                 global_batch_size=4,

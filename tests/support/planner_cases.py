@@ -99,7 +99,7 @@ def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **requ
         **{"split_backward": False, "rank_budget": machine.memory_bytes},
         **request,
     }
-    return plan(SearchRequest(workload=formula(config, density), cluster=machine, **request))
+    return plan(SearchRequest(model=formula(config, density), cluster=machine, **request))
 
 
 def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
@@ -157,7 +157,7 @@ def of_three_axes(
     machine = cluster(**{"peak_fp32": 1e9, "overhead_bytes": 0.0, "gpus_per_node": 8} | constants)
     return plan(
         SearchRequest(
-            workload=subject,
+            model=subject,
             cluster=machine,
             gpus=gpus,
             global_batch_size=global_batch_size,
