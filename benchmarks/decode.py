@@ -6,7 +6,8 @@ is the yardstick of what sparsity alone gives. Models, greedy, after a prompt of
 transformers: SmolLM2-135M (--folder, or random weights of its shapes), a Llama with eight layers of
 2,048 and one with sixteen (1.0B), at random. Linear layers but the head are pruned: the smallest
 weights of a folder, others at random. With --beside, others decode GGUF files of the folder's
-model meanwhile. Rows that are not measured anew stay in results/decode.json.
+model meanwhile. --agreement compares the tokens that a pruned folder's model chooses in bf16, from
+kept entries and in fp32. Rows that are not measured anew stay in results/decode.json.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import numba
 import numpy as np
 import torch
 import torch.nn.functional as F
+import transformers
 from figures import Figure, figure, host_machine, rounded
+from smollm2.judge import documents
 from torch import Tensor
 
 from axsparse.samo.host.kept_matrix import KeptMatrix
@@ -41,8 +44,8 @@ ROUNDS = 9
 OUT_OF_CACHE = 64_000_000
 """Bytes of weights, in bf16, that a round goes over."""
 PROMPT = 32
-PLACES = 100
-"""Places of a text at which tokens are compared."""
+PLACES, WINDOWS = 100, 6
+"""Places of a window at which tokens are compared, and windows of a text."""
 SMOLLM2: dict[str, Any] = {
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -169,17 +172,25 @@ def logits_by_token(model: Any, text: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def agreement(dense: Any, fast: Any, text: Tensor) -> dict[str, Any]:
-    """Of a text: places where both models choose one token, and both perplexities."""
-    theirs, ours = logits_by_token(dense, text), logits_by_token(fast, text)
-    targets = text[0, 1 - PLACES :]
-    losses = [F.cross_entropy(each[:-1], targets).exp().item() for each in (theirs, ours)]
-    return {
-        "same tokens of 100": int((theirs.argmax(1) == ours.argmax(1)).sum()),
-        "largest difference of logits": rounded((theirs - ours).abs().max().item()),
-        "perplexity, dense": rounded(losses[0]),
-        "perplexity": rounded(losses[1]),
+def agreement(folder: Path, path: Path) -> dict[str, int]:
+    """Places of a text at which a pruned folder's model chooses one token, two ways each."""
+    dense, words = folder_model(folder)
+    ids = words(documents(path), return_tensors="pt")["input_ids"]
+    starts = range(0, ids.shape[1] - PROMPT - PLACES, ids.shape[1] // WINDOWS)
+    ways = {"bf16": dense, "ours": accelerate(folder_model(folder)[0])}
+    ways["fp32"] = copy.deepcopy(dense).float()
+    chosen = {
+        name: torch.cat(
+            [
+                logits_by_token(model, ids[:, start : start + PROMPT + PLACES]).argmax(1)
+                for start in starts
+            ]
+        )
+        for name, model in ways.items()
     }
+    pairs = itertools.combinations(chosen, 2)
+    same = {f"{a} and {b}": int((chosen[a] == chosen[b]).sum()) for a, b in pairs}
+    return {"places": len(chosen["ours"]), **same}
 
 
 class Others:
@@ -205,23 +216,18 @@ class Others:
 
 
 # Reason: a model, how long it decodes, and who else does.
-def models(base: Any, batch: int, tokens: int, text: Tensor | None, others: list[Others]) -> Any:
-    """One model: milliseconds of a token, speed over transformers in bf16 and fp32, agreement."""
+def models(base: Any, batch: int, tokens: int, at_random: bool, others: list[Others]) -> Any:
+    """One model: milliseconds of a token, speed over transformers in bf16 and fp32."""
     vocabulary, is_large = base.config.vocab_size, base.num_parameters() > 900e6
     prompt = torch.randint(vocabulary, (batch, PROMPT), generator=torch.Generator().manual_seed(3))
     rows: dict[str, Any] = {}
 
     def pruned_to(sparsity: float) -> Any:
-        dense, name = (
-            prune(copy.deepcopy(base), sparsity, at_random=text is None),
-            f"{sparsity:.0%}",
-        )
-        compared = None if batch > 1 or name in rows else text
-        fast = accelerate(dense if compared is None else copy.deepcopy(dense))
-        rows.setdefault(name, {} if compared is None else agreement(dense, fast, compared))
+        fast = accelerate(prune(copy.deepcopy(base), sparsity, at_random=at_random))
+        row = rows.setdefault(f"{sparsity:.0%}", {})
         weights = [one for one in fast.parameters() if isinstance(one, PrunedWeight)]
         held, whole = sum(one.compressed_bytes for one in weights), sum(w.numel() for w in weights)
-        rows[name]["bytes of pruned layers / dense"] = rounded(held / (2 * whole))
+        row["bytes of pruned layers / dense"] = rounded(held / (2 * whole))
         return fast
 
     contenders: dict[str, Callable[[], Any]] = {"bf16": lambda: base}
@@ -253,21 +259,19 @@ def models(base: Any, batch: int, tokens: int, text: Tensor | None, others: list
     return rows
 
 
-def made(settings: Mapping[str, Any], folder: Path | None) -> tuple[Any, Tensor | None]:
-    """A dense model in bf16, and a text if it is of a folder."""
-    import transformers
-
-    silence: Any = transformers.logging.set_verbosity_error
-    silence()
+def folder_model(folder: Path) -> tuple[Any, Any]:
+    """The dense model of a folder in bf16, and its tokenizer."""
     kind: Any = transformers.AutoModelForCausalLM
-    if folder is None:
-        torch.manual_seed(7)
-        config = transformers.LlamaConfig(**settings, bos_token_id=0, eos_token_id=None)
-        return kind.from_config(config, dtype=torch.bfloat16).eval(), None
     words: Any = transformers.AutoTokenizer.from_pretrained(folder)
-    page = (Path(__file__).parent.parent / "docs/explanation/samo.md").read_text("utf-8")
-    text = words(page[:4000], return_tensors="pt")["input_ids"][:, : PROMPT + PLACES]
-    return kind.from_pretrained(folder, dtype=torch.bfloat16).eval(), text
+    return kind.from_pretrained(folder, dtype=torch.bfloat16).eval(), words
+
+
+def random_model(settings: Mapping[str, Any]) -> Any:
+    """A dense Llama in bf16."""
+    kind: Any = transformers.AutoModelForCausalLM
+    torch.manual_seed(7)
+    config = transformers.LlamaConfig(**settings, bos_token_id=0, eos_token_id=None)
+    return kind.from_config(config, dtype=torch.bfloat16).eval()
 
 
 def main() -> None:
@@ -283,11 +287,14 @@ def main() -> None:
         nargs="+",
         help="llama.cpp or OpenVINO, a Python with llama-cpp-python or openvino-genai, GGUF files",
     )
+    add("--agreement", type=Path, nargs="+", default=[], help="a pruned folder, and texts")
     given = arguments.parse_args()
+    silence: Any = transformers.logging.set_verbosity_error
+    silence()
     torch.set_num_threads(1)
     path = given.out / "decode.json"
     known: Any = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    found = {"machine": host_machine(), "products": {}, "models": {}}
+    found = {"machine": host_machine(), "products": {}, "models": {}, "agreement": {}}
     if known.get("machine") == found["machine"]:
         found = known
 
@@ -299,6 +306,8 @@ def main() -> None:
     def is_asked(name: str) -> bool:
         return any(text in name for text in given.only)
 
+    for text in given.agreement[1:]:
+        save("agreement", text.name, agreement(given.agreement[0], text))
     for tokens, shape, sparsity in itertools.product((1, 4), SHAPES, SPARSITIES):
         name = f"{shape[0]}×{shape[1]}, {sparsity:.0%}, {tokens} tokens"
         if is_asked(name):
@@ -306,13 +315,12 @@ def main() -> None:
     for name, (settings, tokens) in MODELS.items():
         batches = [batch for batch in (1, 4) if is_asked(f"{name}, batch {batch}")]
         is_folder = settings is SMOLLM2 and given.folder is not None
-        base, text = (
-            made(settings, given.folder if is_folder else None) if batches else (None, None)
-        )
+        if batches:
+            base = folder_model(given.folder)[0] if is_folder else random_model(settings)
         for batch in batches:
             beside = given.beside if is_folder and batch == 1 else ()
             others = [Others(*words, tokens=tokens) for words in beside]
-            row = models(base, batch, tokens, text, others)
+            row = models(base, batch, tokens, not is_folder, others)
             save("models", f"{name}, batch {batch}", row)
 
 
