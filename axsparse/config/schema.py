@@ -703,8 +703,10 @@ class Config(Section):
         """The values by dotted key."""
         values: dict[str, Any] = {}
         for name, value in self.model_dump().items():
-            leaves = value.items() if isinstance(value, dict) else [("", value)]
-            values.update((f"{name}.{leaf}".rstrip("."), one) for leaf, one in leaves)
+            if isinstance(value, dict):
+                values |= {f"{name}.{leaf}": one for leaf, one in value.items()}
+            else:
+                values[name] = value
         return values
 
     def named(self, name: str) -> Config:

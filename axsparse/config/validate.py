@@ -130,7 +130,7 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
 
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     """Settings other than their defaults that nothing in the run looks at, and why."""
-    values, usual = config.by_key(), Config().by_key()
+    values, usual, origins = config.by_key(), Config().by_key(), config.origins
     for rule, with_these, leaves in ONLY_WITH:
         value, section = values[rule], rule.partition(".")[0]
         if value in with_these or (not with_these and value is not None):
@@ -138,7 +138,7 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
         if section == "pruning" and not (config.samo.enabled and prunes(config.pruning)):
             continue
         for key in (f"{section}.{leaf}" for leaf in leaves):
-            if key in config.origins and values[key] != usual[key]:
+            if key in origins and values[key] != usual[key]:
                 needed = f"for {rule} {' or '.join(with_these)}" if with_these else f"for {rule}"
                 shown = "null" if value is None else value
                 yield key, f"has no effect: it is {needed}, and {rule} is {shown}"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
@@ -174,6 +174,7 @@ def cluster_text(source: str) -> str:
     return read_text("cluster", find_file("cluster", source, _FOLDER))
 
 
+@cache
 def parse_cluster(text: str, file: str) -> Cluster:
     """Read the text of a cluster file; the cluster's name is the stem of `file`."""
     values: dict[str, float] = {}
