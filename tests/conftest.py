@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from support.warm_python import SHARED, warm_folder
 
 # Before torch is imported: the bits of sums depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -38,6 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-errors", action="store_true", help="write the tables of tests/errors anew"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):
+        os.environ[SHARED] = str(warm_folder())
 
 
 def _share(text: str) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.runtime.errors import ConfigError, TrainingError
 
-MODELS = int(os.environ.get("AXSPARSE_MODELS", "5"))
+MODELS = int(os.environ.get("AXSPARSE_MODELS", "3"))
 SEED = os.environ.get("AXSPARSE_MODELS_SEED", "")
 ONE = os.environ.get("AXSPARSE_MODEL", "")
 WIDTH, CLASSES = 8, 5

@@ -16,11 +16,15 @@ from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
+SHARED = "AXSPARSE_WARM_FOLDER"
+"""Names the folder of a server that the workers of pytest share."""
 
 
 @cache
 def warm_folder() -> Path:
     """A folder with both commands, for PATH; their server is started once a process."""
+    if SHARED in os.environ:
+        return Path(os.environ[SHARED])
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     address = folder / "socket"
     can_serve = hasattr(os, "pidfd_open")  # Linux

@@ -23,7 +23,10 @@ import threading
 from dataclasses import dataclass
 from importlib import import_module
 
-LOADED = ("axsparse.training.build", "torch._dynamo", "mpi4py")
+LOADED = (
+    *("torch._dynamo", "mpi4py", "axsparse.cli.parser", "axsparse.training.trainer"),
+    *("axsparse.observe.banner", "axsparse.training.export", "numpy.ma"),
+)
 LARGEST_MESSAGE = 1 << 20
 MOST_FILES = 250
 """How many open files can be sent at once."""
@@ -122,8 +125,9 @@ def keep(client: socket.socket) -> Job:
 
 
 def main() -> None:
-    """Load what is slow to load, and serve."""
-    for name in LOADED:
+    """Load what is slow to load when the first command comes, and serve."""
+    ready, _, _ = select.select([0, int(sys.argv[1])], [], [])
+    for name in () if 0 in ready else LOADED:
         with contextlib.suppress(ModuleNotFoundError):  # another revision of the package
             import_module(name)
     gc.collect()
