@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -27,7 +28,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if word == "help" and rest:
         word, rest = rest[0], [*rest[1:], "--help"]
     if word in COMMANDS:
+        interrupted = signal.getsignal(signal.SIGINT)
+        if interrupted is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends silently what loads
         module = import_module(COMMANDS[word].module)
+        if interrupted is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupted)
         if hasattr(module, "main"):
             module.main(rest)
         run_command(module.parser(), rest)

@@ -17,9 +17,11 @@ from axsparse.runtime.errors import (
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
     AxsparseError,
+    ConfigError,
     OutputError,
     writing,
 )
+from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.process import (
     SRUN_SIZE,
     exit_process,
@@ -59,6 +61,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )
+        self.register("type", Path, path)
         self.set_defaults(work=work)
         self.subcommands: dict[str, CommandParser] = {}
         """The parsers of the second words of a command, such as `show` of `axsparse config`."""
@@ -94,6 +97,14 @@ def integer(least: int = 1, most: int = MOST) -> Callable[[str], int]:
         )
 
     return number
+
+
+def path(text: str) -> Path:
+    """The `type` of all options that are a `Path`."""
+    try:
+        return Path(expanded(text))
+    except ConfigError as reason:
+        raise argparse.ArgumentTypeError(str(reason)) from None
 
 
 def decimal(rule: str, passes: Callable[[float], bool]) -> Callable[[str], float]:

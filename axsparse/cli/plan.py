@@ -27,6 +27,7 @@ from axsparse.config.section import counted
 from axsparse.config.validate import check_config
 from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError, writing
+from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.process import exit_process, speaks
 
 if TYPE_CHECKING:
@@ -173,7 +174,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:
         raise ConfigError(
             f"--config: {arguments.config!r}, but {source!r} is planned; leave one of them out"
         )
-    path = Path(source)
+    path = Path(expanded(source))
     if path.name == CONFIG_FILE and path.is_file():
         path = path.parent
     if path.is_dir():

@@ -23,6 +23,8 @@ from axsparse.config.hf_config import HF, with_folder
 from axsparse.config.messages import Setting, refusal, show, unknown_key
 from axsparse.config.schema import FIELDS, SECTIONS, Config
 from axsparse.runtime.errors import ConfigError, MissingInputError, reading
+from axsparse.runtime.files.paths import expanded
+from axsparse.runtime.files.run_folder import CONFIG_FILE, has_mark
 
 YAML_TAG = "tag:yaml.org,2002:"
 YAML_SCALARS = {
@@ -169,7 +171,8 @@ def configure(
     """A configuration from a file or dictionaries, and `key=value` overrides, which win.
 
     A file is found and read as `--config` and `--set` of `axsparse train` do, so that a script with
-    a custom model can take both; dictionaries are overridden alike:
+    a custom model can take both; dictionaries are overridden alike. The config.yaml in a run's
+    directory means that directory:
 
         config = ax.configure("my_run.yaml", ["train.steps=500", "layout.g_inter=4"])
         config = ax.configure({"train": {"steps": 50}}, sys.argv[1:])
@@ -217,7 +220,11 @@ def _read(
     if isinstance(source, Mapping):
         return _once(_read_dictionaries(source, origin)), None
     path = find_file("config", str(source), packaged_folder("configs"))
-    return dict(_read_file(path)), path.stem
+    settings = dict(_read_file(path))
+    if "run_dir" in settings and path.name == CONFIG_FILE and has_mark(path.parent):
+        # A run's own file, which may have been moved or copied with its directory.
+        settings["run_dir"] = Setting(str(path.parent), settings["run_dir"].origin)
+    return settings, path.stem
 
 
 def full_key(short: str) -> str:
@@ -301,7 +308,7 @@ def find_file(kind: str, source: str, folder: Path) -> Path:
 
     `kind` says what it is of, such as "config". MissingInputError if there is no such file.
     """
-    path, name = Path(source), source.removesuffix(".yaml")
+    path, name = Path(expanded(source)), source.removesuffix(".yaml")
     if path.is_file() or ("/" in source and path.exists()):
         return path
     bundled = sorted(each.stem for each in folder.glob("*.yaml"))

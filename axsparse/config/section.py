@@ -12,6 +12,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.files.paths import expanded
+
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1, le=10**9)]
 Natural = Annotated[int, Field(ge=0, le=10**9)]
@@ -27,18 +30,16 @@ FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 """Turns the lists of YAML into the tuples of a frozen configuration."""
 
 
-_VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{)")
-"""Matches the remains of a variable that is not set."""
-
-
 def _expanded(text: str) -> str:
-    """A path with `~` and variables in their place, as a shell has them."""
-    path = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path would change the text
-    if not path:
+    """`expanded` of a setting; PydanticCustomError for what is no path."""
+    if not text:
         raise PydanticCustomError("path", "Input should be a path, and not empty")
-    if path.startswith("~") or _VARIABLE.search(path) is not None:
-        raise PydanticCustomError("path", "Input should be a path of known users and variables")
-    return path
+    try:
+        return expanded(text)
+    except ConfigError:
+        raise PydanticCustomError(
+            "path", "Input should be a path of known users and variables"
+        ) from None
 
 
 PathText = Annotated[

@@ -578,6 +578,11 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
                 f"{where} is {parameter.dtype}; parameters are real floating point: keep complex "
                 "numbers as torch.view_as_real makes them, integers as a buffer"
             )
+        if parameter.dtype == torch.float64:
+            raise ConfigError(
+                f"{where} is torch.float64, and is trained in fp32 at most; convert the module "
+                "(module.float())"
+            )
         if not can_be_stored(parameter):
             kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
             raise ConfigError(

@@ -19,6 +19,7 @@ from torch import Tensor
 from axsparse.models.layer import Model, StartValues, mismatched_values
 from axsparse.models.model_profile import ModelProfile, match, profile
 from axsparse.runtime.errors import DataError, MissingInputError, one_line, reading
+from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
     SPARSE_FILE,
@@ -133,7 +134,7 @@ def open_weights(path: str | Path) -> WeightFile:
 
     Raises MissingInputError if it cannot be read, DataError if it holds no weights.
     """
-    path = Path(path)
+    path = Path(expanded(path))
     suggestion = "name a safetensors file or a state dict of torch's"
     with reading(f"weights {str(path)!r}:", suggestion):
         if path.is_dir():

@@ -16,7 +16,7 @@ from axsparse.models.layer import LossFunction, MetricFunction
 from axsparse.pipeline.layer_runner import DrawKey, LayerRunner, Tensors, backward
 from axsparse.pipeline.weight_gradients import DeferredGradients, StageProducts
 from axsparse.runtime.canonical_form import canonical
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.expansion import Expansion
 
@@ -230,7 +230,8 @@ class Stage:
             loss = self.teacher.loss(outputs, taught, targets)
         else:
             try:
-                loss = self._loss(*outputs, targets)
+                with note_errors("loss"):
+                    loss = self._loss(*outputs, targets)
             except TypeError:
                 _reject_other_arguments(self._loss, (*outputs, targets))
                 raise

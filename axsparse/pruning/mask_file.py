@@ -31,6 +31,7 @@ from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import new_path
+from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
 from axsparse.runtime.grid import RankCoords
 from axsparse.samo.masks import Shape, Weight
@@ -118,7 +119,7 @@ def open_masks(path: str | Path) -> MaskFile:
 
     Raises MissingInputError if it cannot be read, DataError if it holds no masks.
     """
-    path = Path(path)
+    path = Path(expanded(path))
     if path.is_dir():
         path /= MASK_FILE
     with _reading(path):
@@ -193,7 +194,7 @@ def write_masks(
     writes the file, one mask at a time: the same under every layout, and completely or not at all.
     Raises OutputError on all ranks alike if it cannot be written.
     """
-    path = Path(path).absolute()
+    path = Path(expanded(path)).absolute()
     here = masks if coords.replica == 0 else {}
     own = {name: int(mask().count_nonzero()) for name, mask in here.items()}
     text = json.dumps(own if coords.tp_rank == 0 else {})

@@ -54,6 +54,7 @@ from axsparse.runtime.errors import (
     writing,
 )
 from axsparse.runtime.files.atomic import new_path, sync_folder, write_new
+from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.safetensors import (
     SPARSE_FILE,
     SUFFIX,
@@ -127,7 +128,7 @@ def export(
     is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
     or is removed meanwhile.
     """
-    checkpoint, path = checkpoint_of(Path(run), step), Path(path)
+    checkpoint, path = checkpoint_of(Path(expanded(run)), step), Path(expanded(path))
     if form not in get_args(Form):
         raise ConfigError(f"export: {form!r} is no form; choose one of {', '.join(get_args(Form))}")
     is_folder = form != "torch"
@@ -280,7 +281,7 @@ def load(
 
     Raises MissingInputError if there is no such checkpoint, DataError if it is damaged.
     """
-    weights = Weights(checkpoint_of(Path(run), step), trained=trained)
+    weights = Weights(checkpoint_of(Path(expanded(run)), step), trained=trained)
     return weights.tensors()
 
 

@@ -150,9 +150,11 @@ def _first_run(precision: str) -> Iterator[None]:
         if precision == "fp32" or "type" not in str(reason):
             raise
         where = ", ".join(getattr(reason, "__notes__", ()))
+        way = "weights are in {}: convert to their type, as in x.to(self.norm.weight.dtype)"
+        if where == "loss":
+            way = "outputs are in {}: convert them, as in loss(out.float(), targets)"
         raise ConfigError(
-            f"{where}: {one_line(reason)}; weights are in {precision}: convert to their type, as "
-            "in x.to(self.norm.weight.dtype), or set precision: fp32"
+            f"{where}: {one_line(reason)}; {way.format(precision)}, or set precision: fp32"
         ) from reason
 
 

@@ -24,6 +24,7 @@ from axsparse.models.module_buffers import slots
 from axsparse.models.start_weights import WeightFile, open_weights
 from axsparse.models.zoo.hf_models import HfFile, empty_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.files.paths import expanded
 from axsparse.samo.pruned_weight import (
     FEWEST_ZEROS,
     PrunedWeight,
@@ -49,7 +50,7 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
     Raises MissingInputError if the folder or transformers is not there, DataError if it is damaged
     or of no causal language model.
     """
-    return load(of_folder(Path(folder)), fewest_zeros)
+    return load(of_folder(Path(expanded(folder))), fewest_zeros)
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,9 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
-from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
+from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import (
+    CONFIG_FILE,
     OTHER_RUN_DIR,
     InUseError,
     RunLock,
@@ -31,6 +32,7 @@ from axsparse.runtime.files.run_folder import (
     is_marked,
     last_run,
 )
+from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
 from axsparse.runtime.files.run_folder import automatic_run_dirs as automatic_run_dirs
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint import checkpoint_folder
@@ -47,7 +49,6 @@ from axsparse.training.progress import Progress
 
 AUTO = "auto"
 """The value of `resume` that means the newest complete checkpoint of the run, if there is one."""
-CONFIG_FILE = "config.yaml"
 MOST_CONFIG_BYTES = 1_000_000
 
 
@@ -96,8 +97,9 @@ class RunDir:
         """
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
-        with writing(f"{metrics}:", OTHER_RUN_DIR):
+        with writing(f"{checkpoints}:", OTHER_RUN_DIR):
             checkpoints.mkdir(exist_ok=True)
+        with writing(f"{metrics}:", OTHER_RUN_DIR):
             rewind_metrics(metrics, self.progress)
 
 
@@ -214,6 +216,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
             ) from reason
         has_mark = _is_run(path, where)
         if overwrite or not _contains_run(path):  # otherwise not even a lock file is left there
+            _reject_broken_link(path / CHECKPOINTS, where)
             lock = RunLock(path)
             if overwrite and has_mark:
                 _clear(path)
@@ -238,6 +241,15 @@ def _is_run(path: Path, where: str) -> bool:
             "has marked as its own, and a run replaces nothing that it has not written; choose "
             "another --run-dir"
         ) from reason
+
+
+def _reject_broken_link(path: Path, where: str) -> None:
+    """OutputError for a link to a folder that is not there, such as one on a disk that is away."""
+    if path.is_symlink() and not path.is_dir():
+        raise OutputError(
+            f"{where}: {path} is a link to {path.readlink()}, which is no folder; mount or make "
+            "it, or choose another --run-dir"
+        )
 
 
 def _clear(path: Path) -> None:
@@ -316,7 +328,7 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
         return None, None
     if resume == AUTO:
         return last_run(config.run_dir, config.name), None
-    named = Path(resume)
+    named = Path(expanded(resume))
     if is_marked(named):
         if not steps_in(named):
             raise MissingInputError(f"--resume {named}: has no checkpoint; name another run")

@@ -50,6 +50,7 @@ from axsparse.runtime.errors import (
     note_errors,
 )
 from axsparse.runtime.exchange import meet, sum_by_owner, sum_of, together
+from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import RunLock
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, own_job
@@ -762,7 +763,7 @@ class Trainer:
                     self.profile.shapes,
                     found,
                     self.data.entry,
-                    Path(path),
+                    Path(expanded(path)),
                     step=self.steps_done,
                     force=force,
                 )

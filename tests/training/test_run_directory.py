@@ -14,6 +14,7 @@ import pytest
 from support.resuming import ran
 from support.runs import on_ranks, tiny_config
 
+from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import (
@@ -118,7 +119,7 @@ def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_pat
     assert f"run_dir: {tmp_path / 'new'}" in (found.path / "config.yaml").read_text()
     (found.path / "checkpoints").rmdir()
     (found.path / "checkpoints").write_text("in the way")
-    with pytest.raises(OutputError, match=r"metrics.jsonl: cannot be written \(File exists\)"):
+    with pytest.raises(OutputError, match=r"checkpoints: cannot be written \(File exists\)"):
         found.begin(tiny_config())
 
 
@@ -215,6 +216,30 @@ def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path:
     assert new.path == tmp_path / "new"
     assert new.notes == ("there is no run to go on with; starts from the beginning",)
     assert begun.notes == (f"{run} has no checkpoint; starts from the beginning",)
+
+
+@pytest.mark.parametrize("how", ["copied", "moved"])
+def test_the_config_of_a_run_means_the_directory_that_it_is_in(
+    how: str, run: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(run, other) if how == "copied" else run.rename(other)
+
+    config = configure(other / "config.yaml")
+
+    assert opened(config).path == opened(config, str(other)).path == other
+    (other / "run.json").unlink()
+    assert configure(other / "config.yaml").run_dir != str(other)
+
+
+def test_a_run_overwrites_nothing_while_the_disk_of_its_checkpoints_is_away(run: Path) -> None:
+    (run / "checkpoints").rename(run.with_name("away"))
+    (run / "checkpoints").symlink_to(run.with_name("disk"))
+
+    with pytest.raises(OutputError, match=r"checkpoints is a link to \S+/disk, which is no folder"):
+        make_run_dir(loaded(run), overwrite=True)
+
+    assert (run / "metrics.jsonl").stat().st_size and (run / "checkpoints").is_symlink()
 
 
 @pytest.mark.parametrize("resume", ["auto", "the run"])

@@ -29,7 +29,9 @@ MARK_FILE = "run.json"
 """The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was}."""
 METRICS_FILE = "metrics.jsonl"
 """The records of a run."""
-RUN_FILES = (MARK_FILE, METRICS_FILE, "config.yaml", "checkpoints", "trace", "mask.safetensors")
+CONFIG_FILE = "config.yaml"
+"""The settings of a run."""
+RUN_FILES = (MARK_FILE, METRICS_FILE, CONFIG_FILE, "checkpoints", "trace", "mask.safetensors")
 """The files that a run writes into its directory, apart from its lock."""
 _KEY = "axsparse run"
 
