@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,27 @@ def test_a_line_that_cannot_be_written_leaves_the_code_as_it_is() -> None:
     for end in ("2>/dev/full", "2>&-"):
         done = subprocess.run(["sh", "-c", f"{command} {end}"], timeout=300, check=False)
         assert done.returncode == 78
+
+
+INTERRUPTED = """
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "axsparse.cli.mask":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+from axsparse.__main__ import main
+main(["mask", "x"])
+"""
+
+
+def test_ctrl_c_while_a_command_loads_ends_it_silently() -> None:
+    words = [sys.executable, "-c", INTERRUPTED]
+    done = subprocess.run(words, capture_output=True, timeout=LONGEST_SECONDS, check=False)
+
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, b"")
 
 
 def test_no_command_is_left_out() -> None:
