@@ -87,7 +87,8 @@ def view_run(run: Path, name: str) -> RunView:
     """
     from axsparse.observe.run_report import RunView, read_records
     from axsparse.observe.trace_file import TRACES
-    from axsparse.training.run_directory import CONFIG_FILE, METRICS_FILE, config_text, settings_in
+    from axsparse.runtime.files.run_folder import CONFIG_FILE
+    from axsparse.training.run_directory import METRICS_FILE, config_text, settings_in
 
     if not (run / METRICS_FILE).is_file():
         raise MissingInputError(

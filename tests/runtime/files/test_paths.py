@@ -19,8 +19,8 @@ from axsparse.runtime.files.paths import expanded
 
 
 def trainer(**settings: Any) -> ax.Trainer:
-    batch = {"global_batch_size": 6, "microbatch_size": 3}
-    return ax.Trainer(mlp(), vector_data(), steps=1, sparsity=0.5, **batch, **settings)
+    settings = {"global_batch_size": 6, "microbatch_size": 3, "steps": 1, **settings}
+    return ax.Trainer(mlp(), vector_data(), **settings)
 
 
 @pytest.fixture(scope="module")
