@@ -120,7 +120,7 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
 @pytest.mark.parametrize(
     ("family", "heal", "ranks"),
     by_default(
-        [("gemma3", "none", 1), ("mistral3", "train", 2)],
+        [("gemma3", "none", 1), ("mistral3", "train", 1)],
         list(itertools.product(PICTURE_FAMILIES, ("none", "blocks", "adapters", "train"), (1, 2))),
     ),
 )

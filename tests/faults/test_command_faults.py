@@ -240,7 +240,7 @@ def test_a_host_that_lacks_a_package_ends_the_job_with_one_line(tmp_path: Path) 
     words = ["-m", "axsparse.train", "--config", "quickstart.yaml"]
     other = ["env", f"PYTHONPATH={tmp_path}", sys.executable, *words]
 
-    done = run_mpirun(1, [*words, ":", "-n", "1", *other], python=sys.executable)
+    done = run_mpirun(1, [*words, ":", "-n", "1", *other])
 
     assert done.returncode == 70, str(done)
     [line] = [line for line in done.stderr.splitlines() if line.startswith("axsparse: error:")]

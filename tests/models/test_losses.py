@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from support.allocated import peak_of_torch
 from support.devices import AVAILABLE, pretend
+from support.exhaustive import by_default
 from torch import Tensor
 
 from axsparse.models import losses
@@ -298,7 +299,9 @@ def test_who_agrees_with_the_teacher_has_nothing_to_learn() -> None:
     assert abs(float(loss)) < 1e-3 * TOKENS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", by_default([torch.float32], [torch.float32, torch.bfloat16]), ids=str
+)
 def test_the_divergence_never_has_all_logits(dtype: torch.dtype) -> None:
     tokens, words, width = 512, 20_000, 8
     hidden, weight = (torch.randn(n, width).to(dtype).requires_grad_() for n in (tokens, words))

@@ -13,7 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.images import write_safetensors as write_named
 from support.mask_files import PRUNED, small_mask_file, some_masks
-from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
+from support.runs import (
+    FEW_MICROBATCHES,
+    assert_bitwise,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+)
 from torch import Tensor
 
 from axsparse.config.schema import Config
@@ -70,6 +77,7 @@ def test_the_file_is_the_same_in_every_layout_and_gives_the_same_run(tmp_path: P
             **{"threshold": 0.5, "include": "all"},
         },
         schedule={"warmup_steps": 1},
+        batch=FEW_MICROBATCHES,
     )
     files = []
     for g_inter, g_data in LAYOUTS:
@@ -85,7 +93,7 @@ def test_the_file_is_the_same_in_every_layout_and_gives_the_same_run(tmp_path: P
     foreign = write_named(tmp_path / "foreign", plain)
     traces = []
     for path, (g_inter, g_data) in ((files[0], (1, 1)), (files[0], (3, 1)), (foreign, (2, 1))):
-        start = tiny_config(pruning={"mask": str(path)}, train={"steps": 4})
+        start = tiny_config(pruning={"mask": str(path)}, train={"steps": 4}, batch=FEW_MICROBATCHES)
         for trainer, trace in train_in_process(
             g_inter, g_data, tiny_gpt(start), start, token_data()
         ):

@@ -255,6 +255,7 @@ def test_scattered_stages_and_a_second_mpi_library_are_warned_of(
     stages: int, tmp_path: Path
 ) -> None:
     small = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "train.steps=1"]
+    small += ["model.sequence_length=32", "batch.global_batch_size=8"]
     settings = [*small, "train.eval_steps=0", "train.eval_every=0", f"layout.g_inter={stages}"]
     words = [word for setting in settings for word in ("--set", setting)]
 

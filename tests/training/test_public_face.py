@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +147,7 @@ def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
 
 def test_an_exception_in_the_loop_of_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
     words = ["-c", PROGRAM, "raise", "run", "stages"]
-    done = run_mpirun(2, words, cwd=tmp_path, python=sys.executable, timeout=90)
+    done = run_mpirun(2, words, cwd=tmp_path, timeout=90)
 
     assert done.returncode == 70, done
     assert done.errors == [
