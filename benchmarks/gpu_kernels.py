@@ -3,9 +3,10 @@
     python benchmarks/gpu_kernels.py [--save benchmarks/results/gpu_kernels.json]
 
 Each kernel's bound is the time that the device's own copy takes for as many bytes: each read once
-and written once, dense reads in full sectors of 32 bytes. The aim is 80 % of it, for compression
-and for the step. "torch" does the same unfused, with int32 positions. All take turns in an order
-drawn anew for each round. Medians; brackets hold the quartiles. Without a GPU this ends with 69.
+and written once, dense reads in full sectors of 32 bytes. The aim is 80 % of it, for compression,
+for the step, and for the expansion of weights that are sparse at rest. "torch" does the same
+unfused, with int32 positions. All take turns in an order drawn anew for each round. Medians;
+brackets hold the quartiles. Without a GPU this ends with 69.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ def step_bytes(numel: int, kept: int, kind: IndexKind, moments: int) -> float:
     return index + (GRADIENT_BYTES + 2 * state) * kept + WEIGHT_BYTES * numel
 
 
+def expand_bytes(numel: int, kept: int, kind: IndexKind) -> float:
+    """Index and masters in, the dense weight out."""
+    return index_bytes(numel, kept, kind) + MASTER_BYTES * kept + WEIGHT_BYTES * numel
+
+
 # -- what is measured -----------------------------------------------------------------------
 
 
@@ -130,6 +136,9 @@ def calls(
         name = f"compress, {kind}"
         made[name] = partial(compress_and_judge, index, dense, gradient, partials)
         moved[name] = compress_bytes(numel, kept, kind)
+        name = f"expand, {kind}"
+        made[name] = partial(kernels.expand, index, master, weight)
+        moved[name] = expand_bytes(numel, kept, kind)
         slot = TensorSlot(index, weight, gradient, master, (mean, square), range(kept))
         name = f"AdamW, {kind}"
         made[name] = partial(kernels.step, ADAMW, [slot], HYPER, FACTOR)

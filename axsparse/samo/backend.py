@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from axsparse.samo.cuda.device_index import DeviceIndex, make_device_index
-from axsparse.samo.cuda.kernels import compress
+from axsparse.samo.cuda.kernels import compress, expand
 from axsparse.samo.cuda.launch import Launcher
 from axsparse.samo.index.base import FullIndex, Index, MaskIndex, make_index
 from axsparse.samo.precision import round_to
@@ -74,13 +74,15 @@ class Backend:
     def expand(self, index: Index, values_K: Tensor, dense_D: Tensor) -> None:
         """Write a weight to dense memory: the values of its kept entries, which are in its type or
         fp32 masters, and zeros everywhere else."""
+        on_device = index.on_device
+        if on_device is not None:
+            expand(on_device, values_K, dense_D)
+            return
         if isinstance(index, MaskIndex) and index.expand(values_K, dense_D):
             return
         dense_D.zero_()
-        # A CPU rounds block by block, as in `compress`; on a GPU every launch costs.
-        each = BLOCK if self.launch is None else max(index.kept, 1)
-        for start in range(0, index.kept, each):
-            weight_K = values_K[start : start + each]
+        for start in range(0, index.kept, BLOCK):  # as in `compress`
+            weight_K = values_K[start : start + BLOCK]
             if weight_K.dtype != dense_D.dtype:
                 weight_K = round_to(weight_K, dense_D.dtype)
             index.scatter(dense_D, weight_K, start)

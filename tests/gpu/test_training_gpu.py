@@ -57,6 +57,7 @@ EQUAL: dict[str, dict[str, Any]] = {
     "mask": {"samo": {"index": "mask"}},
     "recomputed": {"pipeline": {"checkpoint_activations": 1}},
     "sharded": {"samo": {"zero_stage": 1}},
+    "sparse": {"samo": {"weights": "sparse"}},
     "1f1b": {"pipeline": {"schedule": "1f1b"}},
 }
 HALVES: dict[str, dict[str, Any]] = {

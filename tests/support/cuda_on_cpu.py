@@ -114,6 +114,7 @@ STEP = [
     ),
 ]
 HELPERS = [f"move<{index}, {bits}>" for index, bits in product(ENCODED, BITS.values())]
+EXPAND = [f"expand<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)]
 EXACT = [f"add_exact<{index}, {number}>" for index, number in product(INDICES.values(), NUMBERS)]
 EXACT.append("finish_exact")
-EVERY = COMPRESS + JUDGE + STEP + HELPERS + EXACT
+EVERY = COMPRESS + JUDGE + STEP + HELPERS + EXPAND + EXACT

@@ -41,6 +41,7 @@ from support.kernel_machine import (
 from torch import Tensor
 
 from axsparse.samo import fixed_point, precision
+from axsparse.samo.backend import Backend
 from axsparse.samo.cuda.device_index import INDICES, DeviceKind, make_device_index
 from axsparse.samo.cuda.kernels import (
     NORM_TOLERANCE,
@@ -158,6 +159,25 @@ def gradients_are_compressed_and_added_as_on_the_cpu(
         layer.accumulate(tensor, dense)
         compress(index, machine.put(dense), ours, accumulate=microbatch > 0)
         same_bits(ours, layer.gradient)
+
+
+@promise(tuple(INDICES), STATES, [1, TILE - 1, BLOCK + TILE + 5])
+def weights_are_expanded_as_on_the_cpu(
+    machine: Machine, kind: DeviceKind, types: Types, numel: int
+) -> None:
+    weight, stored = types
+    mask = mask_for(kind, numel, 0.1) if numel > 1 else torch.tensor([kind == "full"])
+    mask[TILE : 2 * TILE] &= kind == "full"  # a thread block that only writes zeros
+    values = randoms(int(mask.sum()), 3, stored)
+    values[:4] = torch.tensor([math.nan, math.inf, 1 + 2.0**-8, -7e4])[: values.numel()]
+    backend, expected = Backend(machine.device, machine.launch), torch.zeros(numel, dtype=weight)
+    expected[mask] = precision.round_to(values, weight) if stored == FP32 else values
+    for shift in (0, 1):
+        ours = machine.put(torch.full((numel,), 5.0, dtype=weight), shift)
+
+        backend.expand(machine.index(mask, kind), machine.put(values), ours)
+
+        same_bits(ours, expected)
 
 
 @promise(tuple(INDICES), (BF16, FP16, FP32), [1, CHUNK + 1, BLOCK + 77])

@@ -1,4 +1,4 @@
-"""Kernels on the state of tensors: compress gradients, sum their squares, and update.
+"""Kernels on the state of tensors: compress gradients, sum their squares, update, and expand.
 
     grad_K ← dense_D[index]            the first gradient of a step
     grad_K ← grad_K + dense_D[index]   later ones: added in fp32, rounded to grad_K's type
@@ -61,6 +61,15 @@ def compress(index: DeviceIndex, dense_D: Tensor, gradient_K: Tensor, *, accumul
         gradient_K,
         np.int32(accumulate),
     )
+
+
+def expand(index: DeviceIndex, values_K: Tensor, dense_D: Tensor) -> None:
+    """The operation of `Backend.expand`, with the same bits."""
+    check(dense_D, "weight", tuple(NUMBERS), index.numel)
+    check(values_K, "values", (dense_D.dtype, torch.float32), index.kept)
+    types = f"{NUMBERS[dense_D.dtype]}, {NUMBERS[values_K.dtype]}"
+    kernel = f"expand<{INDICES[index.kind]}, {types}>"
+    index.launch(kernel, blocks_of(index.numel, TILE), dense_D, *index.arguments, values_K)
 
 
 def add_exact(

@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.cuda_on_cpu import EXACT, GRADIENTS, HELPERS, JUDGE, compiler
+from support.cuda_on_cpu import EXACT, EXPAND, GRADIENTS, HELPERS, JUDGE, compiler
 from support.exhaustive import by_default
 
 from axsparse.samo.cuda.device_index import INDICES
@@ -88,6 +88,7 @@ SAMPLE = [
     *(f"step_sgd<MaskIndex, {GRADIENTS[1]}, {kind}>" for kind in ("NONE", "PLAIN", "NESTEROV")),
     *JUDGE,
     *HELPERS,
+    *EXPAND,
     *EXACT,
 ]
 """Every template with every value of every parameter; every combination runs on the emulator."""

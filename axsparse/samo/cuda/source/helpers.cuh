@@ -26,3 +26,23 @@ __global__ void move(Bits* dense_D, const void* entries, const int* offsets, Cou
              [=](Count k, Count position) { values_K[k - start] = dense_D[position]; });
     }
 }
+
+// Writes a dense weight, zeros included, from the values of its kept entries, which are rounded to
+// it. Each thread block writes one TILE.
+template <typename Index, typename Weight, typename Value>
+__global__ void expand(void* dense, const void* entries, const int* offsets, Count kept,
+                       Count numel, const void* values) {
+    const typename Value::Bits* __restrict__ values_K = (const typename Value::Bits*)values;
+    typename Weight::Bits* weight_D = (typename Weight::Bits*)dense;
+    Index index(entries, offsets, kept, numel);
+    __shared__ __align__(16) typename Weight::Bits tile[TILE];
+    Count start = (Count)blockIdx.x * TILE;
+    Stretch here = index.tile(blockIdx.x);
+    clear_tile(tile);
+#pragma unroll LOADS
+    for (Count k = here.begin + threadIdx.x; k < here.end; k += THREADS) {
+        tile[index.position(k) - start] = Weight::weight(Value::load(values_K[k]));
+    }
+    __syncthreads();
+    write_tile(weight_D + start, tile, (int)least(TILE, numel - start));
+}

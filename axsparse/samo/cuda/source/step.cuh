@@ -66,6 +66,13 @@ struct Group {
 static_assert(sizeof(Group) == GROUP_BYTES, "as the host lays it out");
 
 template <typename Bits>
+ON_DEVICE void clear_tile(Bits* tile) {
+    const int vectors = TILE * sizeof(Bits) / sizeof(uint4);
+    for (int i = threadIdx.x; i < vectors; i += THREADS) ((uint4*)tile)[i] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+}
+
+template <typename Bits>
 ON_DEVICE void write_tile(Bits* into, const Bits* tile, int count) {
     const int each = sizeof(uint4) / sizeof(Bits);
     int vectors = ((unsigned long long)into) % sizeof(uint4) == 0 ? count / each : 0;
@@ -84,9 +91,7 @@ ON_DEVICE void step(const Group& group, float factor, const Rule& rule) {
     if (here.begin == here.end || here.end <= tensor.first || tensor.last <= here.begin) return;
 
     __shared__ __align__(16) WeightBits tile[TILE];
-    const int vectors = TILE * sizeof(WeightBits) / sizeof(uint4);
-    for (int i = threadIdx.x; i < vectors; i += THREADS) ((uint4*)tile)[i] = make_uint4(0, 0, 0, 0);
-    __syncthreads();
+    clear_tile(tile);
 
     const typename Gradient::Bits* gradient_K = (const typename Gradient::Bits*)tensor.gradient;
     WeightBits* weight_D = (WeightBits*)tensor.weight;
