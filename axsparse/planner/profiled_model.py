@@ -30,6 +30,7 @@ from axsparse.pruning.input_statistics import METHODS, STATISTICS
 from axsparse.runtime.communication import NO_SUM
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
+from axsparse.runtime.machine import LARGEST_KEPT
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.selection import CHUNK
@@ -449,7 +450,7 @@ class ProfiledModel:
             trained=sum(map(_trained, layers)),
             kept=sum(self._kept(layer) for layer in layers),
             state=stage_bytes(layers, self.profile.ties, self.kept, stored),
-            temporary=width * max(map(_trained, layers)),
+            temporary=width * _most_trained(layers, LARGEST_KEPT / width * self.on_host),
             building=calibration.drawn + max(made) * _largest(uncut),
             saved=full._saved(uncut, g_data),
             held=activations.held,
@@ -592,6 +593,17 @@ def _passing(layers: Sequence[LayerInfo]) -> int:
 
 def _trained(layer: LayerInfo) -> int:
     return sum(parameter.numel for parameter in layer.parameters if parameter.trained)
+
+
+def _most_trained(layers: Sequence[LayerInfo], kept: float) -> int:
+    """The most entries of dense gradients that have memory at a time: one layer's, and beside large
+    tensors the freed ones of another layer of up to `kept` entries, which the C library keeps."""
+    parts = []
+    for layer in layers:
+        sizes = [parameter.numel for parameter in layer.parameters if parameter.trained]
+        small = sum(size for size in sizes if size <= kept)
+        parts.append((small, sum(sizes) - small))
+    return sum(map(max, zip(*parts, strict=True)))
 
 
 def _moved(layers: Sequence[LayerInfo]) -> float:

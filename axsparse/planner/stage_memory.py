@@ -47,7 +47,7 @@ class StageLoad:
     state: StateBytes
     """Bytes of model state on one rank, sharded or not."""
     temporary: float
-    """Bytes of one layer's dense gradient, and of copies that the optimizer makes."""
+    """Bytes of dense gradients: one layer's, and freed ones that the C library keeps meanwhile."""
     building: float
     """Bytes in addition to the state while it is built: the largest tensor's start values in fp32,
     and the temporaries of scoring a tensor by its gradient."""

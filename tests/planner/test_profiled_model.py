@@ -69,6 +69,17 @@ def test_a_stage_is_the_sum_of_its_layers() -> None:
     assert loads[0].outputs == 30
 
 
+@pytest.mark.parametrize(("on_host", "most"), [(True, 400 + 200), (False, 400)])
+def test_freed_gradients_of_small_tensors_are_kept_beside_a_large_one(
+    on_host: bool, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("axsparse.planner.profiled_model.LARGEST_KEPT", 2 * 200)
+    loads = replace(profiled(**CUT), on_host=on_host).stages(2, 1, microbatches=1)
+
+    assert loads is not None
+    assert loads[1].temporary == 2 * most
+
+
 LOSS_INPUTS = 30 / 2 * 8
 """Bytes that the loss takes for the last layer's outputs of a sample."""
 FROZEN = 7 * 2
