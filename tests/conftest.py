@@ -15,6 +15,9 @@ from support.warm_python import SHARED, warm_folder
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# All that is imported for tests stays: to look for garbage in it takes a tenth of the imports.
+gc.disable()
+
 # On a busy machine any example may take long, and speed is no matter of tests.
 settings.register_profile("axsparse", deadline=None)
 settings.load_profile("axsparse")
@@ -44,6 +47,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None):
         os.environ[SHARED] = str(warm_folder())
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def _share(text: str) -> tuple[int, int]:

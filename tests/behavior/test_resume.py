@@ -6,7 +6,7 @@ import itertools
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -54,10 +54,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, tuple[Path, 
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, Ran]:
-    """Runs that nobody stopped."""
-    folder = tmp_path_factory.mktemp("whole")
-    return {layout: ran(layout, config_of(), folder / f"{layout}") for layout in LAYOUTS}
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Layout], Ran]:
+    """The run of a layout that nobody stopped."""
+    return cache(lambda layout: ran(layout, config_of(), tmp_path_factory.mktemp("whole") / "run"))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def test_every_layout_goes_on_from_a_checkpoint_of_every_other(
     before: Layout,
     after: Layout,
     saved: dict[Layout, tuple[Path, Ran]],
-    whole: dict[Layout, Ran],
+    whole: Callable[[Layout], Ran],
     tmp_path: Path,
 ) -> None:
     run_dir, stopped = saved[before]
@@ -89,9 +88,9 @@ def test_every_layout_goes_on_from_a_checkpoint_of_every_other(
     assert loaded.progress == stopped.progress
     assert list(resumed.losses) == list(range(STOP + 1, STEPS + 1))
     if before[1] == after[1]:
-        same(resumed, whole[before])
+        same(resumed, whole(before))
     for step, loss in resumed.losses.items():
-        assert loss == pytest.approx(whole[before].losses[step], rel=REPLICAS_TOLERANCE)
+        assert loss == pytest.approx(whole(before).losses[step], rel=REPLICAS_TOLERANCE)
 
 
 def test_files_do_not_depend_on_the_layout(saved: dict[Layout, tuple[Path, Ran]]) -> None:
