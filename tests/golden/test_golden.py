@@ -4,35 +4,25 @@ from __future__ import annotations
 
 import pytest
 from golden.golden import Golden, Table, differences, fingerprint, main
+from support.exhaustive import by_default
 
-USUAL = r"^(1x1|2x2 exact, sharded|1x1 pattern 2 of 4)$"
+USUAL = (["^(1x1|2x2 exact, sharded|1x1 pattern 2 of 4)$"], 4)
+OTHERS = [
+    # As in test_state_equivalence.py, and in test_public_face.py.
+    (["^(1x1|2x1|1x2|2x2)$", "--with", "samo.weights=sparse"], 4),
+    (["^2x2 own model$"], 1),
+]
 TABLE = Table.read("base: {}\nrows: {one: {}, two: {same: one}}")
 
 
-def test_usual_runs_match_the_golden_file(capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["--rows", USUAL])
-
-    said = capsys.readouterr().out
-    assert code == 0, f"{said}\nintended? make golden ARGS=--update"
-    assert "4 rows: values of 0 differ, texts of 0" in said
-
-
-@pytest.mark.exhaustive  # as in test_state_equivalence.py and test_public_face.py
-@pytest.mark.parametrize(
-    ("words", "rows"),
-    [
-        (["^(1x1|2x1|1x2|2x2)$", "--with", "samo.weights=sparse"], 4),
-        (["^2x2 own model$"], 1),
-    ],
-    ids=["weights sparse at rest", "own model"],
-)
-def test_other_runs_have_the_golden_values(
+@pytest.mark.parametrize(("words", "rows"), by_default([USUAL], [USUAL, *OTHERS]))
+def test_runs_match_the_golden_file(
     words: list[str], rows: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = main(["--rows", *words])
 
     said = capsys.readouterr().out
-    assert code == 0, said
+    assert code == 0, f"{said}\nintended? make golden ARGS=--update"
     assert f"{rows} rows: values of 0 differ" in said
 
 
