@@ -9,12 +9,14 @@ from functools import partial
 
 import pytest
 import torch
+from support.allocated import peak_of_torch
 from support.runs import matrices, random_init
 from torch import Tensor, nn
 
 from axsparse.models.layer import InitFunction, Layer
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
+from axsparse.samo.expansion import Expansion
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_construction import build_layers as build_layers_with
 from axsparse.samo.precision import round_to
@@ -221,6 +223,27 @@ def test_no_start_values_of_an_earlier_parameter_live_when_the_next_ones_are_mad
     final = sum(layer.state.live_bytes().total for layer in built)
     assert len(extra) >= 2 * len(widths)
     assert max(extra) <= final + torch.get_rng_state().nbytes  # kept while an `init` draws
+
+
+@pytest.mark.parametrize("half", [True, False])
+def test_a_layer_without_init_is_the_only_one_that_is_dense_while_it_is_built(half: bool) -> None:
+    """Where weights are sparse at rest; one tensor's mask and temporaries are besides."""
+    dtype, width = torch.bfloat16 if half else torch.float32, 400
+    expansion = Expansion(dtype, torch.device("cpu"))
+    layers = [
+        Layer(name, lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(3))))
+        for name in "abcd"
+    ]
+    built: list[BuiltLayer] = []
+
+    def build() -> None:
+        built.extend(build_layers(layers, {}, replace(options(half=half), expansion=expansion)))
+
+    peak = peak_of_torch(build)
+
+    final = sum(layer.state.live_bytes().total for layer in built) + expansion.nbytes
+    tensor = 4 * width * (width + 1)
+    assert peak <= final + 3 * tensor + tensor
 
 
 # -- what modules hang on their parameters --------------------------------------------------
