@@ -193,6 +193,15 @@ def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:
             yield name, value if tensor is None else built.state.gathered(tensor, value)
 
 
+def given_value(start: StartValues | None, name: str, stored: Tensor) -> Tensor:
+    """The value of a frozen parameter as it was given, on the CPU, if `stored` is what it was
+    rounded to; else `stored`."""
+    given = None if start is None else start.read(name)
+    if given is None or given.dtype.itemsize <= stored.dtype.itemsize:
+        return stored
+    return given if given.to(stored.dtype).equal(stored.cpu()) else stored
+
+
 def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
     """Set the kept weights of a tensor from dense fp32 values of the full one, which are freed on
     return."""

@@ -295,7 +295,6 @@ class Weights:
         verify(checkpoint, [layer.file for layer in layers.values()])
         self._files = CheckpointFiles(checkpoint)
         self.dtype = DTYPES[self.config().precision] if trained else torch.float32
-        self._trained = trained
         self.parameters: dict[str, ParameterEntry] = {}
         self._untrained: dict[str, TensorHeader] = {}
         self._buffers: dict[str, dict[str, TensorHeader]] = {}
@@ -320,28 +319,17 @@ class Weights:
                 "axsparse; export it with the version that wrote it"
             ) from reason
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        """The type in which a parameter is written.
-
-        Parameters that are not trained have no masters: they were rounded when the run began.
-        """
-        there = self._untrained.get(name)
-        if there is not None and (self._trained or not there.dtype.is_floating_point):
-            return there.dtype
-        return self.dtype
-
     def is_trained(self, name: str) -> bool:
         """Whether a parameter of this global name is there and was trained."""
         return name in self.parameters and name not in self._untrained
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A parameter in its shape, with zeros at pruned positions, in its own type or `dtype`."""
+        """A parameter in its shape, with zeros at pruned positions, in `self.dtype` or `dtype`."""
         if name in self._untrained:
-            header = TensorHeader(self._untrained[name].dtype, self.parameters[name].shape)
-            value = self._files.read(VALUE, name, header)
+            value = self._files.value(name, self.parameters[name].shape)
         else:
             value = self._files.dense(MASTER, name, self.dtype)
-        return value.to(dtype or self.dtype_of(name))
+        return value.to(dtype or self.dtype)
 
     def by_name(self, dtype: Callable[[str], torch.dtype] | None = None) -> Tensors:
         """All parameters and buffers, layer by layer; `dtype(name)` may give a parameter another
@@ -349,7 +337,7 @@ class Weights:
         tensors: dict[str, tuple[TensorHeader, Value]] = {}
         for name, layer in self.checkpoint.manifest.layers.items():
             for parameter, entry in layer.parameters.items():
-                kind = self.dtype_of(parameter) if dtype is None else dtype(parameter)
+                kind = self.dtype if dtype is None else dtype(parameter)
                 value = partial(self.dense, parameter, kind)
                 tensors[parameter] = TensorHeader(kind, entry.shape), value
             for buffer, header in self._buffers[name].items():

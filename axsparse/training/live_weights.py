@@ -15,7 +15,7 @@ from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Collective, Op, Transport, wait
 from axsparse.runtime.exchange import gather_texts
 from axsparse.runtime.files.safetensors import TensorHeader
-from axsparse.samo.layer_construction import BuiltLayer
+from axsparse.samo.layer_construction import BuiltLayer, given_value
 from axsparse.training.plan import RunPlan
 
 
@@ -80,6 +80,8 @@ class LiveWeights:
                 value: Callable[[], Tensor] = partial(parameter.detach().to, "cpu", dtype)
                 if name in self.plan.profile.ties:
                     continue
+                if not trained and not parameter.requires_grad:
+                    value = partial(self._given, name, parameter.detach())
                 if name in state.by_full_name:
                     shape = state.by_full_name[name].full_shape
                     value = partial(state.dense_weight if trained else state.dense_master, name)
@@ -89,6 +91,10 @@ class LiveWeights:
                     now = slot.tensor.detach()
                     header = TensorHeader(now.dtype, tuple(now.shape))
                     yield layer.spec.full_name(slot.name), (header, now.cpu)
+
+    def _given(self, name: str, stored: Tensor) -> Tensor:
+        """A frozen parameter in fp32."""
+        return given_value(self.plan.model.start, name, stored).to("cpu", torch.float32)
 
     @cached_property
     def _groups(self) -> dict[int, Collective]:

@@ -12,7 +12,7 @@ from support.runs import summed_loss, tiny_config, vector_data
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, TrainConfig
 from axsparse.models.layer import Model
 
 STEPS = 3
@@ -148,3 +148,36 @@ def test_the_plain_module_has_the_loss_that_was_reported(
     assert loss == pytest.approx(reported.loss, rel=1e-5)
     assert isinstance(model, Classifier)
     assert set(model.named(inputs)) <= set("vwxyz")
+
+
+@pytest.mark.parametrize(("layout", "trained"), [((1, 1), True), ((2, 1), False)])
+def test_frozen_weights_come_back_as_they_were_given(
+    layout: tuple[int, int], trained: bool, tmp_path: Path
+) -> None:
+    def frozen() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(16, 24).requires_grad_(False)
+
+    def own(config: Config) -> Model:
+        del config
+        return ax.from_sequential([frozen(), nn.Linear(24, 24), nn.Linear(24, 5)], summed_loss)
+
+    taken, config = Taken(trained=trained), config_of(precision="bf16", checkpoint={"every": 2})
+    for resume in (None, "auto"):
+        ran(
+            layout,
+            config if resume else config.model_copy(update={"train": TrainConfig(steps=2)}),
+            tmp_path / "run",
+            model=own,
+            data=vector_data(),
+            look=taken.look,
+            resume=resume,
+        )
+
+    given = frozen().weight.detach()
+    expected = given.bfloat16() if trained else given
+    assert not torch.equal(given, given.bfloat16().float())
+    state, model = taken.on_first_rank()
+    saved = ax.load(tmp_path / "run", trained=trained)
+    for weight in (state["0.weight"], model.get_parameter("0.weight"), saved["0.weight"]):
+        assert torch.equal(weight, expected)

@@ -4,7 +4,7 @@
     master/NAME    fp32 weights of the kept entries, in ascending position
     MOMENT/NAME    the same for each state of the optimizer, such as exp_avg
     begun/NAME     int64, updates before the first one of a parameter that was thawed at a resume
-    value/NAME     a parameter that is not trained, in the training precision
+    value/NAME     a parameter that is not trained, in the precision that it was given in
     buffer/NAME    a buffer that is part of the model's state, of the first replica, in its own
                    type; complex32 and complex128, which the format lacks, as pairs of reals
 
@@ -28,6 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from axsparse.models.layer import StartValues
 from axsparse.models.model_profile import ModelProfile
 from axsparse.models.module_buffers import BufferSlot, slots
 from axsparse.models.start_weights import some_of
@@ -43,7 +44,7 @@ from axsparse.runtime.files.safetensors import (
     header_of,
 )
 from axsparse.samo.index.base import host_positions
-from axsparse.samo.layer_construction import BuiltLayer, fill
+from axsparse.samo.layer_construction import BuiltLayer, fill, given_value
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.precision import round_to
@@ -86,9 +87,14 @@ class LayerContents:
 
 
 def contents_of(
-    number: int, layer: BuiltLayer, ties: Mapping[str, str], pruner: PrunerState | None
+    number: int,
+    layer: BuiltLayer,
+    ties: Mapping[str, str],
+    pruner: PrunerState | None,
+    start: StartValues | None,
 ) -> LayerContents:
-    """The saved contents of the layer that has this number in the model, counted from 0."""
+    """The saved contents of the layer that has this number in the model, counted from 0; `start`
+    is the model's."""
     state = layer.state
     of_layer: dict[str, TensorCopy] = {}
     parameters: dict[str, ParameterEntry] = {}
@@ -102,7 +108,8 @@ def contents_of(
             of_layer.update(_trained_tensor(state, trained[name]))
         else:
             shape, kept = tuple(parameter.shape), parameter.numel()
-            of_layer[f"{VALUE}/{name}"] = _plain_tensor(parameter.detach())
+            value = given_value(start, name, parameter.detach())
+            of_layer[f"{VALUE}/{name}"] = _plain_tensor(value)
         parameters[name] = ParameterEntry(shape=shape, kept=kept)
     for slot in slots(layer.module):
         if slot.persists:
@@ -197,11 +204,9 @@ def load_layers(
         for local, parameter in layer.module.named_parameters():
             name = layer.spec.full_name(local)
             saved = ties.get(name, name)
-            header = TensorHeader(parameter.dtype, tuple(parameter.shape))
             tensor = layer.state.by_full_name.get(name)
             if tensor is not None and files.has(VALUE, saved):
-                header = TensorHeader(parameter.dtype, tensor.full_shape)
-                fill(layer.state, tensor, files.read(VALUE, saved, header).float())
+                fill(layer.state, tensor, files.value(saved, tensor.full_shape).float())
                 tensor.begun = checkpoint.manifest.progress.updates
             elif tensor is not None:
                 _load_tensor(files, saved, layer.state, tensor)
@@ -210,7 +215,7 @@ def load_layers(
             elif name not in aliases and files.has(MASTER, saved):
                 parameter.detach().copy_(files.dense(MASTER, saved))
             elif name not in aliases:
-                parameter.detach().copy_(files.read(VALUE, saved, header))
+                parameter.detach().copy_(files.value(saved, tuple(parameter.shape)))
         for slot in slots(layer.module):
             if slot.persists:
                 name = layer.spec.full_name(slot.name)
@@ -331,6 +336,13 @@ class CheckpointFiles:
     def read(self, kind: str, name: str, expected: TensorHeader) -> Tensor:
         """The saved tensor of a parameter."""
         return self._read(self._layer_of[name].file, f"{kind}/{name}", expected)
+
+    def value(self, name: str, shape: Shape) -> Tensor:
+        """A parameter that is not trained, in the type that it is saved in."""
+        file, key = self._layer_of[name].file, f"{VALUE}/{name}"
+        return self._read(
+            file, key, TensorHeader(self._checked(file, key).header(key).dtype, shape)
+        )
 
     def buffer(self, layer: str, name: str, expected: TensorHeader) -> Tensor:
         """A buffer of a layer."""

@@ -246,7 +246,9 @@ class Saver:
         profile, coords = self._plan.profile, self._coords
         numbers = {layer.name: number for number, layer in enumerate(profile.layers)}
         contents = [
-            contents_of(numbers[layer.spec.name], layer, profile.ties, pruner)
+            contents_of(
+                numbers[layer.spec.name], layer, profile.ties, pruner, self._plan.model.start
+            )
             for layer in self._layers
         ]
         writers = deal([layer.nbytes for layer in contents], coords.grid.g_data)
