@@ -14,7 +14,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import time
@@ -32,7 +31,6 @@ from axsparse.cli.prune_defaults import Work, chosen, plan_lines, rising, traini
 from axsparse.cli.prune_order import (
     BLOCKWISE,
     FACTS,
-    PAGE,
     PRUNED,
     TRAINS,
     PruneOrder,
@@ -62,7 +60,7 @@ from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.training.build import HEALED, PrunedLayers, prune_layers
 from axsparse.training.checkpoint.verification import checkpoint_of, steps_in
 from axsparse.training.evaluation import Evaluation
-from axsparse.training.export import Weights, export, export_folder
+from axsparse.training.export import CARD, Weights, export, export_folder, with_card
 from axsparse.training.plan import RunPlan
 from axsparse.training.trainer import Trainer, build
 
@@ -110,7 +108,7 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
         numbers = sum(map(math.prod, open_weights(order.out).shapes.values()))
         complete = replace(facts, peak_bytes=max(map(int, peaks)), half_bytes=2 * numbers)
         text = page(order, asked, complete, seconds)
-        write_page(order.out, _with_card(text, order.source))
+        write_page(order.out, with_card(text, order.source))
         say(text)
         say(f"axsparse: wrote {order.out}")
 
@@ -385,7 +383,8 @@ def _prune_at_once(job: Job, order: PruneOrder, asked: Config, seconds: Seconds)
         if not is_first:
             return 0, 0
         dtype = _dtype_of(named_model(pruned).start)
-        done = export(order.work / "run", "hf", order.out, force=True, dtype=dtype)
+        run = order.work / "run"
+        done = export(run, "hf", order.out, force=True, dtype=dtype, card=False)
         weights = Weights(done.checkpoint, trained=False)
         kept = sum(int(weights.dense(name).count_nonzero()) for name in targets.shapes)
         return done.nbytes, kept
@@ -426,22 +425,11 @@ def _prepare(order: PruneOrder) -> None:
     prepare_and_show(request, len(os.sched_getaffinity(0)))
 
 
-def _with_card(text: str, source: Path) -> str:
-    """The page, with the licence and the like that begin the card of the model, and its text."""
-    card = source / PAGE
-    if not card.is_file():
-        return text
-    said = card.read_text(encoding="utf-8", errors="replace")
-    header = re.match(r"---\n.*?^---\n", said, re.DOTALL | re.MULTILINE)
-    front = header[0] if header else ""
-    return f"{front}{text}\n{said.removeprefix(front)}"
-
-
 def write_page(folder: Path, text: str) -> None:
     """Write the page next to the weights; OutputError if that fails."""
     with (
         writing(f"--out: the page in {folder}", "choose another place"),
-        new_path(folder / PAGE) as unfinished,
+        new_path(folder / CARD) as unfinished,
     ):
         unfinished.write_text(text, encoding="utf-8")
 

@@ -24,9 +24,8 @@ from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.files.atomic import new_path, remove_unfinished
 from axsparse.runtime.files.run_folder import RunLock
 from axsparse.training.checkpoint.verification import MEANS, START, flat, steps_in
-from axsparse.training.export import is_export
+from axsparse.training.export import CARD, is_export
 
-PAGE = "README.md"
 ORDER, PRUNED, FACTS = "order.json", "pruned", "pruned.json"
 """The names in the folder of the work of the settings of the training, of the pruned folder that is
 trained, and of its figures."""
@@ -149,7 +148,7 @@ class PruneOrder:
         with writing(f"--out: the work in {self.work}", "choose another place"):
             self.work.mkdir(parents=True, exist_ok=True)
         lock = RunLock(self.work, "--out")
-        for path in (self.out, self.out / PAGE, self.work / ORDER, self.work / PRUNED):
+        for path in (self.out, self.out / CARD, self.work / ORDER, self.work / PRUNED):
             remove_unfinished(path)
         # An export without a page comes from a start that was killed between the two.
         if is_there and not is_export(self.out):

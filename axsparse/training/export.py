@@ -16,6 +16,7 @@ first use. Buffers are written after the parameters of their layer.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
@@ -74,26 +75,23 @@ from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE, Chec
 from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 
 Form = Literal["hf", "sparse", "torch"]
-COMPANIONS = (
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    *("generation_config.json", "processor_config.json", "preprocessor_config.json"),
-    *("video_preprocessor_config.json", "chat_template.json", "vocab.txt", "spiece.model"),
-    *("sentencepiece.bpe.model", "tiktoken.model", "tekken.json", "LICENSE", "LICENSE.txt"),
-    *("LICENSE.md", "NOTICE", "NOTICE.txt", "USE_POLICY.md"),
+WEIGHTS = re.compile(
+    r"\.(safetensors|bin|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|ot|tflite|npz)$|\.index\.json$"
 )
-"""Files of a Hugging Face folder that training does not change: the files of its tokenizer and
-of its processor of pictures, the settings of how it generates, and what copies have to carry."""
+"""Finds the names of files of weights, in whatever format: next to exported weights, earlier ones
+would be taken for them."""
+CARD = "README.md"
 TEXT_CONFIG = "text_config"
 """The section of a config.json that has the settings of the text model among others."""
-TEMPLATES = "additional_chat_templates"
-"""The folder next to them of chat templates with names, NAME.jinja."""
-_FOLDER_FILES = {WHOLE_FILE, SPARSE_FILE, CONFIG_FILE}
 Value = Callable[[], Tensor]
 Tensors = Mapping[str, tuple[TensorHeader, Value]]
 """Tensors to be written, by their names in the file."""
+Files = Mapping[str, bytes | Path]
+"""The contents of files, or the files to copy, by their paths in a folder."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
+_FILES = "files"
+"""Names the other files of a folder, in the metadata of its weights: a list in JSON."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +114,15 @@ def export(
     trained: bool = False,
     force: bool = False,
     dtype: Callable[[str], torch.dtype] | None = None,
+    card: bool = True,
 ) -> ExportSummary:
     """Verify a checkpoint and write its weights to `path`, complete or not at all.
 
     `run` and `step` name the checkpoint as in `load`. The values are the fp32 masters, or with
     `trained` the weights in the training precision; `dtype(name)` may give another type for each
     parameter, by global name. `force` replaces the files of an earlier
-    export. One process does this, while the run may continue.
+    export; with `card` the model's card in `model.from` follows a line of our own. One process does
+    this, while the run may continue.
 
     Raises ConfigError if the form does not suit the model or the path, OutputError if the path
     is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
@@ -138,13 +138,15 @@ def export(
     _reject_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
     tensors = weights.by_name(dtype)
-    files: Mapping[str, bytes] | None = None
+    files: dict[str, bytes | Path] | None = None
     notes: Sequence[str] = ()
     if is_folder:
         tensors = weights.published(dtype)
         named = next(header.dtype for header, _ in tensors.values())
         named = torch.bfloat16 if form == "sparse" else named
         files, notes = _files(weights.config(), named, checkpoint.manifest.data)
+        if card:
+            files |= _card(weights.config().model, path, checkpoint.step)
         if form == "sparse":
             tensors = sparse_tensors(tensors)
     nbytes = _write(path, tensors, files, checkpoint.step, force=force)
@@ -195,6 +197,7 @@ def save_folder(
     tensors = _published(config.model, held)
     dtype = next(weights[name].dtype for name in shapes)
     files, notes = _files(config, dtype, data)
+    files |= _card(config.model, path, step)
     _write(path, tensors, files, step, force=force)
     return notes
 
@@ -236,9 +239,7 @@ def _read_as(
     return value.to(header.dtype)
 
 
-def _write(
-    path: Path, tensors: Tensors, files: Mapping[str, bytes] | None, step: int, *, force: bool
-) -> int:
+def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, force: bool) -> int:
     """Write tensors to `path`, into a folder if there are other files; returns their bytes."""
     headers = {name: header for name, (header, _) in tensors.items()}
     is_folder = files is not None
@@ -257,7 +258,8 @@ def _write(
             file = unfinished / (SPARSE_FILE if is_sparse(headers) else WHOLE_FILE)
         version = {VERSION_KEY: VERSION} if file.name == SPARSE_FILE else {}
         values = (value() for _, value in tensors.values())
-        write_safetensors(file, headers, values, {_STEP: str(step), **version})
+        about = {_STEP: str(step), _FILES: json.dumps(sorted(files or ())), **version}
+        write_safetensors(file, headers, values, about)
         if is_folder:
             sync_folder(unfinished)
         _reject_taken(path, is_folder=is_folder, force=force)
@@ -380,29 +382,16 @@ def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
         )
 
 
-def _is_companion(name: str) -> bool:
-    """Whether a file of this name is one that training does not change; code is never run."""
-    return name in COMPANIONS or name.endswith(".py")
-
-
 def is_export(folder: Path) -> bool:
-    """Whether an export may have written this folder.
-
-    Other programs write a tokenizer's files too, so that weights next to them must say that they
-    were exported.
-    """
-    inside = {one.name for one in folder.iterdir()} if folder.is_dir() else set()
-    if folder.is_symlink() or not inside:
-        return False
-    if inside <= _FOLDER_FILES:
-        return True
-    if not all(name in {*_FOLDER_FILES, TEMPLATES} or _is_companion(name) for name in inside):
-        return False
-    try:
-        [file] = inside & {WHOLE_FILE, SPARSE_FILE}
-        return _STEP in SafetensorsFile(folder / file).metadata
-    except (OSError, DataError, ValueError):  # a ValueError where there is not one such file
-        return False
+    """Whether an export has written all that is in this folder, as its weights say."""
+    paths = [] if folder.is_symlink() else [*folder.rglob("*")]
+    inside = {
+        one.relative_to(folder).as_posix() for one in paths if one.is_symlink() or one.is_file()
+    }
+    for file in inside & {WHOLE_FILE, SPARSE_FILE}:
+        with suppress(OSError, DataError, ValueError, KeyError):
+            return inside == {file, *json.loads(SafetensorsFile(folder / file).metadata[_FILES])}
+    return False
 
 
 def _writing(path: Path) -> AbstractContextManager[None]:
@@ -475,7 +464,7 @@ def _turned(name: str, value: Value) -> Tensor:
 
 def hf_files(
     config: Family, dtype: torch.dtype, tokenizer: ExportedTokenizer | None
-) -> tuple[dict[str, bytes], list[str]]:
+) -> tuple[dict[str, bytes | Path], list[str]]:
     """The files next to weights of type `dtype`, by name, and remarks about them for the user.
 
     They are copies of the files of `model.from` as long as its folder is there; otherwise they are
@@ -491,7 +480,9 @@ def hf_files(
         typed = _typed(theirs if TORCH_DTYPE in theirs else {**theirs, "dtype": named}, named)
         same = typed == theirs  # then its bytes are kept
         text = (source / CONFIG_FILE).read_bytes() if same else _json(typed)
-        return {**_companions(source), CONFIG_FILE: text}, []
+        files = _companions(source)
+        files.pop(CARD, None)
+        return {**files, CONFIG_FILE: text}, []
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
     if tokenizer is not None:
         texts[CONFIG_FILE] |= tokenizer.ids
@@ -514,11 +505,33 @@ def _typed(theirs: Mapping[str, Any], named: str) -> dict[str, Any]:
     return {**theirs, **typed}
 
 
-def _companions(source: Path) -> dict[str, bytes]:
-    """The contents of a folder's files that training does not change, by name."""
-    names = [one.name for one in sorted(source.iterdir()) if _is_companion(one.name)]
-    names += [f"{TEMPLATES}/{one.name}" for one in sorted((source / TEMPLATES).glob("*.jinja"))]
-    return {name: (source / name).read_bytes() for name in names}
+def _companions(source: Path) -> dict[str, bytes | Path]:
+    """The files of a folder that are neither weights nor the settings of the model, by their paths
+    there; files of a folder in it if it has neither weights nor folders, such as pictures."""
+    found: dict[str, bytes | Path] = {}
+    folders = [one for one in sorted(source.iterdir()) if one.is_dir() and one.name[0] != "."]
+    for folder in (source, *folders):
+        inside = sorted(folder.iterdir())
+        are_weights = [WEIGHTS.search(one.name) is not None for one in inside]
+        if folder != source and (any(are_weights) or any(one.is_dir() for one in inside)):
+            continue
+        for one, is_weights in zip(inside, are_weights, strict=True):
+            if one.is_file() and not is_weights:
+                found[one.relative_to(source).as_posix()] = one
+    found.pop(CONFIG_FILE, None)
+    return found
+
+
+def with_card(text: str, source: Path) -> str:
+    """A page about a model made of a folder's, with the licence and the like that begin the card of
+    the folder, and its text."""
+    card = source / CARD
+    if not card.is_file():
+        return text
+    said = card.read_text(encoding="utf-8", errors="replace")
+    header = re.match(r"---\n.*?^---\n", said, re.DOTALL | re.MULTILINE)
+    front = header[0] if header else ""
+    return f"{front}{text}\n{said.removeprefix(front)}"
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
@@ -527,7 +540,7 @@ def _json(content: Mapping[str, Any]) -> bytes:
 
 def _files(
     config: Config, dtype: torch.dtype, data: DataEntry
-) -> tuple[dict[str, bytes], list[str]]:
+) -> tuple[dict[str, bytes | Path], list[str]]:
     """The files next to weights of a run, with the tokenizer of its data if it can be read."""
     untold: list[str] = []
     tokenizer = None
@@ -538,3 +551,12 @@ def _files(
             untold = [f"the folder has no tokenizer: {reason}"]
     files, notes = hf_files(config.model, dtype, tokenizer)
     return files, notes or untold
+
+
+def _card(config: Family, path: Path, step: int) -> dict[str, bytes | Path]:
+    """The card of the model that a run has trained for some steps, if that had one."""
+    source = Path(config.from_ or "")
+    if config.from_ is None or not (source / CARD).is_file():
+        return {}
+    text = f"# {path.name}\n\n{source.name}, trained by axsparse for {step:,} steps.\n"
+    return {CARD: with_card(text, source).encode()}

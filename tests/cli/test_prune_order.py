@@ -79,7 +79,7 @@ def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
     left = [tmp_path / f"{place}.unfinished-{number}" for place in places for number in range(2)]
     for folder in left:
         folder.mkdir(parents=True)
-    save_file({"a": torch.ones(2)}, tmp_path / "out" / "model.safetensors")
+    save_file({"a": torch.ones(2)}, tmp_path / "out" / "model.safetensors", {"files": "[]"})
     (tmp_path / "out.run" / "order.json").touch()
     other = tmp_path / ".outer.unfinished-1"
     other.mkdir()
@@ -107,7 +107,7 @@ def test_a_folder_of_a_start_that_was_killed_before_its_page_is_written_again(
     write_llama(tmp_path / "model")
     order = order_of(tmp_path)
     order.out.mkdir()
-    save_file({"a": torch.ones(2)}, order.out / "model.safetensors")
+    save_file({"a": torch.ones(2)}, order.out / "model.safetensors", {"files": "[]"})
     with pytest.raises(ConfigError, match="is there already"):
         order.take()
 

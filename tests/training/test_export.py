@@ -217,11 +217,13 @@ def test_no_more_than_a_tensor_is_held_at_a_time(tmp_path: Path) -> None:
 # -- what is refused ------------------------------------------------------------------------
 
 
-def rejected(kind: type[AxsparseError], checkpoint: Checkpoint, form: Form, path: Path) -> str:
+def rejected(
+    kind: type[AxsparseError], checkpoint: Checkpoint, form: Form, path: Path, **how: Any
+) -> str:
     """The message; nothing new lies about."""
     before = sorted(path.parent.rglob("*"))
     with pytest.raises(kind) as caught:
-        export(checkpoint, form, path)
+        export(checkpoint, form, path, **how)
     assert sorted(path.parent.rglob("*")) == before
     return str(caught.value)
 
@@ -339,7 +341,15 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     (start / "vocab.txt").write_text("words")
     (start / "modeling_own.py").write_text("raise SystemExit")
     (start / "LICENSE").write_text("copies have to carry it")
-    (start / "README.md").write_text("not ours to carry")
+    (start / "README.md").write_text("---\nlicense: mit\n---\n![a](assets/a.png)\n")
+    for folder in ("assets", "onnx", ".git", "checkpoint-5/global_step5"):
+        (start / folder).mkdir(parents=True)
+    (start / "assets" / "a.png").symlink_to(start / "LICENSE")
+    (start / ".gitattributes").write_text("*.bin lfs")
+    left = ("onnx/model.onnx", "onnx/config.json", ".git/HEAD", "checkpoint-5/trainer_state.json")
+    others = ("flax_model.msgpack", "pytorch_model.bin", "model.safetensors.index.json")
+    for name in (*left, *others, "checkpoint-5/global_step5/mp_rank_00_model_states.pt"):
+        (start / name).write_text("{}")
     config = config_of(
         model={**SMALL_LLAMA, "hf": settings, "from": str(start)},
         optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
@@ -353,15 +363,27 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
         return sorted(path.name for path in out.iterdir())
 
     templates = "additional_chat_templates"
-    there = ["LICENSE", templates, "config.json", "model.safetensors"]
-    there += ["modeling_own.py", "tokenizer.json", "vocab.txt"]
+    there = [".gitattributes", "LICENSE", "README.md", templates, "assets", "config.json"]
+    there += ["model.safetensors", "modeling_own.py", "tokenizer.json", "vocab.txt"]
     assert written() == there
     assert (out / templates / "tool_use.jinja").read_text() == "{{ tools }}"
+    assert (out / "assets" / "a.png").read_text() == "copies have to carry it"
+    assert not (out / "assets" / "a.png").is_symlink()
+    assert (out / "README.md").read_text() == (
+        "---\nlicense: mit\n---\n# out\n\nstart, trained by axsparse for 3 steps.\n"
+        "\n![a](assets/a.png)\n"
+    )
     assert json.loads((out / "config.json").read_text()) == settings
     assert_equal_tensors(
         tensors_of(out / "model.safetensors"),
         weights,
     )
+    # What somebody has put there is kept.
+    (out / "assets" / "mine.txt").touch()
+    assert "is not what an export leaves" in rejected(
+        OutputError, newest(tmp_path / "run"), "hf", out, force=True
+    )
+    (out / "assets" / "mine.txt").unlink()
     # A later export replaces it, also where the folder is gone, which is told.
     shutil.rmtree(start)
     [note] = export(newest(tmp_path / "run"), "hf", out, force=True).notes

@@ -43,10 +43,15 @@ def remove_unfinished(path: Path) -> None:
         _remove(left)
 
 
-def write_new(path: Path, content: bytes) -> None:
-    """Write a new file, which is on the disk once this returns; OSError if it exists already."""
+def write_new(path: Path, content: bytes | Path) -> None:
+    """Write a new file of these bytes, or a copy of a file, which is on the disk once this returns;
+    OSError if it exists already."""
     with path.open("xb") as file:
-        file.write(content)
+        if isinstance(content, Path):
+            with content.open("rb") as source:
+                shutil.copyfileobj(source, file)
+        else:
+            file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
