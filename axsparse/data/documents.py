@@ -22,12 +22,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, TypeGuard, cast
 
 from axsparse.data.chats import KWARGS, TOOLS, Chat, chatml
-from axsparse.data.in_place import LABELS, MASKS, PACKED, PADDING, columns_of, megatron, rows_of
+from axsparse.data.in_place import (
+    COLUMN,
+    LABELS,
+    MASKS,
+    PACKED,
+    PADDING,
+    columns_of,
+    megatron,
+    rows_of,
+)
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
 
@@ -42,10 +51,17 @@ SLACK = 1 << 13
 """Characters beyond a piece in which a place to cut is searched for."""
 TABLES = (".parquet", ".arrow", ".idx", ".csv", ".tsv")
 """Endings of files whose documents have no lines, but rows."""
-STATES = {"state.json", "dataset_dict.json"}
-"""Files next to the Arrow files, or their folders, that save_to_disk of `datasets` writes."""
+DATA_SETS = (".jsonl", ".ndjson", ".parquet", ".arrow")
+"""Endings by which a folder holds a data set, whose other files are documents only where they have
+an ending of data, or of texts: not its card, its licence or its scripts, as `datasets` has it."""
+ABOUT = {"README.md", "config.json", "state.json"}
+ABOUT |= {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
+"""Files in such a folder that are about it, which `datasets` ignores."""
 SPLIT = re.compile(r"(?:^|/)(train|validation|test)(-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.arrow$)")
 """Finds the split in a file's path, as `datasets` and the hub name it."""
+UNREADABLE = "unreadable"
+NO_DATA = "no data (next to files of data; --include '*' takes it)"
+"""Why files are left out."""
 WHY = 200
 """The length to which the reason why a file cannot be read is cut, in letters."""
 NAMED = 8
@@ -154,7 +170,7 @@ def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
         if is_huge:
             yield Piece(number, "", problem="huge line")
         elif line.strip():
-            yield _record(number, line, reading.jsonl_field)
+            yield from _record(number, line, reading.jsonl_field)
 
 
 def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
@@ -171,7 +187,7 @@ def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
         yield Piece(1, "", problem="malformed JSON")
         return
     for number, record in enumerate(records, 1):
-        yield _document(number, record, reading.jsonl_field)
+        yield from _documents(number, record, reading.jsonl_field)
 
 
 def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> Iterator[Piece]:
@@ -183,7 +199,7 @@ def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> It
         return
     columns = [name for name in names if name in (*contents, *PAIR, *OTHER_COLUMNS)]
     for number, row in enumerate(rows_of(file, columns, parquet=parquet), 1):
-        yield _document(number, _without_none(row), reading.jsonl_field)
+        yield from _documents(number, _without_none(row), reading.jsonl_field)
 
 
 def _without_none(value: Any) -> Any:
@@ -206,7 +222,7 @@ def read_csv(file: BinaryIO, reading: Reading, *, separator: str = ",") -> Itera
             if None in record:
                 yield Piece(number, "", problem="more cells than columns")
             else:
-                yield _document(number, record, reading.jsonl_field)
+                yield from _documents(number, record, reading.jsonl_field)
     except csv.Error as reason:
         raise OSError(0, str(reason)) from reason
     finally:
@@ -250,6 +266,23 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
     ".xz": lzma.open,
 }
 """The opener of a compressed file by its ending; the ending before it names the format."""
+
+
+SIGNATURES = {
+    rb"\x28\xb5\x2f\xfd": "zstd; uncompress it by zstd -d",
+    rb"\x04\x22\x4d\x18": "lz4; uncompress it by lz4 -d",
+    rb"\x1f\x8b": "gzip; let its name end in .gz",
+    rb"BZh[1-9]1AY&SY": "bzip2; let its name end in .bz2",
+    rb"\xfd7zXZ\0": "xz; let its name end in .xz",
+    rb"PK\x03\x04": "zip; unpack it by unzip",
+    rb"7z\xbc\xaf\x27\x1c": "7z; unpack it by 7z x",
+    rb".{257}ustar[\0 ]": "tar; unpack it by tar -xf",
+    rb"%PDF-": "PDF; take its text by pdftotext",
+    rb"\xff\xfe|\xfe\xff": "UTF-16; make it UTF-8 by iconv -f UTF-16 -t UTF-8",
+}
+"""How files of bytes begin that are no documents as they are, and what to do with them."""
+LONGEST_SIGNATURE = 263
+"""Bytes at the beginning of a file by which it is known."""
 
 
 def divider(how: str) -> Callable[[bytes, int], bool]:
@@ -301,19 +334,48 @@ def _decoded(line: int, block: bytearray, ends: bool, problem: str | None) -> Pi
         return Piece(line, "", ends, "not UTF-8")
 
 
-def _record(number: int, line: bytes, field: str) -> Piece:
-    """The text of a JSON record, or why it cannot be used."""
+def _record(number: int, line: bytes, field: str) -> Iterator[Piece]:
+    """The documents of a JSON record, or why it cannot be used."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
-        return Piece(number, "", problem="not UTF-8")
+        yield Piece(number, "", problem="not UTF-8")
     except (ValueError, RecursionError):
-        return Piece(number, "", problem="malformed JSON")
-    return _document(number, record, field)
+        yield Piece(number, "", problem="malformed JSON")
+    else:
+        yield from _documents(number, record, field)
 
 
-def _document(number: int, record: object, field: str) -> Piece:
-    record = record if isinstance(record, dict) else {}
+def _documents(number: int, given: object, field: str) -> Iterator[Piece]:
+    """The document of a record, or those that are packed into it."""
+    record = given if isinstance(given, dict) else {}
+    ids = record.get(field, record.get(COLUMN))
+    packed = {name: record[name] for name in PACKED if record.get(name) is not None}
+    if not packed or not isinstance(ids, list):
+        yield _document(number, record, field)
+        return
+    are_numbers = all(
+        isinstance(one, list) and all(isinstance(each, int) and each >= 0 for each in one)
+        for one in packed.values()
+    )
+    lengths = packed.get(PACKED[0], []) if are_numbers else []
+    if are_numbers and PACKED[0] not in packed:
+        places = packed[PACKED[1]]
+        begins = [at for at, place in enumerate(places) if at == 0 or place == 0]
+        lengths = [end - begin for begin, end in pairwise([*begins, len(places)])]
+    if sum(lengths) != len(ids):
+        yield Piece(number, "", problem=f"{' or '.join(packed)} that do not fit the ids")
+        return
+    ends = [*accumulate(lengths)]
+    for begin, end in pairwise([0, *ends] if ids else [0, 0]):
+        columns = {
+            name: one[begin:end] if isinstance(one, list) and len(one) == len(ids) else one
+            for name, one in record.items()
+        }
+        yield _document(number, columns, field)
+
+
+def _document(number: int, record: dict[str, Any], field: str) -> Piece:
     values = [record.get(key) for key in (field, *OTHER_FIELDS)]
     value = next((value for value in values if value is not None), None)
     if value is None and all(record.get(key) is not None for key in PAIR):
@@ -390,10 +452,6 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
     for name, column in columns.items():
         if not isinstance(column, list) or len(column) != len(ids):
             return Piece(number, "", problem=f"{name} that do not fit the ids")
-    lengths, places = map(record.get, PACKED)
-    if (lengths and len(lengths) > 1) or (places and places.count(0) > 1):
-        why = f"several documents in a row ({' or '.join(PACKED)} says so; give each its own row)"
-        return Piece(number, "", problem=why)
     is_text = columns.get(PADDING, [1] * len(ids))
     labels = columns.get(LABELS, ids)
     content = []
@@ -428,24 +486,24 @@ class DocumentSource:
 
 def find_sources(
     training: Sequence[Path], validation: Sequence[Path], out: Path, reading: Reading
-) -> tuple[list[DocumentSource], list[str]]:
+) -> tuple[list[DocumentSource], list[tuple[str, str]]]:
     """The named files, and the files below named folders in the order of their paths.
 
     Hidden files, links to folders, the folder `out` and files of folders that `reading` does not
     take are skipped. Each file is read once, as validation data if it is named as both. Returned
-    second are the names of files and folders that cannot be opened. Raises MissingInputError for
-    a path that is neither a file nor a folder, ConfigError if the patterns leave no file.
+    second are the names of files and folders that are left out, and why. Raises MissingInputError
+    for a path that is neither a file nor a folder, ConfigError if the patterns leave no file.
     """
     found: dict[str, DocumentSource] = {}
-    unreadable: list[str] = []
+    left_out: list[tuple[str, str]] = []
     for paths, is_validation in ((validation, True), (training, False)):
-        for path in _files(paths, out.resolve(), reading, unreadable):
+        for path in _files(paths, out.resolve(), reading, left_out):
             try:
                 status = path.stat()
                 if not stat.S_ISREG(status.st_mode):
                     raise OSError
             except OSError:
-                unreadable.append(str(path))
+                left_out.append((str(path), UNREADABLE))
                 continue
             name, real = os.fsencode(path).decode("utf-8", "replace"), os.path.realpath(path)
             size, changed = status.st_size, status.st_mtime_ns
@@ -455,11 +513,11 @@ def find_sources(
             "input: no file is left by --include and --exclude; a pattern fits a file's name, such "
             "as '*.txt', or its path below the folder, such as 'drafts/*'"
         )
-    return list(found.values()), unreadable
+    return list(found.values()), left_out
 
 
 def _files(
-    paths: Sequence[Path], out: Path, reading: Reading, unreadable: list[str]
+    paths: Sequence[Path], out: Path, reading: Reading, left_out: list[tuple[str, str]]
 ) -> Iterator[Path]:
     for given in paths:
         # Megatron's ids are named by their index, by themselves, or by the common prefix of both
@@ -476,15 +534,18 @@ def _files(
             )
         names = []
         for folder, subfolders, files in os.walk(
-            path, onerror=lambda error: unreadable.append(error.filename)
+            path, onerror=lambda error: left_out.append((error.filename, UNREADABLE))
         ):
             at = Path(folder)
             subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
-            if STATES & {*files}:
-                files = [name for name in files if name.endswith(TABLES)]
             indexed = {f"{name[:-4]}.bin" for name in files if name.endswith(".idx")}
             files = [name for name in files if name not in indexed]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
+        if any(_format(name) in DATA_SETS for name in names) and not reading.include:
+            names = [name for name in names if name.name not in ABOUT]
+            others = {name for name in names if _format(name) not in (*READERS, ".txt")}
+            names = [name for name in names if name not in others]
+            left_out.extend((str(path / name), NO_DATA) for name in filter(reading.takes, others))
         taken = sorted(filter(reading.takes, names), key=PurePath.as_posix)
         found = [match for name in taken if (match := SPLIT.search(name.as_posix()))]
         splits = sorted({match[1] for match in found})
@@ -532,7 +593,7 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as reason:
         why = " ".join((getattr(reason, "strerror", None) or str(reason)).split())[:WHY]
         place = f"{source.name} ({why})"
-        yield Piece(1, "", True, "unreadable", None, place, held_out, read)
+        yield Piece(1, "", True, UNREADABLE, None, place, held_out, read)
         return
     if not place:
         yield Piece(1, "", True, "empty", None, f"{source.name}, {unit} 1")
@@ -553,11 +614,20 @@ def has_marks(content: Content | None) -> bool:
 
 
 def _found(raw: BinaryIO, source: DocumentSource, reading: Reading) -> Iterator[Piece]:
-    file: BinaryIO = raw
-    *before, ending = _endings(source.path)
-    if opens := COMPRESSIONS.get(ending):
-        file, ending = cast("BinaryIO", opens(raw)), before[0] if before else ""
-    return READERS.get(ending, read_text)(file, reading)
+    opens = COMPRESSIONS.get(_endings(source.path)[-1])
+    file = cast("BinaryIO", opens(raw)) if opens else raw
+    begin = file.read(LONGEST_SIGNATURE)
+    file.seek(0)
+    for signature, what in SIGNATURES.items():
+        if re.match(signature, begin, re.DOTALL):
+            return iter([Piece(1, "", problem=f"no text ({what})")])
+    return READERS.get(_format(PurePath(source.path)), read_text)(file, reading)
+
+
+def _format(path: PurePath) -> str:
+    """The ending of a file's name that says its format, before one of a compression."""
+    *before, ending = _endings(str(path))
+    return "".join(before) if ending in COMPRESSIONS else ending
 
 
 def _endings(path: str) -> list[str]:

@@ -178,7 +178,7 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
     with writing(f"--out: {out}", "free the disk, or choose another place"):
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out, console):
-            sources, unreadable = find_sources(
+            sources, left_out = find_sources(
                 request.inputs, request.validation, out, request.reading
             )
             firsts = [*first_contents(sources, request.reading)]
@@ -198,7 +198,7 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
                 files = f"{_count(len(sources), 'file')}, {format_bytes(run.size)}"
                 console.line(f"{files} · {settings['tokenizer']} → {out}")
                 set_threads(threads)
-                sidecar = run.make(unreadable, settings, key)
+                sidecar = run.make(left_out, settings, key)
                 seconds = time.monotonic() - began
                 speed = format_bytes(run.size / seconds)
                 console.line(f"{format_bytes(run.size)} in {format_seconds(seconds)} · {speed}/s")
@@ -319,8 +319,8 @@ class _Run:
     def size(self) -> int:
         return sum(source.size for source in self.sources)
 
-    def make(self, unreadable: Sequence[str], settings: Settings, key: str) -> Sidecar:
-        """Write all files. `unreadable` names the files and folders that cannot be opened."""
+    def make(self, left_out: Sequence[tuple[str, str]], settings: Settings, key: str) -> Sidecar:
+        """Write all files. `left_out` names files and folders that are not read, and why."""
         request, folder = self.request, self.folder
         for other in request.out.glob(f"{PARTIAL}*"):
             if other != folder:
@@ -329,7 +329,7 @@ class _Run:
         for killed in (*request.out.glob(f"*{UNFINISHED}*"), *folder.glob(f"*{UNFINISHED}*")):
             killed.unlink()
         tokenizer = self._tokenizer()
-        progress = self._write(tokenizer, unreadable)
+        progress = self._write(tokenizer, left_out)
         _reject_empty(progress, request)
         dtype = dtype_for(tokenizer.vocab_size, marked=self.marked)
         if request.validation_fraction and not all(progress.documents.values()):
@@ -416,7 +416,9 @@ class _Run:
                 yield piece, before + piece.read
             before += source.size
 
-    def _write(self, tokenizer: Tokenizer, unreadable: Sequence[str]) -> PreparationProgress:
+    def _write(
+        self, tokenizer: Tokenizer, left_out: Sequence[tuple[str, str]]
+    ) -> PreparationProgress:
         """Write the files of tokens into the folder, continuing where an earlier run was."""
         with contextlib.ExitStack() as files:
             encoder = _Encoder(tokenizer, self.template, marked=self.marked)
@@ -426,8 +428,8 @@ class _Run:
                 done = _count(sum(progress.documents.values()), "document")
                 self.console.line(f"going on after {done} from an earlier run")
             else:
-                for name in unreadable:
-                    progress.leave_out(name, "unreadable")
+                for name, why in left_out:
+                    progress.leave_out(name, why)
             began, skipped = time.monotonic(), None
             rest = islice(self._pieces(), progress.pieces, None)
             for number, batch in enumerate(_batches(rest), 1):

@@ -11,6 +11,7 @@ import lzma
 import os
 import re
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,12 +170,11 @@ RECORDS = {
         ({"text": [1, "a"]}, "text that cannot be read (list of int and str; give a text, a list"),
         ({"messages": "[]"}, "messages that cannot be read (str; give a list of messages or of wh"),
         ({"input_ids": [1.0]}, "input_ids that cannot be read (list of float; give a list of mes"),
-        (
-            {"input_ids": [1, 2, 3], "seq_lengths": [2, 1]},
-            "several documents in a row (seq_lengths or position_ids says so; give each its own",
-        ),
-        ({"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}, "several documents in a row (seq_"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [2, 2]}, "seq_lengths that do not fit the ids"),
+        ({"input_ids": [1, 2, 3], "seq_lengths": [4, -1]}, "seq_lengths that do not fit the ids"),
+        ({"input_ids": [1, 2, 3], "position_ids": 0}, "position_ids that do not fit the ids"),
         ({"input_ids": [1, 2], "seq_lengths": [2], "position_ids": [0, 1]}, ""),
+        ({"input_ids": [], "seq_lengths": []}, "empty"),
     ],
 )
 def test_what_a_record_has_is_told(record: dict[str, Any], problem: str) -> None:
@@ -182,6 +182,52 @@ def test_what_a_record_has_is_told(record: dict[str, Any], problem: str) -> None
 
     assert (found.problem or "").startswith(problem)
     assert bool(found.problem) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [{"seq_lengths": [2, 3]}, {"position_ids": [0, 1, 0, 1, 2]}, {"seq_lengths": [2, 3, 0]}],
+)
+def test_documents_packed_into_a_record_are_documents(packed: dict[str, Any]) -> None:
+    """As where ids are read in place; masks are divided with the ids."""
+    record = {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, 2, 3, -100, 5], **packed}
+
+    found = read_json_lines(io.BytesIO(json.dumps(record).encode()), Reading())
+
+    assert [piece.content for piece in found if piece.problem != "empty"] == [[-2, 2], [3, -5, 5]]
+
+
+def tar(text: bytes) -> bytes:
+    file, member = io.BytesIO(), tarfile.TarInfo("a.txt")
+    member.size = len(text)
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        archive.addfile(member, io.BytesIO(text))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "what"),
+    [
+        ("a.txt.zst", b"\x28\xb5\x2f\xfd\x04", "zstd; uncompress it by zstd -d"),
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04", "zstd; uncompress it by zstd -d"),
+        ("a.tar", tar(b"text"), "tar; unpack it by tar -xf"),
+        ("a.tar.gz", gzip.compress(tar(b"text")), "tar; unpack it by tar -xf"),
+        ("a", gzip.compress(b"text"), "gzip; let its name end in .gz"),
+        ("a.txt", lzma.compress(b"text"), "xz; let its name end in .xz"),
+        ("a.txt", bz2.compress(b"text"), "bzip2; let its name end in .bz2"),
+        ("a.csv", "text\n1".encode("utf-16"), "UTF-16; make it UTF-8 by iconv -f UTF-16 -t UTF-8"),
+        ("a.pdf", b"%PDF-1.7\n", "PDF; take its text by pdftotext"),
+        ("a.txt", b"BZhang and %PDF-, PK\n", ""),
+    ],
+)
+def test_bytes_that_are_no_text_are_told_by_what_they_are(
+    name: str, data: bytes, what: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(data)
+
+    [found] = pieces_of(tmp_path / name)
+
+    assert found.problem == (f"no text ({what})" if what else None)
 
 
 @pytest.mark.parametrize("name", ["d.json", "D.JSON", "d.json.gz", "D.JSONL.GZ", "d.jsonl"])
@@ -536,6 +582,27 @@ def test_files_below_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) -
     assert [source.size for source in found] == [len(name) for name in names]
 
 
+@pytest.mark.parametrize("ending", ["parquet", "jsonl.gz", "arrow", "csv"])
+def test_the_card_and_the_scripts_of_a_data_set_are_no_documents(
+    ending: str, tmp_path: Path
+) -> None:
+    data, notes = f"data/train-00000-of-00001.{ending}", "more/notes.txt"
+    root = write(tmp_path, "README.md", "LICENSE", "load.py", "dataset_infos.json", data, notes)
+
+    found, left_out = find_sources([root], [], root / "out", Reading())
+
+    names = {source.name.removeprefix(f"{root}/") for source in found}
+    why = "no data (next to files of data; --include '*' takes it)"
+    if ending == "csv":
+        assert left_out == []
+        assert {"README.md", "load.py"} < names
+    else:
+        assert names == {data, notes}
+        assert sorted(left_out) == [(f"{root}/LICENSE", why), (f"{root}/load.py", why)]
+    every = find_sources([root], [], root / "out", Reading(include=("*",)))
+    assert (len(every[0]), every[1]) == (6, [])
+
+
 def test_a_file_counts_once_and_as_validation_data_if_it_is_named_so(tmp_path: Path) -> None:
     root = write(tmp_path, "a", "b")
     (root / "link").symlink_to(root / "a")
@@ -550,8 +617,8 @@ def test_what_is_no_file_is_counted_in_a_folder_and_refused_by_name(tmp_path: Pa
     (root / "lost").symlink_to("/nowhere")
     os.mkfifo(root / "pipe")
 
-    [_], unreadable = find_sources([root], [], root / "out", Reading())
-    assert unreadable == [f"{root}/lost", f"{root}/pipe"]
+    [_], left_out = find_sources([root], [], root / "out", Reading())
+    assert left_out == [(f"{root}/lost", "unreadable"), (f"{root}/pipe", "unreadable")]
     assert find_sources([root / "a"], [], root / "out", Reading())[1] == []
     for name in ("lost", "pipe", "missing"):
         with pytest.raises(MissingInputError, match=f"{name} is neither a file nor a folder"):
