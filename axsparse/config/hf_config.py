@@ -57,10 +57,7 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
             "axsparse would leave out; save what merge_and_unload of peft returns, or remove it"
         )
     if not path.is_file():
-        raise MissingInputError(
-            f"{FROM}: {named.value!r} has no {CONFIG_FILE}; name a Hugging Face folder of "
-            f"{CONFIG_FILE} and safetensors"
-        )
+        raise no_folder(FROM, named.value)
     filled = dict(settings)
     name = settings.get("model.name")
     for key, value in model_settings(path, None if name is None else name.value).items():
@@ -79,6 +76,15 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
                 f"leave it out, or name another folder{more_said}"
             )
     return filled
+
+
+def no_folder(where: str, given: str) -> MissingInputError:
+    """The error about a folder of a model that is none; of the hub's models it is to be fetched."""
+    suggestion = f"name a Hugging Face folder of {CONFIG_FILE} and safetensors"
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given) and not Path(given).exists():
+        name = given.partition("/")[2]
+        suggestion += f"; a model of the hub is fetched by hf download {given} --local-dir {name}"
+    return MissingInputError(f"{where}: {given!r} has no {CONFIG_FILE}; {suggestion}")
 
 
 def model_settings(path: Path, name: object = None) -> dict[str, Any]:

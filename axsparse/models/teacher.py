@@ -13,14 +13,14 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from axsparse.config.hf_config import CONFIG_FILE, model_settings
+from axsparse.config.hf_config import CONFIG_FILE, model_settings, no_folder
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config, sample_length
 from axsparse.models.layer import Layer, LossFunction, Model
 from axsparse.models.losses import distillation, linear_cross_entropy, summed_cross_entropy
 from axsparse.models.zoo.hf_experts import BalancedLoss
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
-from axsparse.runtime.errors import ConfigError, MissingInputError
+from axsparse.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,7 @@ def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) ->
         )
     path, length = Path(folder) / CONFIG_FILE, sample_length(config)
     if not path.is_file():
-        raise MissingInputError(
-            f"{where}: {folder!r} has no {CONFIG_FILE}; name a Hugging Face folder of "
-            f"{CONFIG_FILE} and safetensors"
-        )
+        raise no_folder(where, folder)
     found = {"sequence_length": length, **model_settings(path), "from": folder}
     settings = FAMILIES[found["name"]].model_validate(found)
     if settings.vocab_size != model.vocab_size:
