@@ -425,7 +425,9 @@ def test_a_config_of_pictures_and_text_says_the_type_that_is_written(
     files = [hf_files(config, dtype, None)[0] for dtype in (torch.float32, torch.bfloat16)]
 
     assert files[1]["config.json"] == own
-    said = json.loads(files[0]["config.json"])
+    text = files[0]["config.json"]
+    assert isinstance(text, bytes)
+    said = json.loads(text)
     assert (said["dtype"], said["text_config"]["dtype"]) == ("float32", "float32")
 
 
