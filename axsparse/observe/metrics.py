@@ -223,6 +223,7 @@ class MetricsFile:
     def __init__(self, path: Path, sinks: Sequence[SinkThread] = ()) -> None:
         """Open or create the file; OutputError if its folder is missing or not writable."""
         self._path = path
+        self._place = path.absolute()  # a program may change its working directory
         self._sinks = sinks
         with self._writing():
             self._file = path.open("a", encoding="utf-8")
@@ -241,7 +242,7 @@ class MetricsFile:
         with self._writing():
             if not self._is_in_place():
                 self._file.close()
-                self._file = self._path.open("a", encoding="utf-8")
+                self._file = self._place.open("a", encoding="utf-8")
                 write_line(
                     f"warning: {self._path}: was moved or removed while the run trained; its "
                     "records from now on are in a new file"
@@ -260,7 +261,7 @@ class MetricsFile:
 
     def _is_in_place(self) -> bool:
         with suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+            return os.path.samestat(os.fstat(self._file.fileno()), self._place.stat())
         return False
 
     def _writing(self) -> AbstractContextManager[None]:
