@@ -211,14 +211,15 @@ def tar(text: bytes) -> bytes:
         ("a.txt.zst", b"\x28\xb5\x2f\xfd\x04", "zstd; uncompress it by zstd -d"),
         ("a.jsonl.zst", b"\x28\xb5\x2f\xfd\x04", "zstd; uncompress it by zstd -d"),
         ("a.tar", tar(b"text"), "tar; unpack it by tar -xf"),
-        ("a.tar.gz", gzip.compress(tar(b"text")), "tar; unpack it by tar -xf"),
-        ("a", gzip.compress(b"text"), "gzip; let its name end in .gz"),
+        ("a.tar.gz", gzip.compress(tar(b"text"), mtime=0), "tar; unpack it by tar -xf"),
+        ("a", gzip.compress(b"text", mtime=0), "gzip; let its name end in .gz"),
         ("a.txt", lzma.compress(b"text"), "xz; let its name end in .xz"),
         ("a.txt", bz2.compress(b"text"), "bzip2; let its name end in .bz2"),
         ("a.csv", "text\n1".encode("utf-16"), "UTF-16; make it UTF-8 by iconv -f UTF-16 -t UTF-8"),
         ("a.pdf", b"%PDF-1.7\n", "PDF; take its text by pdftotext"),
         ("a.txt", b"BZhang and %PDF-, PK\n", ""),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bytes_that_are_no_text_are_told_by_what_they_are(
     name: str, data: bytes, what: str, tmp_path: Path
