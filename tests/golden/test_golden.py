@@ -10,7 +10,7 @@ USUAL = (["^(1x1|2x2 exact, sharded|1x1 pattern 2 of 4)$"], 4)
 OTHERS = [
     # As in test_state_equivalence.py, and in test_public_face.py.
     (["^(1x1|2x1|1x2|2x2)$", "--with", "samo.weights=sparse"], 4),
-    (["^2x2 own model$"], 1),
+    (["^2x2 own model$"], 2),  # and 1x1, whose settings texts are compared with
 ]
 TABLE = Table.read("base: {}\nrows: {one: {}, two: {same: one}}")
 
