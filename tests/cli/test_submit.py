@@ -323,9 +323,9 @@ HARD = "data.path=a  b/$HOME/`id`/'\"/*/é/\\n/@ranks@/!x"
 
 def test_values_arrive_at_the_ranks_as_they_were_given(here: Path, submit: Axsparse) -> None:
     (here / "my conf").mkdir()
-    (here / "my conf" / "-é $x.yaml").write_text("data: {source: tokens}\n")
+    (here / "my conf" / "-é 'x;.yaml").write_text("data: {source: tokens}\n")
     (here / "my modules.sh").write_text("echo modules are loaded\npython=/other/python\n")
-    config = str(here / "my conf" / "-é $x.yaml")
+    config = str(here / "my conf" / "-é 'x;.yaml")
     options = ["--config", config, "--set", HARD, "--steps", "6", "--run-dir", "my run"]
 
     script = submit("--slurm", *ASKED, *options, "--setup", "my modules.sh")[1]
