@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from support.commands import refusal
-from support.exhaustive import by_default
 from support.mpirun import LONGEST_SECONDS, mpirun_path, run_mpirun
 
 from axsparse.runtime import process
@@ -250,7 +249,8 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("stages", by_default([2], [1, 2]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stages", [1, 2])
 def test_scattered_stages_and_a_second_mpi_library_are_warned_of(
     stages: int, tmp_path: Path
 ) -> None:

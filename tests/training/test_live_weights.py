@@ -12,7 +12,7 @@ from support.runs import summed_loss, tiny_config, vector_data
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.config.schema import Config, TrainConfig
+from axsparse.config.schema import Config
 from axsparse.models.layer import Model
 
 STEPS = 3
@@ -57,7 +57,7 @@ def own_model(config: Config) -> Model:
 
 
 def config_of(**sections: object) -> Config:
-    train = {"steps": STEPS, "eval_every": 0, "eval_steps": "all"}
+    train = {"steps": STEPS, "eval_every": 0, "eval_steps": "all", "peak_flops": 1e9}
     batch = {"global_batch_size": 12, "microbatch_size": 3}
     return tiny_config(train=train, batch=batch, **sections)
 
@@ -166,7 +166,7 @@ def test_frozen_weights_come_back_as_they_were_given(
     for resume in (None, "auto"):
         ran(
             layout,
-            config if resume else config.model_copy(update={"train": TrainConfig(steps=2)}),
+            config if resume else config.with_values({"train.steps": 2}),
             tmp_path / "run",
             model=own,
             data=vector_data(),
