@@ -112,7 +112,7 @@ def notebook() -> str:
     """The text of the notebook."""
     made = []
     for number, (kind, text) in enumerate(cells()):
-        cell = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}}
+        cell: dict[str, object] = {"cell_type": kind, "id": f"cell-{number}", "metadata": {}}
         if kind == "code":
             cell |= {"execution_count": None, "outputs": []}
         made.append(cell | {"source": text.strip().splitlines(keepends=True)})

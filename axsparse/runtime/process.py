@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -95,10 +94,12 @@ def are_scattered(hosts: Sequence[str]) -> bool:
 
 def installed_mpi() -> list[str]:
     """The packages of this environment that bring an MPI library."""
+    from importlib import metadata  # more than half of what `axsparse --help` would take
+
     found = []
     for name in MPI_WHEELS:
-        with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
+        with suppress(metadata.PackageNotFoundError):
+            found.append(f"{name} {metadata.version(name)}")
     return found
 
 

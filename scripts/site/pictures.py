@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+
+import torch
 
 from axsparse.observe.charts import (
     PICTURE_STYLE,
@@ -16,7 +19,7 @@ from axsparse.observe.charts import (
     svg,
 )
 from axsparse.observe.trace_file import Span
-from axsparse.pipeline.policy import Schedule, ScheduleName
+from axsparse.pipeline.policy import Policy, Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, simulate
 from axsparse.runtime.communication import Direction
 from axsparse.samo.state_bytes import StateFormat, TensorSize, tensor_bytes
@@ -40,7 +43,9 @@ def _state_bytes() -> Iterator[str]:
     bars = {
         "dense, as usual": (2.0, 0.0, 6.0, 4.0, 8.0),
         "SAMO, as published": (2.0, 0.4, 0.6, 0.4, 0.8 + 0.2),
-        "axsparse": _stored(StateFormat(half=True, gradient_bytes=2, moments=2, index="auto")),
+        "axsparse": _stored(
+            StateFormat(torch.bfloat16, torch.bfloat16, ("exp_avg", "exp_avg_sq"), index="auto")
+        ),
     }
     names = ("weight", "index", "gradient", "master", "optimizer")
     rows = [(name, parts, f"{sum(parts):.2f} bytes") for name, parts in bars.items()]
@@ -53,6 +58,10 @@ def _stored(form: StateFormat) -> tuple[float, ...]:
     found = tensor_bytes(TensorSize(NUMEL, NUMEL // 10), form)
     parts = (found.weight, found.index, found.gradient, found.master, found.optimizer)
     return tuple(nbytes / NUMEL for nbytes in parts)
+
+
+def _policy(schedule: Schedule, stage: int) -> Policy:
+    return schedule.policy(stage=stage, g_inter=STAGES, microbatches=MICROBATCHES)
 
 
 def _schedules() -> Iterator[str]:
@@ -69,13 +78,7 @@ def _schedules() -> Iterator[str]:
     runs = {}
     for name, title in names:
         schedule = Schedule(name, int(name == "message-driven"), "alternate")
-        runs[title] = simulate(
-            lambda stage, schedule=schedule: schedule.policy(
-                stage=stage, g_inter=STAGES, microbatches=MICROBATCHES
-            ),
-            Durations(forward, backward),
-            edges,
-        )
+        runs[title] = simulate(partial(_policy, schedule), Durations(forward, backward), edges)
     longest = max(run.seconds for run in runs.values())
     for title, run in runs.items():
         spans = []
@@ -89,7 +92,7 @@ def _schedules() -> Iterator[str]:
                 now = end
         yield f"<p><strong>{title}</strong>: {run.seconds:.1f} times a forward</p>"
         # The legend of phases does not suit actions; forwards and backwards differ in colour.
-        yield f'<div class="wide">{svg(Timeline(title, spans, longest, ""))}</div>'
+        yield f'<div class="wide">{svg(Timeline(title, spans, longest, {}))}</div>'
 
 
 def _decoding() -> Iterator[str]:

@@ -25,9 +25,9 @@ def site() -> Any:
     """The modules that build the site."""
     sys.path.insert(0, str(SITE))
     try:
-        import links  # type: ignore[import-not-found]
-        import pictures  # type: ignore[import-not-found]
-        import reference_pages  # type: ignore[import-not-found]
+        import links
+        import pictures
+        import reference_pages
     finally:
         sys.path.remove(str(SITE))
     return SimpleNamespace(links=links, pictures=pictures, pages=reference_pages)
@@ -84,3 +84,11 @@ def test_the_notebook_is_made_of_the_script() -> None:
 
     hint = "python scripts/afternoon_notebook.py makes it anew"
     assert NOTEBOOK.read_text(encoding="utf-8") == done.stdout, hint
+
+
+def test_every_picture_of_the_pages_is_drawn(site: Any) -> None:
+    found = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").rglob("*.md"))
+    names = re.findall(r"<!-- picture: ([\w-]+) -->", found)
+
+    assert names
+    assert all("<svg" in site.pictures.draw(name) for name in names)
