@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from axsparse.models.module_buffers import slots
@@ -251,7 +252,8 @@ class Forward:
                 raise Reached(hidden)
             return self._returned(hidden)
 
-        with torch.no_grad():
+        # Its products are not a layer's: a mode that counts the first layer's does not see them.
+        with _disable_current_modes(), torch.no_grad():
             view = self._view(self._body(hidden.device, hidden.dtype), {}, record)
             try:
                 embeds = self._embeds(hidden)
