@@ -19,6 +19,7 @@ import math
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -206,8 +207,15 @@ def saved_steps(folder: Path) -> list[int]:
 
 def unfinished(folder: Path) -> list[Path]:
     """The checkpoints that killed runs left half written or half removed."""
-    named = (path for path in _folders(folder) if _REMAINS.fullmatch(path.name))
-    return sorted(path for path in named if own_files(path, _OWN_FILE) or not any(path.iterdir()))
+    found = []
+    for path in _folders(folder):
+        # A run that is still at work may finish or remove it meanwhile.
+        with suppress(FileNotFoundError):
+            if _REMAINS.fullmatch(path.name) and (
+                own_files(path, _OWN_FILE) or not any(path.iterdir())
+            ):
+                found.append(path)
+    return sorted(found)
 
 
 def _folders(folder: Path) -> list[Path]:
