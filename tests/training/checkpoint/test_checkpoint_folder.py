@@ -316,3 +316,19 @@ def test_a_damaged_manifest_is_one_line(data: st.DataObject) -> None:
 
     with contextlib.suppress(ValueError):
         parse_manifest(signed(text.decode(errors="replace")))
+
+
+def test_what_vanishes_while_it_is_looked_at_is_not_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("step-1.tmp", "step-2.tmp"):
+        (tmp_path / name).mkdir()
+
+    def own_files(path: Path, _: object) -> list[Path]:
+        if path.name == "step-1.tmp":
+            path.rmdir()
+        return list(path.iterdir())
+
+    monkeypatch.setattr(checkpoint_folder, "own_files", own_files)
+
+    assert [path.name for path in unfinished(tmp_path)] == ["step-2.tmp"]
