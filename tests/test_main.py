@@ -89,12 +89,12 @@ def test_a_line_that_cannot_be_written_leaves_the_code_as_it_is() -> None:
 
 
 INTERRUPTED = """
-import sys
+import os, signal, sys
 
 class Interrupting:
     def find_spec(self, name, *_):
         if name == "axsparse.cli.mask":
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupting())
 from axsparse.__main__ import main
