@@ -596,8 +596,9 @@ def _trained(layer: LayerInfo) -> int:
 
 
 def _most_trained(layers: Sequence[LayerInfo], kept: float) -> int:
-    """The most entries of dense gradients that have memory at a time: one layer's, and beside large
-    tensors the freed ones of another layer of up to `kept` entries, which the C library keeps."""
+    """The largest number of entries of dense gradients in memory: one layer's, and, next to its
+    tensors of more than `kept` entries, another layer's freed smaller ones, which the C library
+    keeps."""
     parts = []
     for layer in layers:
         sizes = [parameter.numel for parameter in layer.parameters if parameter.trained]

@@ -384,13 +384,11 @@ def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
 
 def is_export(folder: Path) -> bool:
     """Whether an export has written all that is in this folder, as its weights say."""
-    paths = [] if folder.is_symlink() else [*folder.rglob("*")]
-    inside = {
-        one.relative_to(folder).as_posix() for one in paths if one.is_symlink() or one.is_file()
-    }
-    for file in inside & {WHOLE_FILE, SPARSE_FILE}:
+    for file in () if folder.is_symlink() else (WHOLE_FILE, SPARSE_FILE):
         with suppress(OSError, DataError, ValueError, KeyError):
-            return inside == {file, *json.loads(SafetensorsFile(folder / file).metadata[_FILES])}
+            written = {file, *json.loads(SafetensorsFile(folder / file).metadata[_FILES])}
+            there = (one for one in folder.rglob("*") if one.is_symlink() or one.is_file())
+            return {one.relative_to(folder).as_posix() for one in there} == written
     return False
 
 
