@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -20,9 +21,10 @@ from axsparse.cli import checkpoint
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.planner.stage_memory import SMALL_BLOCKS
+from axsparse.runtime.communication import wait
 from axsparse.runtime.errors import MissingInputError
 from axsparse.runtime.job import Job, _describe
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalLink, LocalTransport, LocalWorld
 from axsparse.training import run_recorder
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
 from axsparse.training.evaluation import Evaluation
@@ -347,3 +349,30 @@ def test_pruning_checkpoints_by_hand_leaves_the_best(
 
     assert saved_steps(tmp_path / "checkpoints") == [6, 5]
     assert "lowest validation loss so far 0.5000, after step 5" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("layout", "sections"),
+    [
+        ((1, 2), {"samo": {"weights": "sparse", "zero_stage": 3}}),
+        ((1, 1, 2), {"layout": {"g_tensor": 2}}),
+    ],
+    ids=["gathers", "tensor parallelism"],
+)
+def test_ranks_that_wait_for_each_other_in_a_layer_send_meanwhile(
+    layout: tuple[int, int] | tuple[int, int, int],
+    sections: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What one of them waits for may need a message of the other to another stage."""
+    callers = set()
+
+    def push(_: LocalLink) -> None:
+        callers.add(sys._getframe(1).f_code.co_name)
+
+    monkeypatch.setattr(LocalLink, "push", push)
+
+    ran(layout, tiny_config(**sections), tmp_path / "run", order=3)
+
+    assert wait.__name__ in callers
