@@ -17,7 +17,7 @@ from axsparse.models.layer import InitFunction, Layer
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.expansion import Expansion
-from axsparse.samo.layer_construction import BuiltLayer, StateOptions
+from axsparse.samo.layer_construction import BuiltLayer, StateOptions, given_value
 from axsparse.samo.layer_construction import build_layers as build_layers_with
 from axsparse.samo.precision import round_to
 from axsparse.samo.selection import largest
@@ -286,3 +286,22 @@ def test_hooks_attributes_and_other_places_of_a_parameter_stay(
         module.handle.remove()
         weight.grad = None
     assert module.note_errors == [weight] * 2
+
+
+@pytest.mark.parametrize(("other", "is_given"), [(0.0, True), (1.0, False)])
+def test_a_frozen_value_is_the_given_one_only_while_it_rounds_to_what_is_stored(
+    other: float, is_given: bool
+) -> None:
+    """A resumed run may get other start values than its checkpoint has."""
+    given = torch.tensor([0.1, 1 / 3])
+    stored = (given + other).bfloat16()
+
+    class Given:
+        fingerprint = ""
+
+        def read(self, name: str) -> Tensor | None:
+            return given if name == "weight" else None
+
+    assert given_value(Given(), "weight", stored) is (given if is_given else stored)
+    assert given_value(Given(), "bias", stored) is stored
+    assert given_value(None, "weight", stored) is stored
