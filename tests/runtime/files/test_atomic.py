@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from axsparse.runtime.files.atomic import UNFINISHED, new_path
+from axsparse.runtime.files.atomic import UNFINISHED, new_path, write_new
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -81,3 +81,19 @@ def test_contents_are_on_the_disk_before_the_name_is(
         unfinished.write_text("all")
 
     assert synced == [False, True]
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_a_new_file_is_on_the_disk_whole(
+    is_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, path, synced = tmp_path / "source", tmp_path / "new", list[bytes]()
+    source.write_bytes(b"content")
+    monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.read_bytes()))
+
+    write_new(path, source if is_copy else b"content")
+
+    assert (synced, path.read_bytes()) == ([b"content"], b"content")
+    with pytest.raises(FileExistsError):
+        write_new(path, b"other")
+    assert path.read_bytes() == b"content"
