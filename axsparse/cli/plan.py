@@ -26,7 +26,7 @@ from axsparse.config.schema import Config, sample_length
 from axsparse.config.section import counted
 from axsparse.config.validate import check_config
 from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
-from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError, writing
+from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.process import exit_process, speaks
 
@@ -42,7 +42,7 @@ Does it fit? Plan a training run: stages, replicas, memory, seconds. Needs no GP
   axsparse plan FOLDER --gpus 4 --memory 40
   axsparse plan --config gpt3_2.7b.yaml --gpus 512 --cluster summit
   axsparse plan --config gpt3_xl.yaml --gpus 64,128,256,512 --cluster summit --compare dense,samo
-  axsparse plan --config my.yaml --gpus 8 --cluster my_cluster.yaml --html plan.html
+  axsparse plan --config my.yaml --gpus 8 --cluster my_cluster.yaml
 """
 EPILOG = """\
 The first line is the answer, and the exit code is 78 where nothing fits. FOLDER is a Hugging Face
@@ -85,9 +85,6 @@ def parser() -> CommandParser:
     add("--g-tensor", metavar="N[,N…]", type=_numbers, help=text)
     add("--compare", metavar="METHODS", type=_methods, help="dense,samo: plan both, side by side")
     add("--json", action="store_true", help="print everything as one JSON object")
-    add("--trace", metavar="FILE", type=Path, help="write the simulated step as a Chrome trace")
-    text = "write timeline, memory and curves as a page; needs axsparse[plot]"
-    add("--html", metavar="FILE", type=Path, help=text)
     return arguments
 
 
@@ -128,12 +125,9 @@ def _plan(arguments: argparse.Namespace) -> None:
     config, notes = _read(arguments)
     check_config(config)
     # Imported late, so that --help and mistakes of the user do not load torch.
-    from axsparse.observe.charts import check_installed
     from axsparse.planner.plan_model import planned_model
     from axsparse.planner.what_fits import DoesNotFitError
 
-    if arguments.html is not None:
-        check_installed("--html")
     asked = planned_model(config, cluster)
     tried = {"microbatch_sizes": arguments.microbatch_size, "g_tensor": arguments.g_tensor}
     answers, refusals = [], []
@@ -146,18 +140,6 @@ def _plan(arguments: argparse.Namespace) -> None:
     _print(answers, refusals, notes, arguments)
     if not answers:
         exit_process(EXIT_CONFIG)
-    if arguments.trace is not None:
-        from axsparse.observe import trace_file
-        from axsparse.planner.plan_report import spans
-
-        last = answers[-1].request
-        source = f"simulated: {last.model.name} ({last.method}), {counted(last.gpus, 'device')}"
-        trace_file.write(arguments.trace, spans(answers[-1].recommended), source)
-    if arguments.html is not None:
-        from axsparse.planner.html_page import page
-
-        with writing(f"--html {arguments.html}:", "choose another place"):
-            arguments.html.write_text(page(answers, notes), encoding="utf-8")
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:

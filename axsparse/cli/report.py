@@ -24,7 +24,6 @@ laid over each other, with a table of the settings in which they differ:
 
   axsparse report runs/my_run
   axsparse report runs/dense runs/pruned --out comparison.html
-  axsparse report runs/dense runs/pruned --png comparison.png
 
 The page is one file that loads nothing from elsewhere. The run may still go on. Charts are drawn by
 matplotlib: pip install 'axsparse[plot]'.
@@ -38,15 +37,13 @@ def parser() -> CommandParser:
     add("runs", metavar="RUN", type=Path, nargs="+", help="the directory of a run")
     text = f"the page, an .html file (default: {REPORT_FILE} in the first RUN)"
     add("--out", metavar="PATH", type=Path, help=text)
-    text = "write a picture of the curves instead, a .png file"
-    add("--png", metavar="PATH", type=Path, help=text)
     return arguments
 
 
 def _report(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.observe.charts import check_installed
-    from axsparse.observe.run_report import MOST_RUNS, report_page, report_picture
+    from axsparse.observe.run_report import MOST_RUNS, report_page
     from axsparse.runtime.files.atomic import new_path, write_new
 
     runs: list[Path] = arguments.runs
@@ -56,20 +53,16 @@ def _report(arguments: argparse.Namespace) -> None:
         raise ConfigError(
             f"report: {len(runs)} runs are too many for one page; name {MOST_RUNS} at most"
         )
-    if arguments.out is not None and arguments.png is not None:
-        raise ConfigError("report: --out names a page and --png a picture; give one of them")
-    option, ending = ("--out", ".html") if arguments.png is None else ("--png", ".png")
-    path: Path = arguments.png or arguments.out or runs[0] / REPORT_FILE
-    if path.suffix != ending:
-        raise ConfigError(f"{option}: {str(path)!r} does not end in {ending}; add that")
+    path: Path = arguments.out or runs[0] / REPORT_FILE
+    if path.suffix != ".html":
+        raise ConfigError(f"--out: {str(path)!r} does not end in .html; add that")
     check_installed("report")
     views = [view_run(run, name) for run, name in zip(runs, _names(runs), strict=True)]
-    content = report_page(views).encode() if arguments.png is None else report_picture(views)
+    content = report_page(views).encode()
     advice = "free the disk, or choose another place"
-    with writing(f"{option}: {path}", advice), new_path(path) as unfinished:
+    with writing(f"--out: {path}", advice), new_path(path) as unfinished:
         write_new(unfinished, content)
-    advice = "; open it in a browser" if arguments.png is None else ""
-    say(f"{path}: {len(content) / 1e3:.0f} kB{advice}")
+    say(f"{path}: {len(content) / 1e3:.0f} kB; open it in a browser")
 
 
 def _names(runs: Sequence[Path]) -> list[str]:

@@ -1,9 +1,8 @@
 """Charts, which matplotlib draws, and the common parts of all HTML pages: frame, tables, legends,
 colours.
 
-A chart is drawn as inline SVG of a page, or with others as one PNG picture. Everywhere else in the
-house a chart is only data: `Lines`, `Areas`, `Bars` or `Timeline`. In a page its texts and axes
-have the colour of the page's text, in light and in dark.
+A chart is drawn as inline SVG of a page. Everywhere else it is only data: `Lines`, `Areas`, `Bars`
+or `Timeline`. Its texts and axes have the colour of the page's text, in light and in dark.
 
 A page is one file that loads nothing from elsewhere. It is readable in light and in dark, and 400
 pixels wide. Neighbours differ in lightness, too.
@@ -15,11 +14,11 @@ import io
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy
 
@@ -29,7 +28,6 @@ from axsparse.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
 PHASE_COLOURS: Mapping[str, str] = {
@@ -143,15 +141,12 @@ class Lines:
 
     title: str
     curves: Sequence[Curve]
-    across: str = "step"
     logarithmic: bool = False
     """Whether values lie on a logarithmic axis, which leaves out values that are not positive."""
-    across_logarithmic: bool = False
-    """Whether steps lie on a logarithmic axis, too; each step is then labelled with its number."""
     crosses: Sequence[float] = ()
     """Steps that are marked below the curves."""
-    key: Mapping[str, str] = field(default_factory=dict)
-    size: tuple[float, float] = (WIDTH, HEIGHT)
+    key: ClassVar[Mapping[str, str]] = {}
+    size: ClassVar[tuple[float, float]] = (WIDTH, HEIGHT)
 
     @property
     def values(self) -> list[list[float]]:
@@ -173,13 +168,7 @@ class Lines:
             axes.set_yscale("log")
             axes.yaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_minor_formatter(ticker.LogFormatter(minor_thresholds=(1, 0.4)))
-        if self.across_logarithmic:
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sorted({x for curve in self.curves for x, _ in curve.points}))
-            axes.xaxis.set_minor_locator(ticker.NullLocator())
-        else:
-            axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        _number_steps(axes)
         for curve in self.curves:
             xs = [x for x, _ in curve.points]
             ys = [
@@ -199,7 +188,6 @@ class Lines:
         if self.crosses:
             across = axes.get_xaxis_transform()
             axes.plot(self.crosses, [0.04] * len(self.crosses), "x", color=RED, transform=across)
-        axes.set_xlabel(self.across)
 
     def _width(self, curve: Curve) -> float:
         """The width of a curve: later ones are thinner, so that two equal curves are both seen."""
@@ -224,13 +212,10 @@ class Areas:
     """For each stretch the value of a part, from the bottom."""
     key: Mapping[str, str]
     """The colours of the parts."""
-    size: tuple[float, float] = (WIDTH, HEIGHT)
+    size: ClassVar[tuple[float, float]] = (WIDTH, HEIGHT)
 
     def draw(self, axes: Axes) -> None:
-        from matplotlib import ticker
-
-        axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-        axes.xaxis.set_major_formatter("{x:,.0f}")
+        _number_steps(axes)
         below = [0.0] * len(self.edges)
         for name, values in self.parts.items():
             above = [a + b for a, b in zip(below, [*values, values[-1]], strict=True)]
@@ -240,7 +225,6 @@ class Areas:
             below = above
         axes.set_xlim(self.edges[0], self.edges[-1])
         axes.set_ylim(bottom=0)
-        axes.set_xlabel("step")
 
 
 @dataclass(frozen=True)
@@ -252,13 +236,11 @@ class Bars:
     colours: Sequence[str]
     """The colours of the parts."""
     key: Mapping[str, str] = field(default_factory=dict)
-    mark: tuple[float, str] | None = None
-    """A line across all bars, and its name."""
     width: float = WIDTH
 
     @property
     def size(self) -> tuple[float, float]:
-        return self.width, ROW * (len(self.rows) + bool(self.mark)) + 8
+        return self.width, ROW * len(self.rows) + 8
 
     def draw(self, axes: Axes) -> None:
         fits = 18 if self.width == WIDTH else 40
@@ -269,15 +251,8 @@ class Bars:
             left = [sum(parts[:part]) for _, parts, _ in self.rows]
             axes.barh(at, values, 0.75, left, color=colour)
         axes.set_yticks(at, names)
-        last = len(self.rows) - 0.5
-        if self.mark is not None:
-            value, name = self.mark
-            axes.plot([value, value], [-0.5, last], color=INK)
-            axes.text(value, last + 0.5, name, ha="right", va="center")
-            last += 1
-        axes.set_ylim(last, -0.5)
-        ends = [sum(parts) for _, parts, _ in self.rows]
-        longest = max([*ends, self.mark[0] if self.mark else 0.0]) or 1.0
+        axes.set_ylim(len(self.rows) - 0.5, -0.5)
+        longest = max((sum(parts) for _, parts, _ in self.rows), default=0.0) or 1.0
         for row, (_, _, words) in enumerate(self.rows):
             axes.text(1.02 * longest, row, words, va="center")
         axes.set_xlim(0, longest * (1.22 if self.width == WIDTH else 1.1))
@@ -332,6 +307,14 @@ class Timeline:
         return numpy.where(seconds.any(axis=1), seconds.argmax(axis=1), -1)
 
 
+def _number_steps(axes: Axes) -> None:
+    from matplotlib import ticker
+
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("step")
+
+
 def _bare(axes: Axes) -> None:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
@@ -369,12 +352,22 @@ def chart_html(chart: Chart) -> Iterator[str]:
 
 def svg(chart: Chart) -> str:
     """A chart as an SVG element, without title and legend."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
     width, height = chart.size
-
-    def draw(figure: Figure) -> None:
+    file = io.BytesIO()
+    with (
+        matplotlib.rc_context({**STYLE, **dict.fromkeys(COLOURED, INK)}),
+        warnings.catch_warnings(),
+    ):
+        # Names may have letters that its font lacks; a browser has them.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        figure = Figure((width / 72, height / 72), layout="constrained")
         chart.draw(figure.subplots())
-
-    text = _rendered(draw, (width / 72, height / 72), INK, format="svg", transparent=True).decode()
+        unnamed = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(file, format="svg", transparent=True, metadata=unnamed)
+    text = file.getvalue().decode()
     text = text[text.index("<g ") : text.rindex("</svg>")]
     text = re.sub(r"<style.*?</style>|<!--.*?-->", "", text, flags=re.DOTALL)
     # Several charts are in one page: groups keep no names, and fonts are the page's.
@@ -385,49 +378,6 @@ def svg(chart: Chart) -> str:
         f'<svg viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}" '
         f'role="img" aria-label="{escape(chart.title)}" fill="currentColor">{text}</svg>'
     )
-
-
-def picture(charts: Sequence[Chart]) -> bytes:
-    """A PNG file with all charts, two in a row, each with its title and legend."""
-    rows = -(-len(charts) // 2)
-
-    def draw(figure: Figure) -> None:
-        panels = list(figure.subplots(rows, 2, squeeze=False).flat)
-        for axes in panels[len(charts) :]:
-            axes.set_axis_off()
-        for axes, chart in zip(panels, charts, strict=False):
-            chart.draw(axes)
-            axes.set_title(chart.title)
-            for name, colour in chart.key.items():
-                axes.plot([], [], color=colour, label=name)
-            if chart.key:
-                axes.legend(fontsize="small", ncols=1 + len(chart.key) // 5)
-
-    size = (10.0, 3.5 * rows)
-    return _rendered(draw, size, "#222", format="png", dpi=150)
-
-
-def _rendered(
-    draw: Callable[[Figure], None], size: tuple[float, float], ink: str, **how: Any
-) -> bytes:
-    """The bytes that matplotlib writes for a figure of this size in inches, with texts of the
-    colour `ink`."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    file = io.BytesIO()
-    with (
-        matplotlib.rc_context({**STYLE, **dict.fromkeys(COLOURED, ink)}),
-        warnings.catch_warnings(),
-    ):
-        # Names may have letters that its font lacks; a browser has them.
-        warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        figure = Figure(size, layout="constrained")
-        draw(figure)
-        if how["format"] == "svg":
-            how["metadata"] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(file, **how)
-    return file.getvalue()
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:

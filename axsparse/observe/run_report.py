@@ -1,4 +1,4 @@
-"""Draws one run, or several over each other, as one HTML page or one picture.
+"""Draws one run, or several over each other, as one HTML page.
 
 Reads metrics.jsonl, also of a run that still runs or was killed; docs/reference/metrics.md says
 what the fields mean.
@@ -28,7 +28,6 @@ from axsparse.observe.charts import (
     html_table,
     legend,
     page,
-    picture,
     thinned,
 )
 from axsparse.observe.metrics import perplexity
@@ -166,11 +165,6 @@ MOST_COLUMNS = 80
 def report_page(runs: Sequence[RunView]) -> str:
     """The text of the page. The names of runs differ."""
     return page(", ".join(run.name for run in runs), _lines(runs))
-
-
-def report_picture(runs: Sequence[RunView]) -> bytes:
-    """The curves as one PNG picture, for slides and papers."""
-    return picture(picture_charts(runs))
 
 
 def _lines(runs: Sequence[RunView]) -> Iterator[str]:
@@ -376,15 +370,6 @@ def _timeline(run: RunView) -> Iterator[Timeline]:
     length = max(span.end for span in spans)
     if length > 0:
         yield Timeline(f"Step {step} of {run.name}, replica {replica}", spans, length)
-
-
-def picture_charts(runs: Sequence[RunView]) -> list[Chart]:
-    """The charts of a picture: curves of training, and the time of a step; of one run by phase."""
-    charts: list[Chart] = [chart for chart in training_charts(runs) if not chart.is_flat]
-    if len(runs) == 1:
-        return [*charts, *phase_chart(runs[0], MOST_COLUMNS)]
-    times = _of_steps(runs, "step_seconds")
-    return [*charts, Lines("seconds of a step", times, key=_colours(runs))]
 
 
 # -- tables -------------------------------------------------------------------------------

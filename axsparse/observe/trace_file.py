@@ -1,11 +1,11 @@
-"""Traces of simulated and real steps, in Chrome's format, which Perfetto opens.
+"""Traces of steps, in Chrome's format, which Perfetto opens.
 
 Every event is a complete one ("ph": "X"). `cat` is a phase of `observe.phases`, `name` the action
 that it belongs to ("F3") or the phase, `pid` the replica, `tid` the stage, `args.step` the step;
 `ts` and `dur` are in microseconds. The events of a rank never overlap, so the events of a phase
 add up to its seconds.
 
-Every rank of a real run writes a part next to the file, and rank 0 joins the parts. So a trace of
+Every rank writes a part next to the file, and rank 0 joins the parts. So a trace of
 thousands of ranks is never in one rank's memory, and none of it is sent.
 """
 
@@ -16,7 +16,6 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +31,7 @@ TRACE_FILE = re.compile(r"steps-\d+-(\d+)\.json")
 """The folder of the traces, in the run directory."""
 MICROSECONDS = 1e6
 BETWEEN = ",\n"
-"""Stands between two events."""
+"""Separates two events."""
 
 
 @dataclass(frozen=True)
@@ -79,16 +78,6 @@ def _phase(name: str) -> str:
     if name not in PHASES:
         raise ValueError(f"no phase {name!r}")
     return name
-
-
-def write(path: Path, spans: Iterable[Span], source: str) -> None:
-    """Write a trace; OutputError if it cannot be written. `source` names the traced run or plan."""
-
-    def rank(span: Span) -> tuple[int, int]:
-        return span.replica, span.stage
-
-    parts = (part(*of, each) for of, each in groupby(sorted(spans, key=rank), rank))
-    _write(path, _pieces(parts, source))
 
 
 def join(path: Path, parts: Sequence[Path], source: str) -> None:
@@ -149,7 +138,7 @@ def read(path: Path) -> list[Span]:
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{path}: no trace of axsparse ({type(error).__name__}: {error}); give one that "
-            "axsparse plan --trace or train.trace wrote"
+            "train.trace wrote"
         ) from None
 
 

@@ -61,8 +61,6 @@ class StageRun:
     p2p: float = 0.0
     end: float = 0.0
     """When the result of its last action was sent."""
-    handled: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of the handling of each message that takes time."""
 
 
 @dataclass(frozen=True)
@@ -195,9 +193,5 @@ class _Simulation:
 
 def _handle(run: StageRun, edge: MessageCost, begin: float) -> float:
     """Spend a stage's time on sending or receiving one message; returns when that is done."""
-    if not edge.handling:
-        return begin
-    end = begin + edge.handling
     run.p2p += edge.handling
-    run.handled.append((begin, end))
-    return end
+    return begin + edge.handling

@@ -1,4 +1,4 @@
-"""Reports plans as text, as JSON and as a trace: layouts, their memory and phases, the reasons."""
+"""Reports plans as text and as JSON: layouts, their memory and phases, the reasons."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ from itertools import groupby
 from typing import Any
 
 from axsparse.config.section import counted
-from axsparse.observe.trace_file import Span
-from axsparse.pipeline.policy import Kind
-from axsparse.pipeline.simulator import StageRun
 from axsparse.planner.baselines import PAPER, Baseline
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout_search import WAYS, Candidate, Layout, Plan, Rejection, SearchRequest
@@ -400,58 +397,3 @@ def _row_json(plan: Plan, row: Candidate) -> dict[str, Any]:
             for load, memory, phases in zip(row.loads, row.memory, row.run.phases, strict=True)
         ],
     }
-
-
-# -- a step as a trace ---------------------------------------------------------------------
-
-
-def spans(row: Candidate) -> list[Span]:
-    """The spans of all stages of the replicas that were simulated.
-
-    Where a stage does nothing, there is a span of its bubble. A stage compresses at the end of each
-    backward, or of the weight gradients of a split one. The sums over tensor-parallel ranks, which
-    come between the layers, are drawn together at the end of a forward or backward. All stages
-    update after the slowest all-reduce, as in `simulate_step`.
-    """
-    return [
-        span
-        for replica, pipeline in row.run.pipelines.items()
-        for stage, run in enumerate(pipeline.stages)
-        for span in _gapless(row, replica, stage, run)
-    ]
-
-
-def _gapless(row: Candidate, replica: int, stage: int, run: StageRun) -> Iterator[Span]:
-    """The spans of one stage in order of time, with bubbles in between."""
-    now = 0.0
-    for phase, name, begin, end in sorted(_busy(row, stage, run), key=lambda each: each[2]):
-        if begin > now:
-            yield Span(1, replica, stage, "bubble", "bubble", now, begin)
-        if end > begin:
-            yield Span(1, replica, stage, phase, name, begin, end)
-        now = max(now, end)
-    if row.seconds > now:
-        yield Span(1, replica, stage, "bubble", "bubble", now, row.seconds)
-
-
-def _busy(row: Candidate, stage: int, run: StageRun) -> Iterator[tuple[str, str, float, float]]:
-    """Phase, name, begin and end of all that a stage does, in no order."""
-    costs = row.costs.stages[stage]
-    is_split = row.layout.schedule.split_backward
-    last = Kind.WEIGHT if is_split else Kind.BACKWARD
-    summing = {Kind.FORWARD: costs.forward_sums, Kind.BACKWARD: costs.backward_sums}
-    whole = costs.weight if is_split else costs.backward - costs.backward_sums
-    share = costs.compress / whole if whole > 0 else 0.0
-    for action, begin, end in zip(run.actions, run.begins, run.ends, strict=True):
-        summed = end - summing.get(action.kind, 0.0)
-        # Jitter lengthens compression like everything else.
-        compress = share * (summed - begin) if action.kind is last else 0.0
-        yield "compute", str(action), begin, summed - compress
-        yield "compress", str(action), summed - compress, summed
-        yield "collective", str(action), summed, end
-    for begin, end in run.handled:
-        yield "p2p", "p2p", begin, end
-    column = max(pipeline.stages[stage].end for pipeline in row.run.pipelines.values())
-    yield "collective", "collective", column, column + row.costs.all_reduce[stage]
-    updated = row.seconds - max(row.costs.optimizer)
-    yield "optimizer", "optimizer", updated, updated + row.costs.optimizer[stage]

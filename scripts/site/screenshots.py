@@ -1,7 +1,6 @@
-"""Makes the pictures in docs/pictures/ of real runs and plans: `make screenshots`.
+"""Makes the pictures in docs/pictures/ of real runs: `make screenshots`.
 
-Trains a small GPT twice on four ranks, draws reports and a plan, and opens them in a headless
-Chromium.
+Trains a small GPT twice on four ranks, draws reports, and opens them in a headless Chromium.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ RUNS = {
     "ninety": ["--set", "pruning.at_step=60"],
     "half": ["--set", "pruning.at_step=60", "--set", "pruning.sparsity=0.5"],
 }
-PLAN = ["--config", "gpt3_2.7b.yaml", "--gpus", "128,256,512", "--cluster", "summit"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,6 @@ class Shot:
 SHOTS = {
     "report": Shot("report", 1200, 1095),
     "comparison": Shot("comparison", 1200, 900, "dark"),
-    "plan": Shot("plan", 1200, 1000),
 }
 
 
@@ -75,7 +72,6 @@ def make_pages(folder: Path) -> None:
     ninety, half = (folder / name for name in RUNS)
     axsparse("report", ninety, "--out", folder / "report.html")
     axsparse("report", ninety, half, "--out", folder / "comparison.html")
-    axsparse("plan", *PLAN, "--compare", "dense,samo", "--html", folder / "plan.html")
 
 
 def picture(tab: Tab, folder: Path, shot: Shot) -> bytes:
@@ -95,7 +91,7 @@ def picture(tab: Tab, folder: Path, shot: Shot) -> bytes:
 def main(folder: Path) -> None:
     path = find_browser()
     assert path is not None, "no Chromium: make test-browser installs one"
-    if not (folder / "plan.html").exists():
+    if not (folder / "comparison.html").exists():
         make_pages(folder)
     browser = Browser(path)
     tab = browser.open()

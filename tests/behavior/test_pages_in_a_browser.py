@@ -164,21 +164,19 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     lines = [step_line(n, skipped=n == 20, loss=None if n == 20 else 3 / n) for n in range(1, 400)]
     (other / "metrics.jsonl").write_text("".join(lines))
     (other / "config.yaml").write_text(f"# torch 2.0\nseed: {'1' * 200}\n")
-    made = {name: folder / f"{name}.html" for name in ("one", "several", "plan")}
+    made = {name: folder / f"{name}.html" for name in ("one", "several")}
     axsparse("report", run, "--out", made["one"])
     axsparse("report", run, other, "--out", made["several"])
-    plan = ["plan", "--config", "gpt3_xl.yaml", "--gpus", "32,64", "--cluster", "summit"]
-    axsparse(*plan, "--compare", "dense,samo", "--html", made["plan"])
     return made
 
 
-@pytest.mark.parametrize(("name", "least"), [("one", 7), ("several", 7), ("plan", 8)])
+@pytest.mark.parametrize("name", ["one", "several"])
 def test_pages_of_commands_fit_are_painted_and_readable(
-    name: str, least: int, tab: Tab, pages: dict[str, Path]
+    name: str, tab: Tab, pages: dict[str, Path]
 ) -> None:
     assert faults(tab, pages[name].as_uri(), "svg") == []
 
-    assert tab.ask("document.querySelectorAll('svg').length") >= least
+    assert tab.ask("document.querySelectorAll('svg').length") >= 7
 
 
 @dataclass(frozen=True)

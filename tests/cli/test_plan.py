@@ -14,7 +14,6 @@ from support.commands import Axsparse, assert_one_line
 
 from axsparse.config.load import configure, packaged_folder
 from axsparse.config.model_config import HfConfig, of_family
-from axsparse.observe.trace_file import read
 from axsparse.planner.cluster import load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
 
@@ -179,17 +178,6 @@ def test_a_gpt2_folder_needs_no_transformers_and_others_say_that_they_do(
         EXIT_MISSING,
         "model.hf: needs transformers 5.20 or newer, which is not installed",
     )
-
-
-def test_trace_and_page_are_written(plan: Axsparse, tmp_path: Path) -> None:
-    trace, page = tmp_path / "step.json", tmp_path / "plan.html"
-    _, screen, _ = plan("--gpus", "2", "--json", "--trace", trace, "--html", page)
-
-    [told] = json.loads(screen)["plans"]
-    spans = read(trace)
-    seconds = max(span.end for span in spans) - min(span.begin for span in spans)
-    assert seconds == pytest.approx(told["rows"][0]["step_seconds"])
-    assert page.read_text().startswith("<!DOCTYPE html>")
 
 
 def test_in_a_study_what_does_not_fit_is_said_above_what_does(plan: Axsparse) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from matplotlib.image import imread
 from support.commands import Axsparse, assert_one_line
-from support.exhaustive import by_default
-from support.pages import figure_of, rows_of, step_line, words_of
+from support.pages import figure_of, rows_of, step_line, words_of, write_trace
 
 from axsparse.observe import charts
-from axsparse.observe.trace_file import Span, file_name, write
+from axsparse.observe.trace_file import Span, file_name
 from axsparse.runtime.errors import EXIT_CONFIG
 
 CONFIG = "# axsparse 0.1.0\n# torch 2\nlayout:\n  split: [4, 4]\nseed: {seed}\nrun_dir: x\n"
@@ -63,8 +61,8 @@ def test_the_trace_of_the_latest_steps_is_shown_whenever_it_was_copied(
     run = make_run(tmp_path / "run")
     for step in (9, 10, 2):
         span = Span(step, 0, 0, "compute", "F0", 0.0, 1.0)
-        write(run / "trace" / file_name(range(step, step + 1)), [span], "run")
-    write(run / "trace" / "planned.json", [Span(99, 0, 0, "compute", "F0", 0.0, 1.0)], "plan")
+        write_trace(run / "trace" / file_name(range(step, step + 1)), [span])
+    write_trace(run / "trace" / "planned.json", [Span(99, 0, 0, "compute", "F0", 0.0, 1.0)])
 
     assert axsparse("report", run)[0] == 0
 
@@ -73,7 +71,7 @@ def test_the_trace_of_the_latest_steps_is_shown_whenever_it_was_copied(
 
 def test_what_cannot_be_read_becomes_a_note(axsparse: Axsparse, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    write(run / "trace" / "steps-2-2.json", [Span(2, 0, 0, "compute", "F0", 0.0, 1.0)], "run")
+    write_trace(run / "trace" / "steps-2-2.json", [Span(2, 0, 0, "compute", "F0", 0.0, 1.0)])
     (run / "trace" / "steps-3-3.json").write_text('{"traceEvents": [')  # is being written
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     (run / "config.yaml").write_text("pruning: {mask: gone.safetensors}\nseed: [1, {a: b}]\n")
@@ -87,36 +85,12 @@ def test_what_cannot_be_read_becomes_a_note(axsparse: Axsparse, tmp_path: Path) 
     assert "step-3: manifest.json cannot be read" in words
 
 
-# -- a picture ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("more", [[], ["--png", "run.png"]])
 def test_charts_need_matplotlib(
-    more: list[str], axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(charts, "find_spec", lambda name: None)
 
-    said = axsparse("report", make_run(tmp_path / "run"), *more)
+    said = axsparse("report", make_run(tmp_path / "run"))
 
     lacking = "drawn by matplotlib, which is not installed; pip install 'axsparse[plot]'"
     assert_one_line(said, EXIT_CONFIG, lacking)
-
-
-@pytest.mark.parametrize("number_of_runs", by_default([2], [1, 2]))
-def test_a_picture_shows_what_was_recorded(
-    number_of_runs: int, axsparse: Axsparse, tmp_path: Path
-) -> None:
-    runs = [make_run(tmp_path / str(n), steps=5 + n) for n in range(number_of_runs)]
-    path = tmp_path / "curves.png"
-
-    code, screen, error = axsparse("report", *runs, "--png", path)
-    pixels = imread(path)
-    again = axsparse("report", *runs, "--png", path)
-
-    assert (code, error) == (0, "") and screen.startswith(f"{path}: ")
-    assert again[0] == 0
-    assert pixels.shape[1:] == (1500, 4) and pixels.shape[0] % 525 == 0
-    for half in (slice(0, 750), slice(750, 1500)):
-        panel = pixels[:525, half, :3].reshape(-1, 3)
-        coloured = (panel.max(axis=1) - panel.min(axis=1)) > 0.3
-        assert coloured.sum() > 200, "a panel without curves"

@@ -10,7 +10,7 @@ import pytest
 from support.devices import Clock
 
 from axsparse.observe.phases import Phases
-from axsparse.observe.trace_file import Span, TraceRecorder, join, part, read, write
+from axsparse.observe.trace_file import Span, TraceRecorder, join, part, read
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
@@ -23,17 +23,25 @@ SPANS = [
 ]
 
 
-def test_a_trace_is_what_chrome_opens(tmp_path: Path) -> None:
-    write(tmp_path / "trace.json", SPANS, "test")
-    whole = json.loads((tmp_path / "trace.json").read_text())
-    events = [event for event in whole["traceEvents"] if event["ph"] == "X"]
-    names = [
-        (event["name"], event["args"]["name"])
-        for event in whole["traceEvents"]
-        if event["ph"] == "M"
-    ]
+def test_joined_parts_are_what_chrome_opens_and_are_gone(tmp_path: Path) -> None:
+    parts = [tmp_path / name for name in ("a", "b", "c", "d")]
+    ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]  # the last rank has no spans
+    for path, rank in zip(parts, ranks, strict=True):
+        spans = [span for span in SPANS if (span.replica, span.stage) == rank]
+        path.write_text(part(*rank, spans))
+    join(tmp_path / "joined.json", parts, "test")
 
-    assert events[2] == {
+    assert [path.name for path in tmp_path.iterdir()] == ["joined.json"]
+    assert read(tmp_path / "joined.json") == SPANS
+    full = json.loads((tmp_path / "joined.json").read_text())
+    assert full["otherData"] == {"source": "test"}
+    events = {kind: [e for e in full["traceEvents"] if e["ph"] == kind] for kind in "MX"}
+    names = [(event["name"], event["args"]["name"]) for event in events["M"]]
+    assert sorted(names) == [
+        *[("process_name", f"replica {n}") for n in range(2)],
+        *[("thread_name", f"stage {n}") for n in (0, 0, 1, 1)],
+    ]
+    assert events["X"][2] == {
         "ph": "X",
         "name": "p2p",
         "cat": "p2p",
@@ -43,23 +51,6 @@ def test_a_trace_is_what_chrome_opens(tmp_path: Path) -> None:
         "dur": 0.25e6,
         "args": {"step": 1},
     }
-    assert ("process_name", "replica 1") in names and ("thread_name", "stage 1") in names
-    assert whole["otherData"]["source"] == "test"
-
-
-def test_joined_parts_are_the_trace_and_are_gone(tmp_path: Path) -> None:
-    parts = [tmp_path / name for name in ("a", "b", "c", "d")]
-    ranks = [(0, 0), (0, 1), (1, 0), (1, 1)]  # the last rank has no spans
-    for path, rank in zip(parts, ranks, strict=True):
-        spans = [span for span in SPANS if (span.replica, span.stage) == rank]
-        path.write_text(part(*rank, spans))
-    join(tmp_path / "joined.json", parts, "test")
-
-    assert [path.name for path in tmp_path.iterdir()] == ["joined.json"]
-    text = (tmp_path / "joined.json").read_text()
-    assert read(tmp_path / "joined.json") == SPANS
-    assert json.loads(text)["otherData"] == {"source": "test"}
-    assert text.count("thread_name") == 4 and text.count("process_name") == 2
 
 
 def test_a_part_that_rank_0_cannot_see_is_named_and_the_others_stay(tmp_path: Path) -> None:

@@ -1,19 +1,14 @@
-"""The reports of a plan: in words, as JSON, as a page and as a trace."""
+"""The reports of a plan: in words and as JSON."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from functools import cache
-from xml.etree import ElementTree
 
 import pytest
-from support.pages import body_of, figure_of
 from support.planner_cases import cluster, of_three_axes, planned
 
-from axsparse.observe.trace_file import Span
-from axsparse.planner.html_page import page
-from axsparse.planner.layout_search import Candidate, Plan, Rejection
+from axsparse.planner.layout_search import Plan, Rejection
 from axsparse.planner.plan_report import (
     MOST_ROWS,
     as_json,
@@ -23,10 +18,8 @@ from axsparse.planner.plan_report import (
     rejections,
     scaling,
     settings,
-    spans,
 )
 from axsparse.planner.stage_memory import gigabytes
-from axsparse.planner.step_cost import STEP_PHASES
 
 
 @cache
@@ -74,7 +67,7 @@ def test_the_third_axis_is_shown_where_several_members_were_tried() -> None:
     told = [json.loads(json.dumps(as_json(found))) for found in (alone, shared)]
     texts = ["\n".join(lines([found], [])) for found in (alone, shared)]
 
-    assert not any("member" in text for text in (texts[0], json.dumps(told[0]), page([alone], [])))
+    assert not any("member" in text for text in (texts[0], json.dumps(told[0])))
     assert {row["g_tensor"] for row in told[1]["rows"]} == {1, 2, 4}
     assert {each["g_tensor"] for each in told[1]["rejected"]} >= {8}
     assert "1 × 1 × 8" in texts[1] and "2 × 2 × 2" in texts[1]
@@ -82,7 +75,6 @@ def test_the_third_axis_is_shown_where_several_members_were_tried() -> None:
         "  1 stage × 8 tensor-parallel ranks: layout.g_tensor (default): 8 does not divide"
         in texts[1]
     )
-    assert "2 tensor-parallel ranks" in page([shared], [])
 
 
 def test_neighbours_that_are_rejected_alike_share_a_line() -> None:
@@ -121,90 +113,3 @@ def test_json_has_all_and_is_json() -> None:
     assert told["constants"]["efficiency"]["kind"] == "fitted"
     memory = first["stages"][0]["memory"]
     assert memory["total"] == pytest.approx(sum(memory.values()) / 2)
-
-
-# -- the page: one file, well-formed, nothing from elsewhere ----------------------------------
-
-
-@cache
-def drawn_plan(gpus: int = 16, density: float = 0.1) -> Plan:
-    return planned(
-        "gpt3_xl.yaml",
-        density,
-        gpus=gpus,
-        global_batch_size=32,
-        g_inter=[4],
-        microbatch_sizes=[1],
-        split_backward=None,
-    )
-
-
-def texts(figure: ElementTree.Element) -> list[str]:
-    return [text.text or "" for text in figure.iter("text")]
-
-
-def test_a_step_and_the_memory_of_every_stage_are_drawn_beside_the_terminals_tables() -> None:
-    found = drawn_plan()
-    drawn = page([found], [])
-
-    assert {"stage 0", "stage 3", "B3"} <= set(texts(figure_of(drawn, "A step")))
-    memory = figure_of(drawn, "Memory of a rank")
-    assert [word for word in texts(memory) if "stage" in word] == [f"stage {n}" for n in range(4)]
-    assert sum("GB" in word for word in texts(memory)) == 5
-    assert any(word.startswith("limit ") for word in texts(memory))
-    assert "optimizer" in [key.tail or "" for key in memory.iter("i")]
-    heads, *rest = ([cell.text for cell in row] for row in body_of(drawn).iter("tr"))
-    printed = "\n".join(lines([found], []))
-    assert {"compute", "p2p", "bubble", "collective"} <= set(heads)
-    assert ["stage", "layers", "weight"] in [row[:3] for row in rest]
-    for row in rest:
-        assert all((cell or "") in printed for cell in row if cell != "total, GB")
-
-
-def test_several_numbers_of_devices_have_a_scaling_curve_of_each_method() -> None:
-    plans = [drawn_plan(n, density) for n in (8, 16) for density in (1.0, 0.1)]
-
-    assert "Strong scaling" not in page(plans[:1], [])
-    figure = figure_of(page(plans, []), "Strong scaling")
-    assert {"8", "16", "devices"} <= set(texts(figure))
-    assert [key.tail for key in figure.iter("i")] == ["dense", "samo"]
-
-
-# -- the trace ------------------------------------------------------------------------------
-
-
-def row(jitter: float = 0.0) -> Candidate:
-    """Four stages, sixteen replicas, over several nodes; pruned, so that all phases occur."""
-    return planned(
-        "gpt3_xl.yaml",
-        0.1,
-        cluster(jitter=jitter),
-        gpus=64,
-        global_batch_size=128,
-        g_inter=[4],
-        microbatch_sizes=[1],
-    ).recommended
-
-
-def seconds(found: list[Span], stage: int, phase: str) -> float:
-    replicas = {span.replica for span in found}
-    chosen = [s for s in found if (s.stage, s.phase) == (stage, phase)]
-    return sum(span.end - span.begin for span in chosen) / len(replicas)
-
-
-@pytest.mark.parametrize("jitter", [0.0, 0.2])
-def test_a_stage_is_always_in_one_phase_and_spans_add_up_to_its_seconds(jitter: float) -> None:
-    best = row(jitter)
-    found = spans(best)
-
-    for replica, stage in itertools.product(best.run.pipelines, range(4)):
-        own = [span for span in found if (span.replica, span.stage) == (replica, stage)]
-        own.sort(key=lambda span: span.begin)
-        assert own[0].begin == 0
-        assert own[-1].end == pytest.approx(best.seconds)
-        for before, after in itertools.pairwise(own):
-            assert after.begin == pytest.approx(before.end, abs=1e-12)
-    for stage, phases in enumerate(best.run.phases if not jitter else []):
-        for name in STEP_PHASES:
-            assert phases[name] > 0
-            assert seconds(found, stage, name) == pytest.approx(phases[name], rel=1e-6), name

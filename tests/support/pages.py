@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from axsparse.observe.metrics import StepRecord
 from axsparse.observe.phases import PHASES
+from axsparse.observe.trace_file import Span, part
 
 
 def words_of(page: str) -> str:
@@ -87,3 +90,9 @@ def step_line(step: int, **changed: Any) -> str:
         **{"tokens": 100, "tokens_per_second": 125.0},
     }
     return json.dumps(record | changed) + "\n"
+
+
+def write_trace(path: Path, spans: Sequence[Span]) -> None:
+    """Write a trace of these spans."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f'{{"traceEvents": [{part(0, 0, spans)}]}}')
