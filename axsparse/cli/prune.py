@@ -14,7 +14,6 @@ from axsparse.cli.mask import kept_table
 from axsparse.cli.parser import (
     CommandParser,
     add_configuration,
-    integer,
     override,
     reject,
     reject_early,
@@ -46,11 +45,10 @@ ways to heal:
   none     the weights that pruning leaves
   blocks   each layer's kept weights, norms and biases are fitted to what the dense layer put out,
            those of the last one by the loss as well (pruning.heal_passes, pruning.heal_rate)
-  adapters low-rank changes of what is kept, norms and biases are trained for --steps, and merged
   train    blocks, and the pruned model is trained on for --steps
 
-none and blocks take the state of one layer and the samples' activations, adapters the weights and
-the state of the adapters, train the state of the pruned model.
+none and blocks take the state of one layer and the samples' activations, train the state of the
+pruned model.
 
 Settings come from prune_llama.yaml or --config, and --set changes them:
 pruning.calibration_samples, data.sequence_length, precision. OUT.run has the tokens and the run.
@@ -79,23 +77,22 @@ def parser() -> CommandParser:
     text = "the criterion of the first masks (default: by the sparsity)"
     add("--method", choices=("wanda", "sparsegpt", "magnitude"), help=text)
     text = "see below (default: blocks up to 0.55, train with the model as its teacher above)"
-    add("--heal", choices=("blocks", "adapters", "train", "none"), help=text)
+    add("--heal", choices=("blocks", "train", "none"), help=text)
     text = (
         "train: gradual prunes half before, and the rest while the model trains (default: gradual "
         "above 0.55)"
     )
     add("--schedule", choices=("once", "gradual"), help=text)
     text = (
-        "adapters, train: short for --set train.steps=N (default: one to four passes over the "
-        "texts, by the sparsity)"
+        "train: short for --set train.steps=N (default: one to four passes over the texts, by the "
+        "sparsity)"
     )
     add("--steps", metavar="N", help=text)
     text = (
-        "adapters, train: learn from the logits of FOLDER, or of --from, as well: short for --set "
+        "train: learn from the logits of FOLDER, or of --from, as well: short for --set "
         "train.teacher=FOLDER"
     )
     add("--teacher", metavar="FOLDER", nargs="?", const=SOURCE, help=text)
-    add("--rank", metavar="R", type=integer(), help="of adapters (default 16)")
     add("--out", metavar="FOLDER", type=Path, help="the folder to write")
     add_configuration(add)
     return arguments
@@ -122,8 +119,6 @@ def main(argv: Sequence[str]) -> NoReturn:
     for option, given in asked.items():
         if given is not None and heal in ("none", "blocks"):
             reject(f"{option}: --heal {heal} makes no step; choose --heal train")
-    if arguments.rank is not None and heal != "adapters":
-        reject(f"--rank: {arguments.rank} is of adapters; choose --heal adapters, or leave it out")
     for key in DECIDED:
         if _sets(arguments, key):
             reject(f"--set: {key} is what --from and --out say; leave it out")
@@ -141,7 +136,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
     def work(job: Job) -> None:
         from axsparse.cli.prune_folder import prune_folder
-        from axsparse.cli.prune_order import RANK, PruneOrder
+        from axsparse.cli.prune_order import PruneOrder
 
         order = PruneOrder(
             source=arguments.source,
@@ -153,7 +148,6 @@ def main(argv: Sequence[str]) -> NoReturn:
             heal=heal,
             schedule=arguments.schedule,
             method=arguments.method,
-            rank=arguments.rank or RANK,
         )
         prune_folder(job, order)
 

@@ -2,10 +2,10 @@
 
 Tokens are prepared, the model is pruned and healed one layer at a time, with held-out samples that
 are evaluated before and after, and the folder is written from the layers' files; no rank ever has
-the full model. Such a folder, or adapters of it, may then be trained, with its masks or while they
-rise. Where masks need the full model at once, the steps are the same as the commands': the dense
-model is evaluated, the pruned one is built, saved, trained, evaluated and exported. A page in
-Markdown reports the result. A second start with the same arguments skips the steps that are done.
+the full model. Such a folder may then be trained, with its masks or while they rise. Where masks
+need the full model at once, the steps are the same as the commands': the dense model is evaluated,
+the pruned one is built, saved, trained, evaluated and exported. A page in Markdown reports the
+result. A second start with the same arguments skips the steps that are done.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import os
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,29 +27,25 @@ from torch import Tensor
 
 from axsparse.cli.data import prepare_and_show
 from axsparse.cli.parser import override, say
-from axsparse.cli.prune_defaults import Work, chosen, plan_lines, rising, training_settings
+from axsparse.cli.prune_defaults import chosen, plan_line, rising, training_settings
 from axsparse.cli.prune_order import (
     BLOCKWISE,
     FACTS,
     PRUNED,
-    TRAINS,
     PruneOrder,
     goes_by_layers,
 )
 from axsparse.config.hf_config import read_json
-from axsparse.config.schema import Config, sample_length
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.data.dataset import Datasets
 from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
 from axsparse.data.token_file import read_sidecar
-from axsparse.models.adapters import INNER, OUTER, merged, with_adapters
-from axsparse.models.layer import Model, StartValues
-from axsparse.models.model_profile import profile
+from axsparse.models.layer import StartValues
 from axsparse.models.start_weights import FromFile, open_weights
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.observe.metrics import perplexity
-from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_seconds
 from axsparse.runtime.errors import StoppedError, writing
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
@@ -58,10 +54,9 @@ from axsparse.runtime.job import Job
 from axsparse.runtime.machine import peak_memory_bytes
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.training.build import HEALED, PrunedLayers, prune_layers
-from axsparse.training.checkpoint.verification import checkpoint_of, steps_in
+from axsparse.training.checkpoint.verification import steps_in
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.export import CARD, Weights, export, export_folder, with_card
-from axsparse.training.plan import RunPlan
 from axsparse.training.trainer import Trainer, build
 
 UNTRAINED = (
@@ -94,6 +89,8 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
         together(transport, lambda: _prepare(order) if is_first else None)
     order, asked = together(transport, partial(_with_settings, order))
     together(transport, lambda: order.adopt(asked) if is_first else None)
+    if is_first:
+        say(f"axsparse: {plan_line(order, asked)}")
     by_layers = goes_by_layers(asked)
     try:
         facts = (_prune_by_layers if by_layers else _prune_at_once)(job, order, asked, seconds)
@@ -121,7 +118,7 @@ def _with_settings(order: PruneOrder) -> tuple[PruneOrder, Config]:
     """The order with the settings that follow from its tokens, and its configuration."""
     config = order.configured()
     tokens = read_sidecar(order.work / "tokens", "--out").train.tokens
-    trains = order.heal in TRAINS
+    trains = order.heal == "train"
     training = [*training_settings(config, order.length(config), tokens)] if trains else []
     order = replace(order, settings=(*training, *order.settings))
     config = order.configured()
@@ -133,25 +130,15 @@ def _with_settings(order: PruneOrder) -> tuple[PruneOrder, Config]:
 # -- layer by layer -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class PrunedFolder:
-    """A folder that was pruned layer by layer."""
-
-    facts: Facts
-    shapes: Mapping[str, Sequence[int]]
-    """The shapes of the pruned matrices."""
-
-
 def _prune_by_layers(job: Job, order: PruneOrder, asked: Config, seconds: Seconds) -> Facts:
     """Prune and heal one layer at a time, perhaps train, and write the folder."""
-    if order.heal not in TRAINS:
-        return _pruned(job, order, asked, seconds, order.out).facts
+    if order.heal != "train":
+        return _pruned(job, order, asked, seconds, order.out)
     transport = job.transport
-    path = order.work / FACTS
+    path, pruned = order.work / FACTS, order.work / PRUNED
     # Steps of a training stand for the folder that it has begun with.
-    done = together(transport, lambda: path if steps_in(order.work / "run") else None)
-    if done is None:
-        found = _pruned(job, order, asked, seconds, order.work / PRUNED)
+    if not together(transport, lambda: steps_in(order.work / "run")):
+        found = _pruned(job, order, asked, seconds, pruned)
 
         def keep() -> None:
             if transport.rank == 0:
@@ -159,13 +146,20 @@ def _prune_by_layers(job: Job, order: PruneOrder, asked: Config, seconds: Second
                     unfinished.write_text(json.dumps(asdict(found)), encoding="utf-8")
 
         together(transport, keep)
-    known = together(transport, lambda: read_json(path))
-    return _train_on(job, order, asked, Facts(**known["facts"]), known["shapes"], seconds)
+    known = Facts(**together(transport, lambda: read_json(path)))
+    settings = [
+        override("model.from", pruned),
+        *("pruning.heal=none", f"data.sequence_length={order.length(asked)}"),
+        *_masks_of(order, asked, known),
+    ]
+    config = together(transport, partial(order.configured, *settings))
+    together(transport, partial(check_config, config))
+    trainer = _built(job, config, resume="auto")
+    trained = _finished(job, order, trainer, seconds)
+    return replace(trained, before=known.before, pruned=known.after, blocks=known.blocks)
 
 
-def _pruned(
-    job: Job, order: PruneOrder, asked: Config, seconds: Seconds, folder: Path
-) -> PrunedFolder:
+def _pruned(job: Job, order: PruneOrder, asked: Config, seconds: Seconds, folder: Path) -> Facts:
     """Prune and heal one layer at a time, and write a folder."""
     transport = job.transport
     is_first = transport.rank == 0
@@ -179,10 +173,9 @@ def _pruned(
         """Samples of calibration, and held-out ones as the training has them."""
         return replace(open_datasets(config), validation=open_datasets(judged).validation)
 
-    announce = partial(_announce, order, asked, transport)
     with timed(seconds, "pruning and healing"):
         model = together(transport, lambda: named_model(config))
-        done = prune_layers(job, model, opened, config, order.work / "layers", announce)
+        done = prune_layers(job, model, opened, config, order.work / "layers")
     start, targets = model.start, done.plan.targets
     assert start is not None and targets is not None, "the model is of a folder, and pruned"
     kept: dict[str, int] = {}
@@ -195,12 +188,10 @@ def _pruned(
             kept[name] = int(value.count_nonzero())
         return value
 
-    trains = order.heal in TRAINS
-
     def write() -> int:
         if not is_first:
             return 0
-        dtype = (lambda _: torch.float32) if trains else _dtype_of(start)
+        dtype = (lambda _: torch.float32) if order.heal == "train" else _dtype_of(start)
         return export_folder(done.plan.config, done.plan.profile, read, folder, dtype)
 
     with timed(seconds, "export"):
@@ -211,7 +202,7 @@ def _pruned(
         for layer in done.plan.profile.layers
         if (errors := done.healed.errors(layer.name)) is not None
     }
-    facts = Facts(
+    return Facts(
         done.before,
         done.after,
         sum(map(math.prod, targets.shapes.values())),
@@ -221,37 +212,6 @@ def _pruned(
         held_out=done.held_out,
         blocks=blocks,
     )
-    return PrunedFolder(facts, targets.shapes)
-
-
-def _announce(
-    order: PruneOrder,
-    asked: Config,
-    transport: Transport,
-    plan: RunPlan,
-    block_seconds: float | None,
-) -> None:
-    """Say on rank 0 what is done and how long it takes, by the time of a microbatch in a layer."""
-    if transport.rank:
-        return
-    assert plan.targets is not None, "something is pruned"
-    names, work = plan.targets.shapes, None
-    pruned = [
-        layer.flops
-        for layer in plan.profile.layers
-        if any(parameter.name in names for parameter in layer.parameters)
-    ]
-    if block_seconds is not None:
-        work = Work(
-            pruned[0],
-            len(pruned),
-            plan.profile.flops,
-            sample_length(plan.config),
-            block_seconds / plan.config.batch.microbatch_size,
-            transport.size,
-        )
-    for line in plan_lines(order, asked, order.length(asked), work):
-        say(f"axsparse: {line}")
 
 
 def _dtype_of(start: StartValues | None) -> Callable[[str], torch.dtype]:
@@ -271,64 +231,6 @@ def _state_of(order: PruneOrder, done: PrunedLayers, kept: Mapping[str, int]) ->
     return run.state_bytes(run.profile.layers, kept)
 
 
-def _train_on(
-    job: Job,
-    order: PruneOrder,
-    asked: Config,
-    facts: Facts,
-    shapes: Mapping[str, Sequence[int]],
-    seconds: Seconds,
-) -> Facts:
-    """Train the pruned folder or adapters of it, and write the result; `facts` are the folder's."""
-    transport = job.transport
-    pruned = order.work / PRUNED
-    settings = [override("model.from", pruned), "pruning.heal=none"]
-    adapts = order.heal == "adapters"
-    if adapts:
-        settings.append("samo.enabled=false")
-    else:
-        settings += [f"data.sequence_length={order.length(asked)}", *_masks_of(order, asked, facts)]
-    config = together(transport, partial(order.configured, *settings))
-    together(transport, partial(check_config, config))
-    with timed(seconds, "training"):
-        adapted = partial(with_adapters, matrices=shapes, rank=order.rank)
-        trainer = _built(job, config, *((adapted,) if adapts else ()), resume="auto")
-        trainer.train()
-    with timed(seconds, "evaluation"):
-        after = _evaluated(trainer).loss
-    state = trainer.state_bytes().total
-    trainer.close()
-    kept: dict[str, int] = {}
-
-    def write() -> int:
-        if transport.rank:
-            return 0
-        model = named_model(config)
-        start = model.start
-        assert start is not None, "the model is of a folder"
-        weights = Weights(checkpoint_of(order.work / "run", None), trained=False)
-
-        def read(_: str, name: str) -> Tensor | None:
-            value = _merged_value(weights, start, name)
-            if value is not None and name in shapes:
-                kept[name] = int(value.count_nonzero())
-            return value
-
-        dtype = _dtype_of(named_model(order.configured()).start)
-        return export_folder(config, profile(model), read, order.out, dtype)
-
-    with timed(seconds, "export"):
-        nbytes = together(transport, write)
-    return replace(
-        facts,
-        after=after,
-        pruned=facts.after,
-        export_bytes=nbytes,
-        kept=int(text_of_first(transport, str(sum(kept.values())))),
-        state_bytes=facts.state_bytes if adapts else state,
-    )
-
-
 def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:
     """The settings by which a training keeps the zeros of a folder, or makes more and more."""
     zeros = f"{1 - facts.kept / facts.entries:.4f}"
@@ -338,22 +240,12 @@ def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:
     return [*rising(asked), f"pruning.initial_sparsity={initial}"]
 
 
-def _merged_value(weights: Weights, start: StartValues, name: str) -> Tensor | None:
-    """The value of a parameter or buffer of the model with merged adapters."""
-    inner, outer = f"{name}_{INNER}", f"{name}_{OUTER}"
-    value = start.read(name)
-    if value is not None and inner in weights.parameters:
-        return merged(value.float(), weights.dense(inner), weights.dense(outer))
-    return weights.dense(name) if weights.is_trained(name) else value
-
-
 # -- the full model ----------------------------------------------------------------------
 
 
 def _prune_at_once(job: Job, order: PruneOrder, asked: Config, seconds: Seconds) -> Facts:
     """Evaluate the dense model, build the pruned one, perhaps train it, and export it."""
     transport = job.transport
-    is_first = transport.rank == 0
     length = f"data.sequence_length={order.length(asked)}"
     dense = together(transport, partial(order.configured, "samo.enabled=false", length, *UNTRAINED))
     still = () if order.heal == "train" else UNTRAINED
@@ -368,8 +260,17 @@ def _prune_at_once(job: Job, order: PruneOrder, asked: Config, seconds: Seconds)
         trainer = _built(job, pruned, resume="auto")
         if trainer.steps_done == 0:
             trainer.save()
-        if is_first:
+        if transport.rank == 0:
             shutil.rmtree(order.work / "run" / HEALED, ignore_errors=True)
+    return replace(_finished(job, order, trainer, seconds), before=before)
+
+
+# -- a trained model ----------------------------------------------------------------------
+
+
+def _finished(job: Job, order: PruneOrder, trainer: Trainer, seconds: Seconds) -> Facts:
+    """Train if the order says so, evaluate, and export; nothing is said of the dense model."""
+    transport = job.transport
     if order.heal == "train":
         with timed(seconds, "training"):
             trainer.train()
@@ -380,9 +281,9 @@ def _prune_at_once(job: Job, order: PruneOrder, asked: Config, seconds: Seconds)
     trainer.close()
 
     def write() -> tuple[int, int]:
-        if not is_first:
+        if transport.rank:
             return 0, 0
-        dtype = _dtype_of(named_model(pruned).start)
+        dtype = _dtype_of(named_model(order.configured()).start)
         run = order.work / "run"
         done = export(run, "hf", order.out, force=True, dtype=dtype, card=False)
         weights = Weights(done.checkpoint, trained=False)
@@ -391,19 +292,19 @@ def _prune_at_once(job: Job, order: PruneOrder, asked: Config, seconds: Seconds)
 
     with timed(seconds, "export"):
         nbytes, kept = together(transport, write)
-    entries = sum(map(math.prod, targets.shapes.values()))
-    return Facts(before, evaluation.loss, entries, kept, nbytes, state, held_out=evaluation.samples)
+    return Facts(
+        math.nan,
+        evaluation.loss,
+        sum(map(math.prod, targets.shapes.values())),
+        kept,
+        nbytes,
+        state,
+        held_out=evaluation.samples,
+    )
 
 
-def _built(
-    job: Job,
-    config: Config,
-    changed: Callable[[Model], Model] = lambda model: model,
-    *,
-    quiet: bool = False,
-    resume: str | None = None,
-) -> Trainer:
-    model = together(job.transport, lambda: changed(named_model(config)))
+def _built(job: Job, config: Config, *, quiet: bool = False, resume: str | None = None) -> Trainer:
+    model = together(job.transport, lambda: named_model(config))
     return build(job, model, partial(open_datasets, config), config, quiet=quiet, resume=resume)
 
 

@@ -29,10 +29,9 @@ from axsparse.training.export import CARD, is_export
 ORDER, PRUNED, FACTS = "order.json", "pruned", "pruned.json"
 """The names in the folder of the work of the settings of the training, of the pruned folder that is
 trained, and of its figures."""
-Heal = Literal["none", "blocks", "adapters", "train"]
-"""The healing after the pruning; `train` heals blocks, and trains the model on for `train.steps`,
-`adapters` its adapters."""
-TRAINS = ("adapters", "train")
+Heal = Literal["none", "blocks", "train"]
+"""The healing after the pruning; `train` heals blocks, and trains the model on for
+`train.steps`."""
 Schedule = Literal["once", "gradual"]
 """Whether a training keeps its masks, or they rise from `BLOCKWISE` while it goes on."""
 BLOCKWISE = 0.5
@@ -41,11 +40,7 @@ SHORT = 256
 """Tokens of a sample for calibration and healing: more and shorter ones heal better than fewer and
 longer ones of as many tokens (decision 49)."""
 TRAINED = 1024
-"""Tokens of a sample where all entries or adapters are trained, as the study has them."""
-
-
-RANK = 16
-"""The rank of adapters."""
+"""Tokens of a sample where all entries are trained, as the study has them."""
 ONE_BY_ONE = ("magnitude", "random", "wanda", "sparsegpt")
 """Methods that prune a layer without looking at the layers after it."""
 
@@ -70,8 +65,6 @@ class PruneOrder:
     schedule: Schedule | None = None
     method: str | None = None
     """The value of `pruning.method`; None also if a configuration has it."""
-    rank: int = RANK
-    """The rank of adapters."""
 
     @property
     def work(self) -> Path:
@@ -101,7 +94,7 @@ class PruneOrder:
         which takes more memory and time than it is worth."""
         if config.data.sequence_length != "auto":
             return config.data.sequence_length
-        return min(sample_length(config), TRAINED if self.heal in TRAINS else SHORT)
+        return min(sample_length(config), TRAINED if self.heal == "train" else SHORT)
 
     def implied(self, config: Config, batch: int) -> Sequence[str]:
         """The settings that the order gives unless they are given: as many held-out as calibration
@@ -169,12 +162,6 @@ class PruneOrder:
                 "pruning.sparsity: nothing is pruned at 0, or with samo.enabled: false; choose "
                 "more, and leave samo.enabled out"
             )
-        if self.heal == "adapters" and not goes_by_layers(config):
-            raise ConfigError(
-                "--heal: adapters are trained where each layer is pruned by itself; choose train, "
-                "or neither pruning.distribution: global nor layout.g_tensor nor a method or "
-                "mask file, which see the whole model"
-            )
         if config.train.eval_steps == 0:
             raise ConfigError("train.eval_steps: 0 judges nothing; choose at least 1")
         asked = [text for text in self.settings if text.startswith("pruning.sparsity=")]
@@ -207,7 +194,6 @@ class PruneOrder:
             "weights of --from": fingerprint(*open_weights(self.source).files),
             "--heal": self.heal,
             "--schedule": self.schedule,
-            **({"--rank": self.rank} if self.heal == "adapters" else {}),
             **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
         }
 

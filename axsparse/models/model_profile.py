@@ -500,7 +500,7 @@ def _module_of(layer: Layer) -> nn.Module:
             made = str(getattr(getattr(layer.build, "func", layer.build), "__module__", ""))
             suggestion = "; correct the function that makes the module"
             if made.startswith("axsparse."):  # a module of ours, or a copy of one of the user's
-                is_ours = made.startswith(("axsparse.models.zoo.", "axsparse.models.adapters"))
+                is_ours = made.startswith("axsparse.models.zoo.")
                 suggestion = "" if is_ours else f"; {_copiable(layer)}"
             raise ConfigError(
                 f"layer {layer.name}: its build raised {one_line(reason)}{suggestion}"

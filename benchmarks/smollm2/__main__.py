@@ -66,7 +66,7 @@ def table(records: Records) -> Iterator[str]:
         if "perplexity" not in found or case.recovers:
             continue
         steps = f"{len(found['losses'])} steps, {case.stages}×1" if case.stages else case.heal
-        if case.heal in {"adapters", "train"}:
+        if case.heal == "train":
             steps += f", {HEALING_STEPS} steps"
         used = f"{found['cpu_seconds']:,.0f} s" if "cpu_seconds" in found else ""
         peak = f"{found['peak_bytes'] / 1e9:.2f} GB" if "peak_bytes" in found else ""

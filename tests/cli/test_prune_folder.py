@@ -25,7 +25,7 @@ from support.runs import VOCABULARY, job_alone
 
 from axsparse.cli import prune_folder
 from axsparse.cli.prune_folder import Facts, page, write_page
-from axsparse.cli.prune_order import TRAINS, PruneOrder
+from axsparse.cli.prune_order import PruneOrder
 from axsparse.config.load import configure
 from axsparse.data.sources import token_datasets
 from axsparse.models.start_weights import open_weights
@@ -74,7 +74,7 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
 
 
 def steps_of(heal: str) -> tuple[str, ...]:
-    return ("--steps", "2") if heal in TRAINS else ()
+    return ("--steps", "2") if heal == "train" else ()
 
 
 @pytest.mark.parametrize("heal", by_default(["none"], ["none", "train"]))
@@ -121,7 +121,7 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
     ("family", "heal", "ranks"),
     by_default(
         [("gemma3", "none", 1), ("mistral3", "train", 1)],
-        list(itertools.product(PICTURE_FAMILIES, ("none", "blocks", "adapters", "train"), (1, 2))),
+        list(itertools.product(PICTURE_FAMILIES, ("none", "blocks", "train"), (1, 2))),
     ),
 )
 def test_of_a_folder_with_pictures_the_text_model_is_pruned_and_the_rest_stays(
@@ -190,12 +190,12 @@ def test_the_page_has_the_zeros_that_are_there_and_its_command_trains_them(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("heal", ["none", "blocks", "train", "taught", "adapters"])
+@pytest.mark.parametrize("heal", ["none", "blocks", "train", "taught"])
 def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_path: Path) -> None:
     del transformers
     write_folder(tmp_path / "model")
     more = ["--heal", "train", "--teacher"] if heal == "taught" else ["--heal", heal]
-    more += ["--steps", "2"] if heal in ("train", "taught", "adapters") else []
+    more += ["--steps", "2"] if heal in ("train", "taught") else []
     more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
     more += ["--set", "batch.microbatch_size=2", "--set", "pruning.heal_batch=2", *JUDGED]
 
@@ -211,15 +211,6 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
         g_tensor = ("layout.g_tensor=2", "layout.g_inter=1")
         set_all = [word for one in g_tensor for word in ("--set", one)]
         others.append(pruned(tmp_path, "members", *more, *set_all, ranks=2))
-    if heal == "adapters":
-        page = (tmp_path / "model #2" / "README.md").read_text()
-        assert "| 4 validation samples | dense | pruned | this folder |" in page
-        file = open_weights(tmp_path / "model #2.run" / "pruned" / "model.safetensors")
-        for name, value in alone.items():
-            assert torch.equal(file.read(name) == 0, value == 0), name
-            assert not value[value == 0].signbit().any(), name
-            is_changed = not torch.equal(file.read(name), value)
-            assert is_changed == ("_proj" in name or "norm" in name), name
     for other in others:
         assert other.keys() == alone.keys()
         assert all(torch.equal(other[name], value) for name, value in alone.items())
@@ -268,7 +259,7 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
     )
     assert re.search(
         "^axsparse: wanda to 50 %; blocks are healed; 24 steps .*, rising to 80 %, taught by the "
-        r"dense model; about \d\d:\d\d on this machine$",
+        "dense model$",
         stopped.stdout,
         re.MULTILINE,
     )

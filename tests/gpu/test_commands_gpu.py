@@ -93,7 +93,6 @@ PRUNINGS = {
     "blocks of two stages": (2, ("--heal", "blocks", "--set", TWO_STAGES)),
     "blocks of two replicas": (2, ("--heal", "blocks", "--set", ONE_STAGE)),
     "training": (1, ("--heal", "train", "--steps", "2")),
-    "adapters": (1, ("--heal", "adapters", "--steps", "2")),
     "magnitude": (1, ("--heal", "none", "--method", "magnitude")),
 }
 BEHIND = {
