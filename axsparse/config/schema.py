@@ -42,9 +42,8 @@ class DataConfig(Section):
     """`stdlib`: the bytes of the source files of Python's own standard library. `tokens`: token
     ids at `path`."""
     path: PathText | None = None
-    """tokens: a folder that `axsparse data prepare` wrote, or ids
-    that are read where they lie: Megatron's PATH.bin and PATH.idx, a folder that save_to_disk of
-    `datasets` wrote, or an .arrow file, with a column `input_ids`."""
+    """tokens: a folder that `axsparse data prepare` wrote, or the PATH of Megatron's PATH.bin and
+    PATH.idx, which are read where they lie."""
     blend: Annotated[tuple[PathText, ...], FromList] = ()
     """tokens: in place of `path`, several of them, each with a weight, as in `[data/web=0.7,
     data/code=0.3]`. Of every 10,000 samples of training each source gives its share, in a shuffled

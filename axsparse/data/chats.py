@@ -6,7 +6,6 @@ The template is rendered by transformers, an optional dependency, in a sandbox o
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import re
 import sys
@@ -15,7 +14,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from axsparse.data.tokenizers import GivenTokenizer
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, one_line
 
 MARKS = re.compile(r"\{%-?\s*generation\b")
 """The beginning of the assistant's words in a template."""
@@ -103,23 +102,12 @@ class ChatTemplate:
         self.digest = hashlib.blake2b(told, digest_size=16).hexdigest()
 
     def encode(self, chat: Chat) -> Encoded | str:
-        """The tokens of a chat, or why it cannot be used.
-
-        ConfigError if a template of the folder is no Jinja, or none of several is the default.
-        """
-        # A dependency of transformers' chats.
-        from jinja2 import TemplateError, TemplateSyntaxError
-
+        """The tokens of a chat, or why it cannot be used; ConfigError if none of several templates
+        is the default."""
         try:
             arguments = chat.arguments()
         except ValueError as reason:
             return f"{TOOLS} or {KWARGS} that cannot be read ({reason})"[:WHY]
-        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
-        if settled := sorted(taken & arguments.keys() - {TOOLS, TEMPLATE, "documents", "kwargs"}):
-            return (
-                f"{KWARGS} that are no variables of a template ({', '.join(settled)}: the "
-                "preparation sets what apply_chat_template does)"
-            )
         named = arguments.get(TEMPLATE)
         try:
             asked = named if isinstance(named, str) else None
@@ -137,15 +125,7 @@ class ChatTemplate:
                 return self._by_marks(chat.messages, arguments)
             return self._by_turns(chat.messages, arguments)
         except Exception as reason:  # Templates raise what they like about a chat, as do filters.
-            why = " ".join(str(reason).split())[:WHY]
-            if isinstance(reason, TemplateSyntaxError) and named is None:
-                raise ConfigError(
-                    f"--tokenizer: the chat template of {self._folder} is no Jinja (line "
-                    f"{reason.lineno}: {why}); correct it"
-                ) from None
-            if type(reason) is TemplateError:  # by raise_exception
-                return f"a chat that the template rejects ({why})"
-            return f"a chat that the template fails on ({type(reason).__name__}: {why})"
+            return f"a chat that the template fails on ({one_line(reason)[:WHY]})"
 
     def _by_prompt(self, messages: Messages, prompt: int, arguments: dict[str, Any]) -> Encoded:
         """The chat with its completion as targets, which begins at the first token that differs

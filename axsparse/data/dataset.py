@@ -6,8 +6,6 @@ A sample is known by its number, from 0 to the number of samples.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,12 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.runtime.canonical_form import digest_of
-from axsparse.runtime.errors import DataError, one_line
-from axsparse.runtime.seeds import preserved_rng
+from axsparse.runtime.errors import DataError
 from axsparse.runtime.targets import IGNORED
 
-COMPARED = 4
-"""Samples, evenly spread, that `from_torch` reads twice."""
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
@@ -191,8 +186,6 @@ class TokenDataset:
     each token begins."""
     mark: int = 0
     """The bit that is set in tokens that do not count as targets; 0 if all of them count."""
-    check: Callable[[], None] = lambda: None
-    """Called before tokens are read; raises DataError if the memory map has lost its file."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or self.tokens.dtype.kind != "u":
@@ -218,7 +211,6 @@ class TokenDataset:
 
         With a `separator` there is a second input of this shape, int32: `document_starts`.
         """
-        self.check()
         at = indices[:, None] * self.sequence_length + np.arange(self.sequence_length)
         inputs, targets = (self.tokens[where].astype(np.int64) for where in (at, at + 1))
         if self.mark:
@@ -275,63 +267,24 @@ def read_tensors(
             "tensors"
         )
     for tensor in (*inputs, targets):
-        what, suggestion = _mismatch(tensor, len(samples))
-        if what:
+        if not _fits_layers(tensor, len(samples)):
+            what = type(tensor).__name__
+            if isinstance(tensor, Tensor):
+                kind = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
+                what += f" {tuple(tensor.shape)} of {kind} on {tensor.device}"
             raise DataError(
-                f"data ({dataset.name}): {len(samples)} samples are read as {what}; give "
-                f"{suggestion}"
+                f"data ({dataset.name}): {len(samples)} samples are read as {what}; give dense "
+                "tensors of real numbers in CPU memory, samples first (of from_torch by a "
+                "collate_fn)"
             )
     return [*inputs, targets]
 
 
-def _mismatch(read: object, size: int) -> tuple[str, str]:
-    """The kind of a value that no layer can take, and a suggestion; both are empty if layers can
-    take it."""
-    if not isinstance(read, Tensor):
-        return type(read).__name__, "tensors, samples first (of from_torch by a collate_fn)"
-    kinds = {
-        "a meta tensor": (read.is_meta, "one with values, in CPU memory"),
-        f"a tensor of layout {read.layout}": (read.layout != torch.strided, "its to_dense()"),
-        f"a quantized tensor ({read.dtype})": (read.is_quantized, "its dequantize()"),
-        f"a complex tensor ({read.dtype})": (read.is_complex(), "torch.view_as_real of it"),
-        f"a tensor on {read.device}": (read.device.type != "cpu", "one in CPU memory"),
-        f"Tensor {tuple(read.shape)}": (read.shape[:1] != (size,), "tensors, samples first"),
-    }
-    return next(
-        ((what, suggestion) for what, (is_so, suggestion) in kinds.items() if is_so), ("", "")
+def _fits_layers(read: object, size: int) -> bool:
+    return (
+        isinstance(read, Tensor)
+        and read.layout == torch.strided
+        and read.device.type == "cpu"
+        and not (read.is_quantized or read.is_complex())
+        and read.shape[:1] == (size,)
     )
-
-
-def length_of(samples: Dataset, name: str) -> int:
-    """The length of a data set; DataError for a `__len__` that gives none."""
-    try:
-        length = len(samples)
-    except Exception as reason:
-        raise DataError(
-            f"data ({name}): its __len__ gives no length ({one_line(reason)}); return the number "
-            "of samples, an int of at least 1"
-        ) from reason
-    return length
-
-
-def some_samples(length: int) -> NDArray[np.int64]:
-    """The numbers of a few samples, evenly spread."""
-    return np.unique(np.linspace(0, length - 1, COMPARED).astype(np.int64))
-
-
-def steady_digest(read: Callable[[], Iterable[Tensor]]) -> str | None:
-    """A digest of what `read` returns; None if a second call returns something else, or if it draws
-    from the global generators of torch, Python or numpy, which threads share.
-
-    The states are compared as well: a coin may fall twice on the same side.
-    """
-    with preserved_rng():
-        states = _global_states()
-        first, second = (digest_of(enumerate(read())) for _ in range(2))
-        return first if first == second and states == _global_states() else None
-
-
-def _global_states() -> tuple[object, ...]:
-    _, keys, position, *_ = np.random.get_state(legacy=True)
-    torchs = torch.get_rng_state().numpy().tobytes()
-    return random.getstate(), np.asarray(keys).tobytes(), position, torchs

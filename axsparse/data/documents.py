@@ -22,21 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, TypeGuard, cast
 
 from axsparse.data.chats import KWARGS, TOOLS, Chat, chatml
-from axsparse.data.in_place import (
-    COLUMN,
-    LABELS,
-    MASKS,
-    PACKED,
-    PADDING,
-    columns_of,
-    megatron,
-    rows_of,
-)
+from axsparse.data.tables import open_table
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
 
@@ -49,14 +40,11 @@ PIECE = 1 << 16
 """Characters that are tokenized together; this takes about a hundred times their memory."""
 SLACK = 1 << 13
 """Characters beyond a piece in which a place to cut is searched for."""
-TABLES = (".parquet", ".arrow", ".idx", ".csv", ".tsv")
+TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json")
 """Endings of files whose documents have no lines, but rows."""
 DATA_SETS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 """Endings by which a folder holds a data set, whose other files are documents only where they have
 an ending of data, or of texts: not its card, its licence or its scripts, as `datasets` has it."""
-ABOUT = {"README.md", "config.json", "state.json"}
-ABOUT |= {"dataset_info.json", "dataset_infos.json", "dataset_dict.json"}
-"""Files in such a folder that are about it, which `datasets` ignores."""
 SPLIT = re.compile(r"(?:^|/)(train|validation|test)(-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.arrow$)")
 """Finds the split in a file's path, as `datasets` and the hub name it."""
 UNREADABLE = "unreadable"
@@ -170,7 +158,7 @@ def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
         if is_huge:
             yield Piece(number, "", problem="huge line")
         elif line.strip():
-            yield from _record(number, line, reading.jsonl_field)
+            yield _record(number, line, reading.jsonl_field)
 
 
 def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
@@ -187,19 +175,18 @@ def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
         yield Piece(1, "", problem="malformed JSON")
         return
     for number, record in enumerate(records, 1):
-        yield from _documents(number, record, reading.jsonl_field)
+        yield _document(number, record, reading.jsonl_field)
 
 
 def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> Iterator[Piece]:
     """The rows of a file of Arrow or Parquet: each is a document."""
-    contents = (reading.jsonl_field, *OTHER_FIELDS)
-    names = columns_of(file, parquet=parquet)
-    if not ({*names} & {*contents} or {*PAIR} <= {*names}):
+    contents = {reading.jsonl_field, *OTHER_FIELDS}
+    names, rows = open_table(file, {*contents, *PAIR, *OTHER_COLUMNS}, parquet=parquet)
+    if not ({*names} & contents or {*PAIR} <= {*names}):
         yield Piece(1, "", problem=_missing(names, reading.jsonl_field))
         return
-    columns = [name for name in names if name in (*contents, *PAIR, *OTHER_COLUMNS)]
-    for number, row in enumerate(rows_of(file, columns, parquet=parquet), 1):
-        yield from _documents(number, _without_none(row), reading.jsonl_field)
+    for number, row in enumerate(rows, 1):
+        yield _document(number, _without_none(row), reading.jsonl_field)
 
 
 def _without_none(value: Any) -> Any:
@@ -222,33 +209,24 @@ def read_csv(file: BinaryIO, reading: Reading, *, separator: str = ",") -> Itera
             if None in record:
                 yield Piece(number, "", problem="more cells than columns")
             else:
-                yield from _documents(number, record, reading.jsonl_field)
+                yield _document(number, record, reading.jsonl_field)
     except csv.Error as reason:
         raise OSError(0, str(reason)) from reason
     finally:
         text.detach()
 
 
-def read_index(file: BinaryIO, _: Reading) -> Iterator[Piece]:
-    """The documents of Megatron's .bin, by the .idx next to it, which is open."""
-    index = Path(file.name)
-    try:
-        found = megatron(index, index.with_suffix(".bin"), "input")
-        begins = found.begins()
-    except (DataError, MissingInputError) as reason:
-        raise OSError(0, str(reason)) from reason
-    for number, (first, end) in enumerate(pairwise([*begins, found.tokens.size]), 1):
-        ids = found.tokens[first:end].tolist()
-        yield Piece(number, "", problem=None if ids else "empty", content=ids)
-
-
 OTHER_FIELDS = ("messages", "conversations", "input_ids")
 """Keys of documents that are no text, for records without the key of a text."""
 PAIR = ("prompt", "completion")
 """Keys of two texts, or of messages, for records without these."""
-INSTRUCTION = {"instruction", "output"}
-"""Keys of records that are rejected with a suggestion: prompts of instruction and input differ."""
-OTHER_COLUMNS = (LABELS, PADDING, *MASKS, *PACKED, TOOLS, KWARGS)
+LABELS = "labels"
+"""The column of targets next to token ids."""
+MASKS = ("completion_mask", "assistant_masks")
+"""Columns next to token ids: 0 for tokens that are no targets."""
+PADDING = "attention_mask"
+"""The column next to token ids that is 0 for padding, which is no text."""
+OTHER_COLUMNS = (LABELS, PADDING, *MASKS, TOOLS, KWARGS)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
@@ -257,7 +235,6 @@ READERS: dict[str, Reader] = {
     ".arrow": read_table,
     ".csv": read_csv,
     ".tsv": partial(read_csv, separator="\t"),
-    ".idx": read_index,
 }
 """The reader of each file ending; files of any other ending are text."""
 COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
@@ -266,23 +243,6 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
     ".xz": lzma.open,
 }
 """The opener of a compressed file by its ending; the ending before it names the format."""
-
-
-SIGNATURES = {
-    rb"\x28\xb5\x2f\xfd": "zstd; uncompress it by zstd -d",
-    rb"\x04\x22\x4d\x18": "lz4; uncompress it by lz4 -d",
-    rb"\x1f\x8b": "gzip; let its name end in .gz",
-    rb"BZh[1-9]1AY&SY": "bzip2; let its name end in .bz2",
-    rb"\xfd7zXZ\0": "xz; let its name end in .xz",
-    rb"PK\x03\x04": "zip; unpack it by unzip",
-    rb"7z\xbc\xaf\x27\x1c": "7z; unpack it by 7z x",
-    rb".{257}ustar[\0 ]": "tar; unpack it by tar -xf",
-    rb"%PDF-": "PDF; take its text by pdftotext",
-    rb"\xff\xfe|\xfe\xff": "UTF-16; make it UTF-8 by iconv -f UTF-16 -t UTF-8",
-}
-"""How files of bytes begin that are no documents as they are, and what to do with them."""
-LONGEST_SIGNATURE = 263
-"""Bytes at the beginning of a file by which it is known."""
 
 
 def divider(how: str) -> Callable[[bytes, int], bool]:
@@ -334,48 +294,19 @@ def _decoded(line: int, block: bytearray, ends: bool, problem: str | None) -> Pi
         return Piece(line, "", ends, "not UTF-8")
 
 
-def _record(number: int, line: bytes, field: str) -> Iterator[Piece]:
-    """The documents of a JSON record, or why it cannot be used."""
+def _record(number: int, line: bytes, field: str) -> Piece:
+    """The document of a JSON record, or why it cannot be used."""
     try:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
-        yield Piece(number, "", problem="not UTF-8")
+        return Piece(number, "", problem="not UTF-8")
     except (ValueError, RecursionError):
-        yield Piece(number, "", problem="malformed JSON")
-    else:
-        yield from _documents(number, record, field)
+        return Piece(number, "", problem="malformed JSON")
+    return _document(number, record, field)
 
 
-def _documents(number: int, given: object, field: str) -> Iterator[Piece]:
-    """The document of a record, or those that are packed into it."""
+def _document(number: int, given: object, field: str) -> Piece:
     record = given if isinstance(given, dict) else {}
-    ids = record.get(field, record.get(COLUMN))
-    packed = {name: record[name] for name in PACKED if record.get(name) is not None}
-    if not packed or not isinstance(ids, list):
-        yield _document(number, record, field)
-        return
-    are_numbers = all(
-        isinstance(one, list) and all(isinstance(each, int) and each >= 0 for each in one)
-        for one in packed.values()
-    )
-    lengths = packed.get(PACKED[0], []) if are_numbers else []
-    if are_numbers and PACKED[0] not in packed:
-        places = packed[PACKED[1]]
-        begins = [at for at, place in enumerate(places) if at == 0 or place == 0]
-        lengths = [end - begin for begin, end in pairwise([*begins, len(places)])]
-    if sum(lengths) != len(ids):
-        yield Piece(number, "", problem=f"{' or '.join(packed)} that do not fit the ids")
-        return
-    ends = [*accumulate(lengths)]
-    for begin, end in pairwise([0, *ends] if ids else [0, 0]):
-        columns = {
-            name: one[begin:end] if isinstance(one, list) and len(one) == len(ids) else one
-            for name, one in record.items()
-        }
-        yield _document(number, columns, field)
-
-
-def _document(number: int, record: dict[str, Any], field: str) -> Piece:
     values = [record.get(key) for key in (field, *OTHER_FIELDS)]
     value = next((value for value in values if value is not None), None)
     if value is None and all(record.get(key) is not None for key in PAIR):
@@ -437,9 +368,7 @@ def _missing(found: Iterable[str], field: str) -> str:
     wanted = ", ".join(dict.fromkeys((field, *OTHER_FIELDS, " with ".join(PAIR))))
     names = sorted(found)
     some = f"{', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"[:WHY]
-    suggestion = "; write instruction and input as prompt, output as completion"
-    suggestion = suggestion if {*names} >= INSTRUCTION else ""
-    return f"missing field (it has {some or 'none'}, and {wanted} are read{suggestion})"
+    return f"missing field (it has {some or 'none'}, and {wanted} are read)"
 
 
 def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
@@ -519,11 +448,7 @@ def find_sources(
 def _files(
     paths: Sequence[Path], out: Path, reading: Reading, left_out: list[tuple[str, str]]
 ) -> Iterator[Path]:
-    for given in paths:
-        # Megatron's ids are named by their index, by themselves, or by the common prefix of both
-        # names.
-        index = Path(f"{given.with_suffix('') if given.suffix == '.bin' else given}.idx")
-        path = index if index.is_file() else given
+    for path in paths:
         if path.is_file():
             yield path
             continue
@@ -538,11 +463,8 @@ def _files(
         ):
             at = Path(folder)
             subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
-            indexed = {f"{name[:-4]}.bin" for name in files if name.endswith(".idx")}
-            files = [name for name in files if name not in indexed]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
         if any(_format(name) in DATA_SETS for name in names) and not reading.include:
-            names = [name for name in names if name.name not in ABOUT]
             others = {name for name in names if _format(name) not in (*READERS, ".txt")}
             names = [name for name in names if name not in others]
             left_out.extend((str(path / name), NO_DATA) for name in filter(reading.takes, others))
@@ -571,7 +493,7 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
     """
     rest, held_out, begins, place, read = "", False, True, "", 0
     *_, ending = _endings(source.path)
-    unit = "row" if ending in TABLES else "record" if ending == ".json" else "line"
+    unit = "row" if ending in TABLES else "line"
     try:
         with Path(source.path).open("rb") as raw:
             _check_unchanged(raw, source)
@@ -616,11 +538,6 @@ def has_marks(content: Content | None) -> bool:
 def _found(raw: BinaryIO, source: DocumentSource, reading: Reading) -> Iterator[Piece]:
     opens = COMPRESSIONS.get(_endings(source.path)[-1])
     file = cast("BinaryIO", opens(raw)) if opens else raw
-    begin = file.read(LONGEST_SIGNATURE)
-    file.seek(0)
-    for signature, what in SIGNATURES.items():
-        if re.match(signature, begin, re.DOTALL):
-            return iter([Piece(1, "", problem=f"no text ({what})")])
     return READERS.get(_format(PurePath(source.path)), read_text)(file, reading)
 
 

@@ -82,11 +82,10 @@ PARTIAL = "parts-"
 BATCH = 1 << 20
 """Characters that are encoded at a time, by all threads together."""
 SAVED = 64
-"""Batches after which the files of tokens are put on the disk and their progress is recorded."""
+"""Batches after which the files of tokens are put on the disk and their progress is recorded, at
+the next end of a document."""
 EXAMPLES = 20
 """Number of left-out documents that are named; all of them are counted."""
-SHOWN = 10
-"""Number of left-out documents that are shown on the screen."""
 BEGINNING = 24
 """Number of tokens that are shown as text."""
 MEGABYTE = 1_000_000
@@ -142,12 +141,6 @@ class PreparationProgress(BaseModel):
     """Number of documents left out, by reason."""
     examples: list[str] = []
     """The first of these: file, line at which the document begins, reason."""
-    begin: int | None = None
-    """The token of its file at which the document begins whose end has not been read yet."""
-    problem: str | None = None
-    """Why that document will be left out."""
-    long_text: tuple[str, str, int] | None = None
-    """The state of its text, of which some ids are still to be written."""
 
     @property
     def reasons(self) -> str:
@@ -432,10 +425,8 @@ class _Run:
                     progress.leave_out(name, why)
             began, skipped = time.monotonic(), None
             rest = islice(self._pieces(), progress.pieces, None)
-            for number, batch in enumerate(_batches(rest), 1):
+            for batch in _batches(rest):
                 writer.add([piece for piece, _ in batch])
-                if number % SAVED == 0:
-                    writer.save()
                 read = batch[-1][1]
                 skipped = batch[0][1] if skipped is None else skipped
                 speed = max(1, read - skipped) / (time.monotonic() - began)
@@ -473,10 +464,10 @@ class _Run:
         if progress.left_out:
             total = sum(progress.left_out.values())
             console.line(f"left out {_count(total, 'document')}: {progress.reasons}")
-            for example in progress.examples[:SHOWN]:
+            for example in progress.examples:
                 console.line(f"  {example}")
-            if total > SHOWN:
-                console.line(f"  and {total - SHOWN} more; {SIDECAR} names the first {EXAMPLES}")
+            if total > EXAMPLES:
+                console.line(f"  and {total - EXAMPLES} more")
         for split, tokens in progress.tokens.items():
             count = _count(progress.documents[split], "document")
             console.line(f"{split}: {count}, {format_count(tokens)} tokens")
@@ -492,7 +483,7 @@ class _Encoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
-        self.long_text: LongText | None = None
+        self._long_text: LongText | None = None
         """The text of a document that has not ended yet."""
         self.dtype = stored(dtype_for(tokenizer.vocab_size, marked=marked))
         self.mark = mark_of(self.dtype) if marked else 0
@@ -512,11 +503,6 @@ class _Encoder:
             else:
                 yield self._ids(np.array(piece.content))
 
-    def resume(self, state: tuple[str, str, int] | None) -> None:
-        """Go on with the text of a document as it was when progress was recorded."""
-        if state is not None and isinstance(self._tokenizer, Subwords):
-            self.long_text = LongText(self._tokenizer, *state)
-
     def _texts(self, batch: Sequence[Piece]) -> Iterator[Tokens]:
         """The ids of the text of each piece; of a document in several, those that are sure."""
         tokenizer = self._tokenizer
@@ -524,7 +510,7 @@ class _Encoder:
             yield from tokenizer.encode_batch([piece.text for piece in batch])
             return
         is_long, tails, texts = [], [], []
-        tail = None if self.long_text is None else self.long_text.tail
+        tail = None if self._long_text is None else self._long_text.tail
         for piece in batch:
             tails.append(tail or "")
             texts.append(tails[-1] + piece.text)
@@ -537,9 +523,9 @@ class _Encoder:
             if not so:
                 yield ids[1]
                 continue
-            text = self.long_text or LongText(tokenizer)
+            text = self._long_text or LongText(tokenizer)
             sure = text.add(piece.text, *ids)
-            self.long_text = None if piece.ends else text
+            self._long_text = None if piece.ends else text
             yield np.concatenate([sure, text.end()]) if piece.ends else sure
 
     def begin(self, piece: Piece) -> Tokens:
@@ -624,39 +610,46 @@ class _Writer:
             pass  # There is no record, or it is damaged: the files are written again.
         for split, count in self.progress.tokens.items():
             self._split(split, count)
-        encoder.resume(self.progress.long_text)
+        self._begin: int | None = None
+        """The token of its file at which the document begins whose end has not been read yet."""
+        self._problem: str | None = None
+        """Why that document will be left out."""
+        self._unsaved = 0
+        """Batches since progress was recorded."""
 
     def add(self, batch: Sequence[Piece]) -> None:
         for piece, (ids, problem) in zip(batch, self._encoder.encode(batch), strict=True):
             self._append(piece, ids, problem)
+        self._unsaved += 1
 
     def save(self) -> None:
-        """Put the files on the disk, then the record of how far they are."""
+        """Put the files on the disk, then the record of how far they are, between documents."""
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
-        text = self._encoder.long_text
-        self.progress.long_text = None if text is None else text.state
         _write_file(self._path, self.progress.model_dump_json().encode())
+        self._unsaved = 0
 
     def _append(self, piece: Piece, ids: Tokens, problem: str | None) -> None:
         progress = self.progress
         split: Split = "validation" if piece.validation else "train"
         progress.pieces += 1
-        if progress.begin is None:
-            progress.begin, progress.problem = progress.tokens[split], None
+        if self._begin is None:
+            self._begin, self._problem = progress.tokens[split], None
             self._write(split, self._encoder.begin(piece))
-        progress.problem = progress.problem or problem
+        self._problem = self._problem or problem
         self._write(split, ids)
         if not piece.ends:
             return
-        if progress.problem is not None:
-            self._split(split, progress.begin)
-            progress.leave_out(piece.place, progress.problem)
+        if self._problem is not None:
+            self._split(split, self._begin)
+            progress.leave_out(piece.place, self._problem)
         else:
             self._write(split, self._encoder.end(piece, ids))
             progress.documents[split] += 1
-        progress.begin = None
+        self._begin = None
+        if self._unsaved >= SAVED:
+            self.save()
 
     def _write(self, split: Split, ids: Tokens) -> None:
         self._files[split].write(np.ascontiguousarray(ids, self._dtype).data)

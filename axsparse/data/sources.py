@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.config.schema import Config, sample_length, token_sources
-from axsparse.data.dataset import Dataset, Datasets, TokenDataset, length_of, read_tensors
-from axsparse.data.in_place import InPlace, in_place
+from axsparse.data.dataset import Dataset, Datasets, TokenDataset, read_tensors
+from axsparse.data.megatron import MegatronIds, is_megatron
 from axsparse.data.order import BLOCK, Share, places_of
 from axsparse.data.token_file import (
     WHERE,
     Split,
     SplitRecord,
-    check_of_sizes,
     mark_of,
     read_sidecar,
     sample_digest,
@@ -87,20 +86,18 @@ def _tokens_at(
     """The training and the validation tokens at a path; the latter are None unless `validate`, and
     if there are none."""
     length, separate = sample_length(config), config.data.intra_document_attention
-    found = in_place(path, where)
-    if found is None:
+    if not is_megatron(path, where):
         return token_datasets(path, length, validate=validate, separate=separate, where=where)
-    vocabulary = config.model.vocab_size
-
-    def dataset(ids: InPlace, name: str) -> TokenDataset:
-        separator = ids.begins() if separate else None
-        facts = (f"tokens {path.name}{name}", ids.fingerprint, vocabulary)
-        return TokenDataset(*facts, ids.tokens, length, separator, check=check_of_sizes(ids.files))
-
-    training, held_out = found
-    if held_out is None or not validate:
-        return dataset(training, ""), None
-    return dataset(training, " train"), dataset(held_out, " validation")
+    ids = MegatronIds(path, where)
+    training = TokenDataset(
+        name=f"tokens {path.name}",
+        fingerprint=ids.fingerprint,
+        vocab_size=config.model.vocab_size,
+        tokens=ids.tokens,
+        sequence_length=length,
+        separator=ids.begins() if separate else None,
+    )
+    return training, None
 
 
 def token_datasets(
@@ -146,7 +143,6 @@ def token_datasets(
             sequence_length=sequence_length,
             separator=sidecar.separator if separate else None,
             mark=mark_of(dtype) if sidecar.marked else 0,
-            check=check_of_sizes([path]),
         )
 
     held_out = sidecar.validation if validate else None
@@ -174,20 +170,14 @@ class Blend:
                 f"blend: {len(datasets)} data sets have {len(weights)} weights; give one for each"
             )
         names = [dataset.name for dataset in datasets]
-        for name, dataset in zip(names, datasets, strict=True):
-            if not hasattr(dataset, "read"):
-                raise DataError(f"blend: {name} has no read; give data sets with all members")
-        for name, weight in zip(names, weights, strict=True):
-            if not 0 < weight < float("inf"):
-                raise DataError(f"blend: {name} has weight {weight}; choose one above 0")
-        places = places_of(weights)
-        for name, weight, count in zip(names, weights, places, strict=True):
-            if not count:
-                raise DataError(
-                    f"blend: {name} has weight {weight} of {sum(weights):g}, which is not one "
-                    f"sample in {BLOCK:,}; give it more, or leave it out"
-                )
-        lengths = [length_of(dataset, dataset.name) for dataset in datasets]
+        is_sound = all(0 < weight < float("inf") for weight in weights)
+        places = places_of(weights) if is_sound else ()
+        if not all(places) or not is_sound:
+            raise DataError(
+                f"blend: {', '.join(names)} have the weights {list(weights)}, by which not each "
+                f"gives a sample in {BLOCK:,}; choose larger ones, or leave data sets out"
+            )
+        lengths = [len(dataset) for dataset in datasets]
         self.datasets = tuple(datasets)
         self.shares = tuple(map(Share, lengths, places))
         """The length and place of each data set, by which training chooses the samples of a

@@ -10,9 +10,8 @@ Each document is followed by one `separator`, an id that no document contains.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from axsparse.runtime.errors import DataError, reading
 
 SIDECAR = "tokens.json"
 TOKENIZER = "tokenizer.json"
-FORMAT = 1
+FORMAT: Literal[1] = 1
 """Version of the format; raised when files of an older version can no longer be read."""
 
 Split = Literal["train", "validation"]
@@ -80,7 +79,7 @@ class Sidecar(Record):
     """The contents of tokens.json."""
 
     format: Literal["axsparse tokens"] = "axsparse tokens"
-    version: PositiveInt
+    version: Literal[1]
     axsparse: str
     """The version of axsparse that wrote the files."""
     tokenizer: TokenizerRecord
@@ -168,40 +167,15 @@ def sample_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_of_sizes(paths: Iterable[Path]) -> Callable[[], None]:
-    """A function that raises DataError once one of these files is shorter than now: to read the end
-    of its memory map would end the process."""
-    before = {path: path.stat() for path in paths}
-
-    def check() -> None:
-        for path, was in before.items():
-            with contextlib.suppress(FileNotFoundError):  # a removed file stays mapped
-                now = path.stat()
-                if now.st_ino == was.st_ino and now.st_size < was.st_size:
-                    raise DataError(
-                        f"{path}: has {now.st_size} bytes, and had {was.st_size} when it was "
-                        "opened; copy it again, and start with --resume auto"
-                    )
-
-    return check
-
-
 def read_sidecar(folder: Path, where: str) -> Sidecar:
     """The tokens.json of a folder; `where` names the setting in error messages.
 
-    Raises MissingInputError if it cannot be read, DataError if it is no tokens.json of this
-    version.
+    Raises MissingInputError if it cannot be read, DataError if it is none of this version.
     """
     path = folder / SIDECAR
     with reading(f"{where}: {path}", "name a folder that `axsparse data prepare` has finished"):
         text = path.read_bytes()
     try:
-        version = _Head.model_validate_json(text).version
-        if version != FORMAT:
-            raise DataError(
-                f"{where}: {path} has version {version}, this axsparse reads {FORMAT}; prepare "
-                "the data again, or use the axsparse that did"
-            )
         return Sidecar.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
@@ -210,10 +184,3 @@ def read_sidecar(folder: Path, where: str) -> Sidecar:
             f"{where}: {path} does not describe tokens ({place}: {first['msg']}); prepare the "
             "data again"
         ) from None
-
-
-class _Head(BaseModel):
-    """The fields that every version of the format has."""
-
-    format: Literal["axsparse tokens"]
-    version: int

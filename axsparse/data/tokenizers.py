@@ -25,7 +25,6 @@ from axsparse.data.token_file import (
     SIDECAR,
     TOKENIZER,
     WHERE,
-    Sidecar,
     TokenizerRecord,
     digest_of,
     read_sidecar,
@@ -155,18 +154,12 @@ class LongText:
     one, which gives the whole text its ids.
     """
 
-    def __init__(
-        self, tokenizer: Subwords, text: str = "", later: str = "", given: int = 0
-    ) -> None:
-        """A text without pieces yet, or one that goes on at the `state` of another."""
-        self._tokenizer, self._text, self._later, self._given = tokenizer, text, later, given
-        (self._ids,) = tokenizer.encode_batch([text])
-
-    @property
-    def state(self) -> tuple[str, str, int]:
-        """The last window, the pieces that are still to be encoded with it, and the number of ids
-        of the window that were given out."""
-        return self._text, self._later, self._given
+    def __init__(self, tokenizer: Subwords) -> None:
+        self._tokenizer = tokenizer
+        self._text, self._later = "", ""
+        """The last window, and the pieces that are still to be encoded with it."""
+        self._ids, self._given = np.zeros(0, np.uint32), 0
+        """The ids of the window, and how many of them were given out."""
 
     @property
     def tail(self) -> str:
@@ -259,8 +252,8 @@ def given_tokenizer(path: Path) -> GivenTokenizer:
     if ours is None or ours.encode(probe).ids != theirs:
         raise DataError(
             f"--tokenizer: {type(loaded).__name__} of {folder} has code of its own, or draws, "
-            f"next to what a {TOKENIZER} says; save input_ids that it makes by save_to_disk of "
-            "`datasets`, and name that folder as data.path"
+            f"next to what a {TOKENIZER} says; write the input_ids that it makes as JSONL or "
+            "Parquet, and prepare those"
         )
     return GivenTokenizer(folder, text.encode(), loaded.eos_token, split, loaded)
 
@@ -411,7 +404,14 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
         return None
     if sidecar.tokenizer.kind == "bytes":
         return byte_tokenizer(sidecar.separator)
-    path, end = _checked(folder, sidecar)
+    path, end = folder / TOKENIZER, str(sidecar.settings.get("separator", SEPARATOR))
+    with reading(f"{WHERE}: {path}", "copy it again, or prepare the data again"):
+        digest = digest_of(path)
+    if digest != sidecar.tokenizer.digest:
+        raise DataError(
+            f"{WHERE}: {path} is not the tokenizer that made the tokens; copy it again, or prepare "
+            "the data again"
+        )
     bare = {"truncation": None, "padding": None}  # The preparation neither cuts nor fills up.
     made = Subwords(path, sidecar.tokenizer, end)
     begin = made.first.tolist()[:1]
@@ -423,20 +423,6 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
         begin_id=begin[0] if begin else None,
         split_special_tokens=sidecar.tokenizer.split_special_tokens,
     )
-
-
-def _checked(folder: Path, sidecar: Sidecar) -> tuple[Path, str]:
-    """The tokenizer.json of a folder of tokens, which has to have made them, and the token after
-    each document."""
-    path = folder / TOKENIZER
-    with reading(f"{WHERE}: {path}", "copy it again, or prepare the data again"):
-        digest = digest_of(path)
-    if digest != sidecar.tokenizer.digest:
-        raise DataError(
-            f"{WHERE}: {path} is not the tokenizer that made the tokens; copy it again, or prepare "
-            "the data again"
-        )
-    return path, str(sidecar.settings.get("separator", SEPARATOR))
 
 
 def byte_tokenizer(separator: int) -> ExportedTokenizer:

@@ -7,22 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from axsparse.data.dataset import (
-    counted,
-    length_of,
-    read_tensors,
-    some_samples,
-    steady_digest,
-)
+from axsparse.data.dataset import counted, read_tensors
+from axsparse.runtime.canonical_form import digest_of
 from axsparse.runtime.errors import DataError
-from axsparse.runtime.seeds import keyed_generator
-from axsparse.runtime.targets import IGNORED
+from axsparse.runtime.seeds import keyed_generator, preserved_rng
+
+COMPARED = 4
+"""Samples, evenly spread, that `from_torch` reads twice."""
 
 DRAWS = frozenset(
     (
@@ -61,14 +57,14 @@ def from_torch(
     default all of them do but integers that are -100, which cross entropy leaves out.
 
     Raises DataError for a data set that has no length or no sample, one whose samples are no such
-    pairs, and one that gives other values when a sample is read again. Its `fingerprint` is a
-    digest of its length and of some samples.
+    pairs, and one that gives other values when a sample is read again. Its `fingerprint` is its
+    length and a digest of some samples.
     """
     name = type(dataset).__name__ if name is None else name
     if isinstance(dataset, DataLoader):
         raise DataError(f"from_torch ({name}): a DataLoader makes batches; {advice_for(dataset)}")
     has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
-    if not has_members or not (length := length_of(dataset, name)):
+    if not has_members or not (length := len(dataset)):
         raise DataError(
             f"from_torch ({name}): it has no length, or no sample; give a data set with __len__ "
             "and __getitem__, such as a list of what an iterable one yields"
@@ -76,24 +72,20 @@ def from_torch(
     samples = TorchSamples(
         name, "", vocab_size, None, dataset, length, collate_fn, count_targets, seed
     )
-    some = some_samples(length)
-    tensors: list[Tensor] = []
-
-    def read_some() -> list[Tensor]:
-        tensors[:] = read_tensors(samples, some, np.zeros_like(some))
-        return [torch.tensor(length), *tensors]
-
-    digest = steady_digest(read_some)
-    if digest is None:
+    some = np.unique(np.linspace(0, length - 1, COMPARED).astype(np.int64))
+    with preserved_rng():
+        first, again = (read_tensors(samples, some, np.zeros_like(some)) for _ in range(2))
+    digest = digest_of(enumerate(first))
+    if digest != digest_of(enumerate(again)):
         raise DataError(
-            f"from_torch ({name}): its samples differ when they are read again, or draw random "
-            "numbers of Python or numpy; draw by torch.rand, torch.randint and their like, in "
-            "__getitem__, where seed, epoch and sample seed them"
+            f"from_torch ({name}): its samples differ when they are read again; draw random "
+            "numbers by torch.rand, torch.randint and their like, in __getitem__, where seed, "
+            "epoch and sample seed them"
         )
-    targets = tensors[-1]
+    targets = first[-1]
     is_complete = count_targets is None and counted(targets) == targets.numel()
     per_sample = targets.numel() // len(some) if is_complete else None
-    return replace(samples, fingerprint=digest, targets_per_sample=per_sample)
+    return replace(samples, fingerprint=f"{length} {digest}", targets_per_sample=per_sample)
 
 
 def advice_for(given: object) -> str:
@@ -145,21 +137,12 @@ class TorchSamples:
             )
         inputs, targets = collated
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        if self.targets_per_sample is None:
-            return inputs, targets
-        if self.targets_per_sample != targets.numel() / len(samples):
+        each = self.targets_per_sample
+        if each is not None and counted(targets) != each * len(samples):
             raise DataError(
-                f"from_torch ({self.name}): {len(samples)} samples have {targets.numel()} targets, "
-                f"where others have {self.targets_per_sample} each; give count_targets, which says "
-                "how many of a microbatch count in the loss"
-            )
-        if counted(targets) < targets.numel():
-            rows = (targets == IGNORED).reshape(len(samples), -1).any(1)
-            first = indices[int(rows.int().argmax())]
-            raise DataError(
-                f"from_torch ({self.name}): sample {first} has a target "
-                f"{IGNORED}, which does not count, and the first samples had none; give "
-                f"count_targets=lambda y: int((y != {IGNORED}).sum())"
+                f"from_torch ({self.name}): samples {', '.join(map(str, indices))} have "
+                f"{counted(targets)} targets that count, and the first samples {each} each; give "
+                "count_targets, which says how many of a microbatch count in the loss"
             )
         return inputs, targets
 

@@ -24,7 +24,7 @@ from axsparse.config.messages import show
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, integer_of
-from axsparse.data.dataset import Dataset, Datasets, length_of
+from axsparse.data.dataset import Dataset, Datasets
 from axsparse.data.order import Share
 from axsparse.data.sources import open_datasets
 from axsparse.data.torch_dataset import advice_for
@@ -279,7 +279,7 @@ def with_example(
         with preserved_rng():
             batches = Batches(
                 training,
-                num_samples=length_of(training, training.name),
+                num_samples=len(training),
                 global_batch_size=size,
                 microbatch_size=size,
                 replica=0,
@@ -356,9 +356,9 @@ def _facts_of(datasets: Datasets) -> dict[str, Any]:
         "name": training.name,
         "fingerprint": training.fingerprint,
         "vocab_size": training.vocab_size or 0,
-        "samples": length_of(training, training.name),
+        "samples": len(training),
         "shares": getattr(training, "shares", ()),
-        "validation_samples": 0 if validation is None else length_of(validation, validation.name),
+        "validation_samples": 0 if validation is None else len(validation),
         "validation_fingerprint": "" if validation is None else validation.fingerprint,
     }
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.exhaustive import by_default
-from support.preparing import SEPARATOR, run, write_jsonl, write_megatron, write_saved, write_table
+from support.preparing import SEPARATOR, run, write_jsonl, write_megatron, write_table
 from support.resuming import Ran, ran
 from support.runs import train_in_process
 
@@ -60,30 +60,11 @@ def records(write: Callable[[Path, list[dict[str, Any]]], Path], name: str, fold
     return first
 
 
-def prepared_megatron(folder: Path) -> Path:
-    """By the door of texts, as `axsparse prune --data` takes it."""
-    (folder / "both").mkdir()
-    write_megatron(folder / "both" / "c", IDS)
-    whole = prepared(folder, folder / "both")
-    for name in ("c", "c.bin", "c.idx"):
-        (folder / name).mkdir()
-        again = prepared(folder / name, folder / "both" / name)
-        assert (again / "train.tokens").read_bytes() == (whole / "train.tokens").read_bytes()
-    return whole
-
-
-def arrow_file(folder: Path) -> Path:
-    return write_table(folder / "ids.arrow", [{"input_ids": one} for one in IDS])
-
-
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "text": text,
     "jsonl": partial(records, write_jsonl, "a.jsonl"),
     "parquet": partial(records, write_table, "a.parquet"),
     "arrow": partial(records, write_table, "a.arrow"),
-    "megatron prepared": prepared_megatron,
-    "arrow in place": arrow_file,
-    "datasets in place": lambda at: write_saved(at / "d", [{"input_ids": one} for one in IDS]),
     "megatron": lambda at: write_megatron(at / "c", IDS),
     "megatron int32": lambda at: write_megatron(at / "c", IDS, 4),
 }
@@ -107,7 +88,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses((f"data.path={text(tmp_path_factory.mktemp('text'))}",))
 
 
-@pytest.mark.parametrize("kind", by_default(["parquet", "datasets in place", "megatron"], FORMATS))
+@pytest.mark.parametrize("kind", by_default(["parquet", "megatron"], FORMATS))
 def test_the_same_tokens_give_the_same_losses_in_every_format(
     kind: str, expected: list[float], tmp_path: Path
 ) -> None:

@@ -149,21 +149,6 @@ def test_small_files_are_sampled_entirely(size: int) -> None:
     assert len(sampled(1 << 40, SAMPLED_BYTES)) == SAMPLED_BLOCKS
 
 
-def test_a_file_that_is_cut_while_it_is_mapped_is_named_and_a_removed_one_stays(
-    tmp_path: Path,
-) -> None:
-    training, _ = token_datasets(write(tmp_path / "data"), 16, validate=False)
-    path = tmp_path / "data" / "train.tokens"
-    path.rename(tmp_path / "moved")
-    training.read(np.array([0]))
-
-    (tmp_path / "moved").rename(path)
-    os.truncate(path, 100)
-
-    with pytest.raises(DataError, match="has 100 bytes, and had 800 when it was opened; copy it"):
-        training.read(np.array([0]))
-
-
 # The CRC of their paths makes all of these training files.
 FILES = {"a.py": b"x = 1\n", "b.py": b"", "c/a.py": "é = 2\n".encode(), "c.py": b"pass"}
 

@@ -137,10 +137,10 @@ def test_a_long_text_has_the_ids_of_the_whole(
     tokenizer = opened(tmp_path / "own.json")
     pieces = [TEXTS[text][first : first + 190] for first in range(0, len(TEXTS[text]), 190)]
 
-    long, found = LongText(tokenizer), []
-    for piece in pieces:
-        long = LongText(tokenizer, *long.state)  # as after a kill
-        found.append(long.add(piece, *tokenizer.encode_batch([long.tail, long.tail + piece])))
+    long = LongText(tokenizer)
+    found = [
+        long.add(piece, *tokenizer.encode_batch([long.tail, long.tail + piece])) for piece in pieces
+    ]
     early = sum(map(len, found))
     found.append(long.end())
 
@@ -255,8 +255,8 @@ def test_a_class_with_code_of_its_own_is_refused(trained: Path, tmp_path: Path) 
         given_tokenizer(tmp_path)
     assert str(caught.value) == (
         f"--tokenizer: ByT5Tokenizer of {tmp_path} has code of its own, or draws, next to what a "
-        "tokenizer.json says; save input_ids that it makes by save_to_disk of `datasets`, and name "
-        "that folder as data.path"
+        "tokenizer.json says; write the input_ids that it makes as JSONL or Parquet, and prepare "
+        "those"
     )
     settings.write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
     (tmp_path / "own.py").write_text("raise SystemExit(7)")

@@ -29,7 +29,7 @@ from support.runs import (
     vector_data,
 )
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset
 
 import axsparse as ax
 from axsparse.__main__ import main
@@ -386,31 +386,7 @@ class Stream(torch.utils.data.IterableDataset[int]):
         return iter(range(3))
 
 
-def drawing_collate(samples: list[Any]) -> Any:
-    inputs, targets = default_collate(samples)
-    return inputs + torch.rand(1), targets
-
-
-class Lasts(ArrayDataset):
-    """Of any length."""
-
-    length: Any = None
-
-    def __len__(self) -> Any:
-        return self.length
-
-    def __getitem__(self, number: int) -> Any:
-        return torch.ones(1), torch.zeros(1)
-
-
-def lasting(length: Any) -> Any:
-    dataset = Lasts(torch.ones(24, 16), torch.zeros(24, dtype=torch.long), "lasts")
-    dataset.length = length
-    return dataset
-
-
 LOADER = DataLoader(TensorDataset(torch.zeros(9)))
-OWN_GENERATOR = np.random.default_rng(0)
 
 
 def prepare(*contents: bytes, **values: Any) -> None:

@@ -79,19 +79,6 @@ def write_table(path: Path, records: Sequence[dict[str, Any]], batch: int = 3) -
     return path
 
 
-def write_saved(folder: Path, records: Sequence[dict[str, Any]], files: int = 2) -> Path:
-    """A folder as save_to_disk of `datasets` leaves it."""
-    folder.mkdir(parents=True)
-    names = [f"data-{number:05}-of-{files:05}.arrow" for number in range(files)]
-    cuts = np.linspace(0, len(records), files + 1).astype(int).tolist()
-    for name, begin, end in zip(names, cuts, cuts[1:], strict=False):
-        write_table(folder / name, records[begin:end])
-    state = {"_data_files": [{"filename": name} for name in names], "_indices_data_files": None}
-    (folder / "state.json").write_text(json.dumps(state))
-    (folder / "dataset_info.json").write_text("{}")
-    return folder
-
-
 def write_megatron(stem: Path, documents: Sequence[Sequence[int]], code: int = 8) -> Path:
     """`stem`.bin and `stem`.idx; each document is a sequence. `code` is the type of ids."""
     dtype = {1: "u1", 4: "<i4", 5: "<i8", 8: "<u2"}[code]

@@ -104,6 +104,13 @@ def test_a_compiler_that_is_missing_or_fails_is_said_at_once_in_one_line(
         launcher(monkeypatch, cupy)
 
 
+def test_a_cupy_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+    with pytest.raises(ConfigError, match="kernels for GPUs need CuPy, which cannot be imported"):
+        CupyLauncher(3)
+
+
 # -- what is refused before a kernel sees it ------------------------------------------------
 
 

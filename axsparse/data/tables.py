@@ -1,0 +1,83 @@
+"""The rows of files of Apache Arrow and Parquet, which pyarrow reads, an optional dependency."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
+
+from axsparse.runtime.errors import ConfigError
+
+ARROW_MAGIC = b"ARROW1"
+"""Begins an Arrow file with a table of contents; `datasets` writes a stream without one."""
+ROWS = 1024
+"""Rows of a Parquet file that are decoded at a time."""
+
+
+def open_table(
+    file: BinaryIO, wanted: Collection[str], *, parquet: bool
+) -> tuple[list[str], Iterator[dict[str, Any]]]:
+    """The names of a file's columns, and its rows as Python values of the wanted columns, texts as
+    bytes, in the memory of one row group.
+
+    Raises OSError where the file is damaged or no such table, ConfigError without pyarrow.
+    """
+    pyarrow = _import_pyarrow()
+    with _damaged():
+        if parquet:
+            table = pyarrow.parquet.ParquetFile(file)
+            names = list(table.schema_arrow.names)
+            batches = table.iter_batches(ROWS, columns=[name for name in names if name in wanted])
+        else:
+            is_stream = file.read(len(ARROW_MAGIC)) != ARROW_MAGIC
+            file.seek(0)
+            table = (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(file)
+            names = list(table.schema.names)
+            batches = _batches(table, [name for name in names if name in wanted])
+    return names, _rows(pyarrow, batches)
+
+
+def _batches(table: Any, columns: list[str]) -> Iterator[Any]:
+    is_file = hasattr(table, "num_record_batches")
+    batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
+    yield from (batch.select(columns) for batch in batches)
+
+
+def _rows(pyarrow: Any, batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
+    # Bytes: one text that is not UTF-8 is no reason to refuse the others.
+    kinds = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
+    while True:
+        with _damaged():
+            batch = next(batches, None)
+            if batch is None:
+                return
+            columns = [column.cast(kinds.get(column.type, column.type)) for column in batch.columns]
+            for column in columns:
+                column.validate(full=True)
+            rows = pyarrow.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
+        yield from rows
+
+
+@contextmanager
+def _damaged() -> Iterator[None]:
+    """OSError for pyarrow's errors about a damaged file."""
+    try:
+        yield
+    except (ValueError, KeyError, TypeError, NotImplementedError, MemoryError) as reason:
+        raise OSError(0, " ".join(str(reason).split())) from reason
+
+
+def _import_pyarrow() -> Any:
+    # Its own pool of memory would keep freed blocks.
+    os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError(
+            "files of Arrow and Parquet need pyarrow, which is not installed; "
+            "pip install 'axsparse[arrow]'"
+        ) from None
+    return pyarrow
