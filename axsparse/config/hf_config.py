@@ -252,16 +252,10 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     configs, causal, images, version = _transformers()
     quantized = theirs.get("quantization_config")
     if quantized is not None:
-        suggestion = "take the checkpoint before it was quantized"
-        if isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4":
-            suggestion = (
-                "write one in bf16: AutoModelForCausalLM.from_pretrained(FOLDER, "
-                "quantization_config=Mxfp4Config(dequantize=True)).save_pretrained(OTHER), of "
-                "transformers"
-            )
         raise DataError(
             f"{where}: quantization_config is {shown(quantized)}, and weights here are real "
-            f"numbers; {suggestion}"
+            "numbers; take the checkpoint before it was quantized, or write a dequantized one by "
+            "transformers"
         )
     for section in (theirs, *theirs.values()):
         depth = section.get("num_hidden_layers") if isinstance(section, Mapping) else None
@@ -279,20 +273,17 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
         )
     try:
         settings = configs[kind].from_dict(dict(theirs))
+        text = settings.get_text_config()
+        text_kind = text.model_type
     except Exception as reason:
         raise DataError(
             f"{where}: transformers {version} refuses it: {' '.join(str(reason).split())[:200]}; "
             "get it anew"
         ) from reason
-    text = settings.get_text_config()
-    if not hasattr(text, "model_type"):
-        raise DataError(
-            f"{where}: text_config is for models of several parts, and {kind} is none; remove it"
-        )
-    if has_others(settings) and not (kind in images and text.model_type in causal):
+    if has_others(settings) and not (kind in images and text_kind in causal):
         raise DataError(
             f"{where}: transformers has no causal language model of the text model in {kind} "
-            f"({text.model_type}); take a checkpoint of another model"
+            f"({text_kind}); take a checkpoint of another model"
         )
     if getattr(text, "layerdrop", False):
         raise DataError(

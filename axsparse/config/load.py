@@ -1,7 +1,7 @@
 """Reads a configuration: strict YAML, then `--set` overrides; every mistake is one line.
 
 PyYAML's own loaders follow version 1.1, by which `1e-3` and `1_000` are a text and a number, and
-`no` and `on` are truth values; here they are version 1.2's. Values are taken from YAML's nodes,
+`no` and `on` are truth values; here they are version 1.2's. Keys are taken from YAML's nodes,
 because only nodes know their lines. pydantic checks the values by `schema.py`; here each gets its
 origin, and pydantic's errors become a line that names the key and where it was set.
 """
@@ -22,7 +22,7 @@ from yaml.reader import ReaderError
 from axsparse.config.hf_config import HF, with_folder
 from axsparse.config.messages import Setting, refusal, show, unknown_key
 from axsparse.config.schema import FIELDS, SECTIONS, Config
-from axsparse.runtime.errors import ConfigError, MissingInputError, reading
+from axsparse.runtime.errors import ConfigError, MissingInputError, one_line, reading
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import CONFIG_FILE, has_mark
 
@@ -41,34 +41,10 @@ _RESOLVERS = {None: list(YAML_SCALARS.items())}
 """The patterns in PyYAML's form: None tries them whatever a scalar's first character is."""
 
 
-DEEPEST = 20
-"""Lists and mappings within each other that are read; no file of ours has more than three."""
-
-
 class YamlLoader(yaml.SafeLoader):
-    """Makes texts, numbers, truth values, lists and mappings, and nothing else.
-
-    Deep nesting is refused as it is met, since PyYAML takes quadratic time for it.
-    """
+    """Makes texts, numbers, truth values, lists and mappings, and nothing else."""
 
     yaml_implicit_resolvers = _RESOLVERS
-    depth = 0
-
-    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-        self._reject_depth(self.flow_level)
-        super().fetch_flow_collection_start(token)
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self.depth += 1
-        self._reject_depth(self.depth)
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def _reject_depth(self, depth: int) -> None:
-        if depth > DEEPEST:
-            problem = f"more than {DEEPEST} lists and mappings within each other"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
@@ -90,15 +66,6 @@ YamlDumper.add_representer(
 )
 
 
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    """Rare line breaks are kept only as escapes between double quotes."""
-    style = '"' if any(mark in text for mark in "\x85\u2028\u2029") else None
-    return dumper.represent_scalar(f"{YAML_TAG}str", text, style=style)
-
-
-YamlDumper.add_representer(str, _represent_text)
-
-
 def compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
     """The root node, or None for an empty text; `at(line)` names the place of an error."""
     try:
@@ -117,49 +84,19 @@ def compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
         if "alias" in problem or "anchor" in problem:
             suggestion = "a text that begins with * or & stands in quotes, such as '*.bias=0'"
         raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; {suggestion}") from None
-    except (ValueError, OverflowError) as error:
+    except (ValueError, OverflowError, RecursionError) as error:
         # PyYAML does not catch these, such as escapes beyond Unicode.
         raise ConfigError(f"{at(loader.line + 1)}: not YAML: {error}; correct it there") from None
     return node
 
 
-def reject_tag(node: yaml.Node, here: str) -> None:
-    """ConfigError for a tag that a node of this shape would not have without writing it."""
-    if isinstance(node, yaml.ScalarNode):
-        pattern = YAML_SCALARS.get(node.tag)
-        passes = node.tag == f"{YAML_TAG}str" or (
-            pattern is not None and pattern.match(node.value) is not None
-        )
-    else:
-        shape = "seq" if isinstance(node, yaml.SequenceNode) else "map"
-        passes = node.tag == YAML_TAG + shape
-    if not passes:
-        tag = node.tag.replace(YAML_TAG, "!!")
-        raise ConfigError(f"{here}: tag {tag!r} is not allowed; write a plain value")
-
-
-def scalar(node: yaml.Node) -> object:
-    """The value of a scalar, by the tag that the dialect gives it."""
-    text: str = node.value
-    if is_null(node):
-        return None
-    if node.tag == f"{YAML_TAG}bool":
-        return text.lower() == "true"
-    if node.tag == f"{YAML_TAG}int":
-        return int(text)
-    if node.tag == f"{YAML_TAG}float":
-        return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
-    return text
-
-
-def is_null(node: yaml.Node) -> bool:
-    """Whether a node is null, or nothing."""
-    return bool(node.tag == f"{YAML_TAG}null")
-
-
-def line_of(node: yaml.Node) -> int:
-    """The line that a node begins in, from 1."""
-    return int(node.start_mark.line) + 1
+def _value(node: yaml.Node, here: str) -> Any:
+    """The value of a node; ConfigError for one that YAML cannot make of it."""
+    try:
+        return YamlLoader("").construct_object(node, deep=True)
+    except Exception as error:  # Constructors raise what they like about a value under a tag.
+        problem = error.problem if isinstance(error, yaml.MarkedYAMLError) else one_line(error)
+        raise ConfigError(f"{here}: not YAML: {problem}; write a plain value") from None
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -220,7 +157,7 @@ def _read(
     if isinstance(source, Mapping):
         return _once(_read_dictionaries(source, origin)), None
     path = find_file("config", str(source), packaged_folder("configs"))
-    settings = dict(_read_file(path))
+    settings = _once(_read_file(path))
     if "run_dir" in settings and path.name == CONFIG_FILE and has_mark(path.parent):
         # A run's own file, which may have been moved or copied with its directory.
         settings["run_dir"] = Setting(str(path.parent), settings["run_dir"].origin)
@@ -337,20 +274,20 @@ def read_text(kind: str, path: Path) -> str:
         ) from None
 
 
-def _read_file(path: Path) -> dict[str, Setting]:
+def _read_file(path: Path) -> Iterator[tuple[str, Setting]]:
     file = path.name
     root = compose(read_text("config", path), lambda line: f"{file}:{line}")
-    if root is None or is_null(root):
-        return {}
-    settings: dict[str, Setting] = {}
-    for key, origin, node in entries(root, f"{file}:{line_of(root)}", file, _reject_dotted):
+    if root is None or root.tag == f"{YAML_TAG}null":
+        return
+    begin = f"{file}:{root.start_mark.line + 1}"
+    for key, origin, node in entries(root, begin, file, _reject_unknown):
         if key in SECTIONS:
-            here = f"{key} ({origin})"
-            for leaf, leaf_origin, value in entries(node, here, file, _reject_unknown, f"{key}."):
-                settings[leaf] = _setting(leaf, leaf_origin, value)
+            for leaf, leaf_origin, value in entries(
+                node, f"{key} ({origin})", file, _reject_unknown, f"{key}."
+            ):
+                yield leaf, _setting(leaf, leaf_origin, value)
         else:
-            settings[key] = _setting(key, origin, node)
-    return settings
+            yield key, _setting(key, origin, node)
 
 
 def _read_override(override: str) -> tuple[str, Setting]:
@@ -380,17 +317,14 @@ def entries(
     ConfigError for anything but a mapping, for a key that is given twice, and for one that
     `check(key, origin)` rejects.
     """
-    reject_tag(node, here)
     if not isinstance(node, yaml.MappingNode):
-        given = "a list" if isinstance(node, yaml.SequenceNode) else show(scalar(node))
-        raise ConfigError(f"{here}: {given} is not a mapping; write `key: value` lines")
+        raise ConfigError(f"{here}: not a mapping; write `key: value` lines")
     lines: dict[str, int] = {}
     for key_node, value in node.value:
-        line = line_of(key_node)
+        line = key_node.start_mark.line + 1
         origin = f"{file}:{line}"
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{origin}: a list or section cannot be a key; write a name")
-        reject_tag(key_node, origin)
         key = prefix + key_node.value
         check(key, origin)
         if key in lines:
@@ -401,47 +335,18 @@ def entries(
         yield key, origin, value
 
 
-def _reject_dotted(key: str, origin: str) -> None:
-    if "." in key and key in FIELDS:
-        section, _, leaf = key.partition(".")
-        raise ConfigError(
-            f"{key} ({origin}): dotted keys are for --set; write {section}: {{{leaf}: …}}"
-        )
-    _reject_unknown(key, origin)
-
-
 def _reject_unknown(key: str, origin: str) -> None:
     if key not in FIELDS and key not in SECTIONS:
         raise unknown_key(key, origin)
 
 
 def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
-    """The value of a node: a scalar or a flat list of scalars, since the schema has no other but
-    the settings of another library."""
-    here = f"{key} ({origin})"
-    reject_tag(node, here)
-    if key == HF and isinstance(node, yaml.MappingNode):
-        return Setting(_nested(node, here), origin)
-    if isinstance(node, yaml.ScalarNode):
-        return Setting(scalar(node), origin)
-    if isinstance(node, yaml.SequenceNode) and all(
-        isinstance(item, yaml.ScalarNode) for item in node.value
-    ):
-        for item in node.value:
-            reject_tag(item, here)
-        return Setting([scalar(item) for item in node.value], origin)
-    given = "a mapping" if isinstance(node, yaml.MappingNode) else "a nested list"
-    raise ConfigError(f"{here}: {given} is not a value; write a scalar or a flat list")
-
-
-def _nested(node: yaml.Node, here: str) -> Any:
-    """The value of a node of settings that are not ours: mappings, lists and scalars."""
-    reject_tag(node, here)
-    if isinstance(node, yaml.MappingNode):
-        pairs = [(_nested(key, here), _nested(value, here)) for key, value in node.value]
-        if not all(isinstance(key, str) for key, _ in pairs) or len(dict(pairs)) < len(pairs):
-            raise ConfigError(f"{here}: has keys that are no names, or one twice; keep one of each")
-        return dict(pairs)
-    if isinstance(node, yaml.SequenceNode):
-        return [_nested(item, here) for item in node.value]
-    return scalar(node)
+    """A scalar or a flat list of scalars, since the schema has no other value but the settings of
+    another library."""
+    value = _value(node, f"{key} ({origin})")
+    items = value if isinstance(value, list) else [value]
+    if key != HF and any(isinstance(item, list | dict) for item in items):
+        raise ConfigError(
+            f"{key} ({origin}): lists or mappings within a value; write a scalar or a flat list"
+        )
+    return Setting(value, origin)

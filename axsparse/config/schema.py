@@ -9,7 +9,7 @@ For every setting that may be `auto`, docs/reference/auto.md names the function 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, Any, Literal
@@ -273,86 +273,71 @@ class PruningConfig(Section):
     layout. It replaces method and sparsities of this section."""
 
     @model_validator(mode="after")
-    def _patterns_keep_as_much_everywhere(self) -> PruningConfig:
-        if self.pattern is None or self.mask is not None:
-            return self
-        if self.method not in ONCE:
-            raise BrokenRule(
-                "pattern",
-                f"{self.pattern} is drawn once, and pruning.method {self.method} draws again; "
-                f"choose one of {', '.join(ONCE)}",
-            )
-        if self.layers:
-            raise BrokenRule(
-                "layers",
-                "sparsities of their own, but a pattern keeps as much everywhere; leave one of "
-                "them out, or use pruning.exclude",
-            )
-        if self.distribution != "uniform":
-            raise BrokenRule(
-                "distribution",
-                f"{self.distribution}, but a pattern keeps as much everywhere; choose uniform, or "
-                "leave pruning.pattern out",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _settings_fit_the_method(self) -> PruningConfig:
-        if not prunes(self) or self.mask is not None:
-            return self
-        at, rewind, initial = self.at_step, self.rewind_step, self.initial_sparsity
-        if initial and self.method != "gradual":
-            raise BrokenRule(
-                "initial_sparsity",
-                f"{initial:g}, but pruning.method {self.method} does not continue from masks; "
-                "choose gradual, or 0",
-            )
-        if initial and initial >= self.sparsity:
+    def _settings_fit_each_other(self) -> PruningConfig:
+        method, at, rewind = self.method, self.at_step, self.rewind_step
+        draws = prunes(self) and self.mask is None
+        initial = self.initial_sparsity if draws else 0.0
+        early = f"pruning.method {method} draws its masks tensor by tensor before the first step"
+        at_once = ("wanda", "sparsegpt", "magnitude", "random", "custom")
+        rules: Sequence[tuple[bool, str, Mapping[str, Sequence[object]]]] = (
+            (
+                self.pattern is not None and self.mask is None,
+                "a pattern is drawn once, and keeps as much everywhere",
+                {"method": ONCE, "layers": [()], "distribution": ["uniform"]},
+            ),
+            (
+                draws and method in ("zeros", "wanda", "sparsegpt"),
+                early,
+                {"at_step": [0], "distribution": ["uniform"]},
+            ),
+            (draws and method == "zeros", early, {"layers": [()]}),
+            (
+                draws and method == "gradual",
+                "pruning.method gradual continues with the weights it has",
+                {"rewind_step": ["never", "auto"]},
+            ),
+            (
+                initial > 0,
+                "from pruning.initial_sparsity gradual rises, each tensor from the share it has",
+                {"method": ["gradual"], "distribution": ["uniform", "erk"]},
+            ),
+            (
+                self.heal != "none",
+                "pruning.heal fits what is pruned at once, layer by layer, before the first step",
+                {
+                    "method": at_once,
+                    "at_step": [0],
+                    "distribution": ["uniform", "erk"],
+                    "mask": [None],
+                },
+            ),
+        )
+        for applies, why, fitting in rules:
+            for key, values in fitting.items() if applies else ():
+                if getattr(self, key) not in values:
+                    raise BrokenRule(
+                        key,
+                        f"{_as_yaml(getattr(self, key))}, but {why}; choose "
+                        f"{', '.join(map(_as_yaml, values))}",
+                    )
+        if initial >= self.sparsity > 0:
             raise BrokenRule(
                 "initial_sparsity",
                 f"{initial:g} is not below pruning.sparsity {self.sparsity:g}, to which gradual "
                 "rises; choose less, or pruning.method zeros, which keeps the masks",
             )
-        if initial and self.distribution == "global":
-            raise BrokenRule(
-                "distribution",
-                f"global, but with pruning.initial_sparsity {initial:g} each tensor rises from the "
-                "share that it has; choose uniform",
-            )
-        early = ("zeros", "wanda", "sparsegpt")
-        draws = "draws its masks tensor by tensor before the first step"
-        back = "never" if rewind == "auto" else rewind
-        for methods, key, value, usual, why in (
-            (early, "at_step", at, 0, draws),
-            (early, "distribution", self.distribution, "uniform", draws),
-            (("zeros",), "layers", list(self.layers), [], draws),
-            (("gradual",), "rewind_step", back, "never", "continues with the weights it has"),
-        ):
-            if self.method in methods and value != usual:
-                raise BrokenRule(
-                    key, f"{value}, but pruning.method {self.method} {why}; choose {usual}"
-                )
-        if isinstance(rewind, int) and rewind > at:
+        if draws and isinstance(rewind, int) and rewind > at:
             raise BrokenRule(
                 "rewind_step",
                 f"{rewind} is above pruning.at_step {at}, the first pruning; choose at most that",
             )
         return self
 
-    @model_validator(mode="after")
-    def _healing_fits_what_is_pruned_at_once(self) -> PruningConfig:
-        if self.heal == "none":
-            return self
-        why = "pruning.heal fits what is pruned at once, layer by layer, before the first step"
-        if self.method not in ("magnitude", "random", "custom", "wanda", "sparsegpt"):
-            raise BrokenRule("method", f"{self.method}, but {why}; choose wanda")
-        if self.at_step:
-            raise BrokenRule("at_step", f"{self.at_step}, but {why}; choose 0")
-        if self.distribution == "global":
-            raise BrokenRule("distribution", f"global, but {why}; choose uniform")
-        if self.mask is not None:
-            raise BrokenRule("mask", f"{self.mask!r} has masks, but {why}; leave one of them out")
-        return self
+
+def _as_yaml(value: object) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(value)}]"
+    return "null" if value is None else str(value)
 
 
 def prunes(pruning: PruningConfig) -> bool:

@@ -49,8 +49,8 @@ PathText = Annotated[
 ]
 """A path of the user's, a text or a `Path`, in which `~` and `$VARIABLE` are expanded."""
 
-NO_TEXT = re.compile("[\0\ud800-\udfff]")
-"""Matches NUL and surrogates."""
+NO_TEXT = re.compile("[\0\x85\u2028\u2029\ud800-\udfff]")
+"""Matches NUL, line breaks that YAML folds, and surrogates."""
 
 
 class Section(BaseModel):
@@ -74,7 +74,9 @@ class Section(BaseModel):
         """Texts become names of files and lines of config.yaml, which neither of these can be."""
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str) and NO_TEXT.search(text) is not None:
-                raise PydanticCustomError("text", "Input should be text without NUL and surrogates")
+                raise PydanticCustomError(
+                    "text", "Input should be text without NUL, rare line breaks and surrogates"
+                )
         return value
 
 

@@ -41,68 +41,86 @@ def check_config(config: Config) -> None:
     for key, why in _without_effect(config):
         if config.origins.get(key) in BY_HAND:
             raise ConfigError(f"{config.where(key)}: {config.by_key()[key]} {why}; leave it out")
-    _check_model(config)
-    if config.samo.enabled and prunes(config.pruning) and config.pruning.mask is None:
-        _check_pruning(config)
-    _check_zero_stage(config)
-    _check_warm_up(config)
-    _check_checkpoints(config)
-    if config.train.teacher is not None and config.pipeline.compile not in (False, "auto"):
-        raise ConfigError(
-            f"{config.where('train.teacher')}: the loss of a teacher is not fused, and "
-            f"pipeline.compile is {str(config.pipeline.compile).lower()}; choose false"
-        )
+    for is_broken, key, said in (*_model_rules(config), *_training_rules(config)):
+        if is_broken:
+            raise ConfigError(f"{config.where(key)}: {said}")
     if config.layout.g_inter != "auto":
         _check_split_length(config, config.layout.g_inter)
 
 
-def _check_warm_up(config: Config) -> None:
-    """ConfigError for a warm-up that ends after the decay.
-
-    Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up. What such
-    a run has recorded has to be readable, so this is no rule of the section.
-    """
-    schedule = config.schedule
-    if schedule.decay_steps != "auto" and schedule.warmup_steps > schedule.decay_steps:
-        raise ConfigError(
-            f"{config.where('schedule.warmup_steps')}: {schedule.warmup_steps} is above "
-            f"schedule.decay_steps {schedule.decay_steps}; choose at most {schedule.decay_steps}"
-        )
+Rule = tuple[bool, str, str]
+"""Whether a rule is broken; the key; the value, why it cannot be, and a suggestion."""
 
 
-def _check_checkpoints(config: Config) -> None:
-    """ConfigError for a best checkpoint where no evaluation is ever made."""
-    if config.checkpoint.keep_best and config.train.eval_steps == 0:
-        raise ConfigError(
-            f"{config.where('checkpoint.keep_best')}: true, but train.eval_steps 0 never "
-            "evaluates; set train.eval_steps, or choose false"
+def _model_rules(config: Config) -> Iterator[Rule]:
+    model, fused = config.model, config.pipeline.compile
+    if isinstance(model, HfConfig):
+        yield (
+            "model_type" not in model.hf,
+            "model.hf",
+            "has no model_type; name a folder of Hugging Face (model.from), or write the settings "
+            "of a config.json: hf: {model_type: llama, …}",
         )
+        yield (
+            fused is True,
+            "pipeline.compile",
+            "true, but torch.compile does not follow the forward of transformers, by which layers "
+            "get their masks and positions; choose false",
+        )
+    else:
+        yield (
+            config.data.intra_document_attention,
+            "data.intra_document_attention",
+            f"true, but tokens of model.name {model.name} see all tokens before them; choose "
+            "false, or a model of transformers",
+        )
+    length, longest = config.data.sequence_length, model.sequence_length
+    yield (
+        length != "auto" and length > longest,
+        "data.sequence_length",
+        f"{length} is above model.sequence_length {longest}; choose at most {longest}, or auto",
+    )
+    yield (
+        config.train.teacher is not None and fused not in (False, "auto"),
+        "train.teacher",
+        f"the loss of a teacher is not fused, and pipeline.compile is {str(fused).lower()}; "
+        "choose false",
+    )
 
 
-def _check_model(config: Config) -> None:
-    model = config.model
-    if isinstance(model, HfConfig) and "model_type" not in model.hf:
-        raise ConfigError(
-            f"{config.where('model.hf')}: has no model_type; name a folder of Hugging Face "
-            "(model.from), or write the settings of a config.json: hf: {model_type: llama, …}"
+def _training_rules(config: Config) -> Iterator[Rule]:
+    pruning, steps = config.pruning, config.train.steps
+    if config.samo.enabled and prunes(pruning) and pruning.mask is None:
+        yield (
+            pruning.at_step >= steps,
+            "pruning.at_step",
+            f"{pruning.at_step} is not below train.steps {steps}; choose at most {steps - 1}",
         )
-    if isinstance(model, HfConfig) and config.pipeline.compile is True:
-        raise ConfigError(
-            f"{config.where('pipeline.compile')}: true, but torch.compile does not follow the "
-            "forward of transformers, by which layers get their masks and positions; choose false"
+        until = "auto" if pruning.method in ONCE else pruning.until_step
+        yield (
+            until != "auto" and not pruning.at_step < until < steps,
+            "pruning.until_step",
+            f"{until} is not between pruning.at_step {pruning.at_step} and train.steps {steps}; "
+            "choose one in between, or auto",
         )
-    length = config.data.sequence_length
-    if length != "auto" and length > model.sequence_length:
-        raise ConfigError(
-            f"{config.where('data.sequence_length')}: {length} is above "
-            f"model.sequence_length {model.sequence_length}; "
-            f"choose at most {model.sequence_length}, or auto"
-        )
-    if config.data.intra_document_attention and not isinstance(model, HfConfig):
-        raise ConfigError(
-            f"{config.where('data.intra_document_attention')}: true, but tokens of model.name "
-            f"{model.name} see all tokens before them; choose false, or a model of transformers"
-        )
+    yield (
+        config.samo.zero_stage == 3 and config.samo.weights == "dense",
+        "samo.zero_stage",
+        "3 gathers weights that are sparse at rest, and samo.weights is dense; set samo.weights "
+        "to sparse or auto, or choose 1",
+    )
+    # Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up.
+    end, warm_up = config.schedule.decay_steps, config.schedule.warmup_steps
+    yield (
+        end != "auto" and warm_up > end,
+        "schedule.warmup_steps",
+        f"{warm_up} is above schedule.decay_steps {end}; choose at most {end}",
+    )
+    yield (
+        config.checkpoint.keep_best and config.train.eval_steps == 0,
+        "checkpoint.keep_best",
+        "true, but train.eval_steps 0 never evaluates; set train.eval_steps, or choose false",
+    )
 
 
 def remarks(config: Config, samples: int) -> Iterator[str]:
@@ -160,31 +178,6 @@ def check_offload(config: Config, *, has_gpu: bool) -> None:
         raise ConfigError(
             f"{config.where('samo.offload')}: true takes state off a GPU, and there is none; "
             "choose false"
-        )
-
-
-def _check_zero_stage(config: Config) -> None:
-    """ConfigError if replicas are to gather weights that are dense at rest."""
-    if config.samo.zero_stage == 3 and config.samo.weights == "dense":
-        raise ConfigError(
-            f"{config.where('samo.zero_stage')}: 3 gathers weights that are sparse at rest, and "
-            "samo.weights is dense; set samo.weights to sparse or auto, or choose 1"
-        )
-
-
-def _check_pruning(config: Config) -> None:
-    pruning, steps = config.pruning, config.train.steps
-    if pruning.at_step >= steps:
-        raise ConfigError(
-            f"{config.where('pruning.at_step')}: {pruning.at_step} is not below "
-            f"train.steps {steps}; choose at most {steps - 1}"
-        )
-    until = "auto" if pruning.method in ONCE else pruning.until_step
-    if until != "auto" and not pruning.at_step < until < steps:
-        raise ConfigError(
-            f"{config.where('pruning.until_step')}: {until} is not between "
-            f"pruning.at_step {pruning.at_step} and train.steps {steps}; choose one in between, or "
-            "auto"
         )
 
 
