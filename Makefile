@@ -74,7 +74,7 @@ test-slurm: $(VENV)/test.stamp
 	$(BIN)/python -m pytest tests/slurm $(value ARGS)
 
 # Text in pictures needs a font, which a bare machine lacks.
-test-browser: $(VENV)/test.stamp $(VENV)/docs.stamp
+test-browser: $(VENV)/test.stamp $(VENV)/browser.stamp
 	@command -v $(AXSPARSE_BROWSER) || { apt-get update --quiet=2 && \
 	  apt-get install --quiet=2 --no-install-recommends chromium-headless-shell fonts-dejavu-core; } || \
 	  { echo "no Chromium: install one, and name it: make test-browser AXSPARSE_BROWSER=chromium"; exit 1; }
@@ -108,8 +108,8 @@ docs: $(VENV)/docs.stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "open site/index.html; its search works under: $(BIN)/python -m http.server -d site"
 
-screenshots: $(VENV)/test.stamp
-	PYTHONPATH=tests $(BIN)/python scripts/site/screenshots.py $(value ARGS)
+screenshots: $(VENV)/test.stamp $(VENV)/browser.stamp
+	AXSPARSE_BROWSER=$(AXSPARSE_BROWSER) PYTHONPATH=tests $(BIN)/python scripts/site/screenshots.py $(value ARGS)
 
 check: $(VENV)/dev.stamp
 	$(BIN)/python -m ruff format --check .
@@ -143,6 +143,10 @@ $(VENV)/dev.stamp: $(VENV)/test.stamp
 
 $(VENV)/docs.stamp: $(VENV)/run.stamp
 	$(PIP) --editable '.[docs]'
+	@touch $@
+
+$(VENV)/browser.stamp: $(VENV)/run.stamp
+	$(PIP) --editable '.[browser]'
 	@touch $@
 
 # What only the comparison needs is in no extra of the package.

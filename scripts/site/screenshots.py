@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 from PIL import Image
-from support.browser import PAINTED, Browser, Tab, find_browser
+from support.browser import PAINTED, open_page, picture
 from support.mpirun import ENVIRONMENT, mpirun_path
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
@@ -74,33 +74,28 @@ def make_pages(folder: Path) -> None:
     axsparse("report", ninety, half, "--out", folder / "comparison.html")
 
 
-def picture(tab: Tab, folder: Path, shot: Shot) -> bytes:
-    """A small PNG of a page."""
-    tab.prefer(shot.scheme)
-    tab.resize(shot.width)
-    tab.go((folder / f"{shot.page}.html").as_uri())
-    tab.ask(PAINTED)
-    assert tab.complaints == []
-    height = min(shot.height, tab.ask("document.body.offsetHeight"))
-    image = Image.open(io.BytesIO(tab.picture((0, 0, shot.width, height))))
-    stored = io.BytesIO()
-    image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(stored, "PNG", optimize=True)
-    return stored.getvalue()
-
-
 def main(folder: Path) -> None:
-    path = find_browser()
-    assert path is not None, "no Chromium: make test-browser installs one"
     if not (folder / "comparison.html").exists():
         make_pages(folder)
-    browser = Browser(path)
-    tab = browser.open()
-    for name, shot in SHOTS.items():
-        png = picture(tab, folder, shot)
-        assert len(png) < MOST_BYTES, f"{name}: {len(png)} bytes"
-        (PICTURES / f"{name}.png").write_bytes(png)
-        print(f"{name}.png: {len(png) / 1e3:.0f} kB")
-    browser.close()
+    with open_page() as (page, complaints):
+        for name, shot in SHOTS.items():
+            page.emulate_media(color_scheme=shot.scheme)
+            page.set_viewport_size({"width": shot.width, "height": shot.height})
+            page.goto((folder / f"{shot.page}.html").as_uri())
+            page.evaluate(PAINTED)
+            assert complaints == []
+            height = min(shot.height, page.evaluate("document.body.offsetHeight"))
+            png = quantized(picture(page, (0, 0, shot.width, height)))
+            assert len(png) < MOST_BYTES, f"{name}: {len(png)} bytes"
+            (PICTURES / f"{name}.png").write_bytes(png)
+            print(f"{name}.png: {len(png) / 1e3:.0f} kB")
+
+
+def quantized(png: bytes) -> bytes:
+    """A smaller PNG, of 128 colours."""
+    image, stored = Image.open(io.BytesIO(png)).convert("RGB"), io.BytesIO()
+    image.quantize(128, dither=Image.Dither.NONE).save(stored, "PNG", optimize=True)
+    return stored.getvalue()
 
 
 if __name__ == "__main__":

@@ -22,14 +22,14 @@ from typing import Any, Literal
 
 import pytest
 from PIL import Image
-from support.browser import PAINTED, WISH, Browser, Tab, find_browser
+from support.browser import PAINTED, WISH, open_page, picture
 from support.mpirun import LONGEST_SECONDS, run_alone
 from support.page_blocks import ROOT
 from support.pages import step_line
 
 pytestmark = pytest.mark.exhaustive
 
-WIDTHS = (1200, 400)
+WIDTHS, HEIGHT = (1200, 400), 900
 SCHEMES: tuple[Literal["light", "dark"], ...] = ("light", "dark")
 LEAST_LETTERS = 9.0
 """Pixels of a picture's letters, as they are shown."""
@@ -39,15 +39,6 @@ MOST_OF_ONE_COLOUR = 0.995
 """The part of a picture that one colour may have; the rest is what was painted."""
 ON_SITE = "article .picture svg, article img"
 """The pictures of the site; its signs are left out."""
-SEARCH = """new Promise(done => {
-  const field = document.querySelector('[data-md-component=search-query]');
-  field.focus();
-  field.value = WORDS;
-  field.dispatchEvent(new Event('keyup'));
-  const look = () =>
-    document.querySelector('.md-search-result__item') ? done(true) : setTimeout(look, 100);
-  look();
-})"""
 ASK = """(() => {
   const channels = colour => colour.match(/[\\d.]+/g).map(Number);
   const light = colour => {
@@ -91,50 +82,58 @@ ASK = """(() => {
 })()"""
 
 
+@dataclass(frozen=True)
+class Browsed:
+    """A page of a browser, and what it has complained of since it was opened last."""
+
+    page: Any
+    complaints: list[str]
+
+    def go(self, address: str) -> None:
+        self.complaints.clear()
+        self.page.set_viewport_size({"width": WIDTHS[0], "height": HEIGHT})
+        self.page.goto(address)
+        self.page.evaluate(PAINTED)
+
+    def faults(self, address: str, pictures: str) -> list[str]:
+        """The faults of a page in any window; `pictures` selects its pictures."""
+        self.page.emulate_media(color_scheme="light")
+        self.go(address)
+        found = []
+        for scheme in SCHEMES:
+            self.page.emulate_media(color_scheme=scheme)
+            for width in WIDTHS:
+                self.page.set_viewport_size({"width": width, "height": HEIGHT})
+                found += [f"{scheme}, {width} px: {one}" for one in self._faults(scheme, pictures)]
+        return self.complaints + found
+
+    def _faults(self, scheme: str, pictures: str) -> Iterator[str]:
+        self.page.evaluate(PAINTED)
+        found = self.page.evaluate(ASK.replace("PICTURES", pictures))
+        if found["overflow"] > 0:
+            yield f"{found['overflow']} pixels wider than the window"
+        if not (found["paper"] < 0.1 if scheme == "dark" else found["paper"] > 0.8):
+            yield f"the paper has {found['paper']:.2f} of the light of white"
+        if found["cut"]:
+            yield f"texts go beyond their pictures: {found['cut'][:3]}"
+        if found["keys"]:
+            yield f"{found['keys']} keys of legends have no colour"
+        for name, least in (("letters", LEAST_LETTERS), ("contrast", LEAST_CONTRAST)):
+            if found[name] is not None and found[name][0] < least:
+                yield f"{name}: {found[name][0]:.1f} of {found[name][1]!r}"
+        for box in found["pictures"]:
+            if box[2] < 100 or box[3] < 15:
+                yield f"a picture of {box[2]:.0f} × {box[3]:.0f} pixels"
+            elif (part := _of_one_colour(picture(self.page, box))) > MOST_OF_ONE_COLOUR:
+                yield f"{100 * part:.1f} % of the picture at {box} have one colour"
+
+
 @pytest.fixture(scope="module")
-def tab() -> Iterator[Tab]:
+def browsed() -> Iterator[Browsed]:
     if WISH not in os.environ:
         pytest.skip(f"`make test-browser` opens these pages in the browser that {WISH} names")
-    path = find_browser()
-    assert path is not None
-    browser = Browser(path)
-    yield browser.open()
-    browser.close()
-
-
-def faults(tab: Tab, address: str, pictures: str) -> list[str]:
-    """The faults of a page in any window; `pictures` selects its pictures."""
-    tab.prefer("light")
-    tab.resize(WIDTHS[0])
-    tab.go(address)
-    found = []
-    for scheme in SCHEMES:
-        tab.prefer(scheme)
-        for width in WIDTHS:
-            tab.resize(width)
-            found += [f"{scheme}, {width} px: {fault}" for fault in _faults(tab, scheme, pictures)]
-    return tab.complaints + found
-
-
-def _faults(tab: Tab, scheme: str, pictures: str) -> Iterator[str]:
-    tab.ask(PAINTED)
-    found = tab.ask(ASK.replace("PICTURES", pictures))
-    if found["overflow"] > 0:
-        yield f"{found['overflow']} pixels wider than the window"
-    if not (found["paper"] < 0.1 if scheme == "dark" else found["paper"] > 0.8):
-        yield f"the paper has {found['paper']:.2f} of the light of white"
-    if found["cut"]:
-        yield f"texts go beyond their pictures: {found['cut'][:3]}"
-    if found["keys"]:
-        yield f"{found['keys']} keys of legends have no colour"
-    for name, least in (("letters", LEAST_LETTERS), ("contrast", LEAST_CONTRAST)):
-        if found[name] is not None and found[name][0] < least:
-            yield f"{name}: {found[name][0]:.1f} of {found[name][1]!r}"
-    for box in found["pictures"]:
-        if box[2] < 100 or box[3] < 15:
-            yield f"a picture of {box[2]:.0f} × {box[3]:.0f} pixels"
-        elif (part := _of_one_colour(tab.picture(box))) > MOST_OF_ONE_COLOUR:
-            yield f"{100 * part:.1f} % of the picture at {box} have one colour"
+    with open_page() as (page, complaints):
+        yield Browsed(page, complaints)
 
 
 def _of_one_colour(png: bytes) -> float:
@@ -172,11 +171,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", ["one", "several"])
 def test_pages_of_commands_fit_are_painted_and_readable(
-    name: str, tab: Tab, pages: dict[str, Path]
+    name: str, browsed: Browsed, pages: dict[str, Path]
 ) -> None:
-    assert faults(tab, pages[name].as_uri(), "svg") == []
+    assert browsed.faults(pages[name].as_uri(), "svg") == []
 
-    assert tab.ask("document.querySelectorAll('svg').length") >= 7
+    assert browsed.page.locator("svg").count() >= 7
 
 
 @dataclass(frozen=True)
@@ -219,23 +218,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     server.server_close()
 
 
-def test_the_search_of_the_site_finds_a_setting(tab: Tab, site: Site) -> None:
-    tab.resize(WIDTHS[0])
-    tab.go(f"{site.address}/index.html")
+def test_the_search_of_the_site_finds_a_setting(browsed: Browsed, site: Site) -> None:
+    browsed.go(f"{site.address}/index.html")
 
-    tab.ask(SEARCH.replace("WORDS", json.dumps("keep_best")))
+    browsed.page.locator("[data-md-component=search-query]").fill("keep_best")
+    browsed.page.locator(".md-search-result__item").first.wait_for()
 
-    assert "keep_best" in tab.ask("document.querySelector('.md-search-result__list').innerText")
-    assert tab.complaints == []
+    assert "keep_best" in browsed.page.locator(".md-search-result__list").inner_text()
+    assert browsed.complaints == []
 
 
-def test_every_page_of_the_site_is_whole(tab: Tab, site: Site) -> None:
+def test_every_page_of_the_site_is_whole(browsed: Browsed, site: Site) -> None:
     pages = sorted(site.folder.rglob("*.html"))
     found = []
     with site.without_words():
         for page in pages:
             name = page.relative_to(site.folder).as_posix()
-            of_page = faults(tab, f"{site.address}/{name}", ON_SITE)
-            found += [f"{name}: {fault}" for fault in of_page]
+            found += [
+                f"{name}: {fault}" for fault in browsed.faults(f"{site.address}/{name}", ON_SITE)
+            ]
 
     assert found == [] and len(pages) > 80

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import statistics
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from slurm import standin_trainer
 from slurm.loopback import Cluster, exit_codes, loopback, wait_for_end, wait_until
 from support.mpirun import run_mpirun
+from support.resuming import records_of
 
 from axsparse.__main__ import main
 
-PYTHON = sys.executable
 RANKS = 2
 TINY = """\
 model: {num_layers: 2, hidden_size: 32, num_heads: 2, sequence_length: 32}
@@ -49,9 +44,6 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "my é"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    # What most jobs run: it can be told to fail, and starts at once.
-    python = standin_trainer.install(tmp_path / "bin")
-    monkeypatch.setattr(sys, "executable", str(python))
     return folder
 
 
@@ -59,7 +51,6 @@ def submit(
     *arguments: str,
     capfd: pytest.CaptureFixture[str],
     edit: tuple[tuple[str, str], ...] = (),
-    **environment: str,
 ) -> str:
     """Fill in a job's script, edit it as a user may, and submit it; its number."""
     words = ["--slurm", "--config", "quickstart.yaml", "--run-dir", "r"]
@@ -72,13 +63,7 @@ def submit(
         assert before in script
         script = script.replace(before, after)
     Path("r.sh").write_text(script)
-    done = subprocess.run(
-        ["sbatch", "r.sh"],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = subprocess.run(["sbatch", "r.sh"], capture_output=True, text=True, check=True)
     return done.stdout.split()[3]
 
 
@@ -86,27 +71,8 @@ def log(job: str) -> str:
     return Path(f"job-{job}.log").read_text()
 
 
-def begins(rank: int) -> list[int]:
-    """After which step each start of a rank began."""
-    return [line["begin"] for line in history(rank) if isinstance(line, dict)]
-
-
-def history(rank: int) -> list[Any]:
-    return [json.loads(line) for line in Path(f"r/rank-{rank}.jsonl").read_text().splitlines()]
-
-
-def steps(rank: int) -> list[int]:
-    return [line for line in history(rank) if isinstance(line, int)]
-
-
 def losses(run_dir: Path) -> list[tuple[int, float]]:
-    return [(record["step"], record["loss"]) for record in metrics(run_dir)]
-
-
-def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The records of steps."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [record for record in map(json.loads, lines) if "loss" in record]
+    return [(record["step"], record["loss"]) for record in records_of(run_dir, "loss")]
 
 
 @pytest.fixture(scope="session")
@@ -122,7 +88,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[int, f
         assert done.returncode == 0, str(done)
         return run_dir
 
-    times = [record["step_seconds"] for record in metrics(train())]
+    times = [record["step_seconds"] for record in records_of(train(), "loss")]
     return losses(train("--steps", str(round(RUN_SECONDS / statistics.median(times)))))
 
 
@@ -132,9 +98,7 @@ def test_training_that_is_told_saves_and_goes_on_as_if_nothing_had_happened(
     here: Path,
     uninterrupted: list[tuple[int, float]],
     capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "executable", PYTHON)
     (here / "tiny.yaml").write_text(TINY)
     what = ("--config", "tiny.yaml", "--steps", str(len(uninterrupted)))
 
@@ -156,44 +120,9 @@ def test_training_that_is_told_saves_and_goes_on_as_if_nothing_had_happened(
     assert losses(Path("r")) == uninterrupted
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_slurm_tells_a_job_before_its_time_ends(
-    launcher: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = submit(
-        *("--ranks", str(RANKS), "--time", "0:02:00", "--margin", "0:00:30"),
-        capfd=capfd,
-        edit=(*LAUNCHERS[launcher], ("save_at=90 ", "save_at=9999 ")),
-        STANDIN_WARN_AT="3",
-    )
-    wait_for_end(job, END_SECONDS)
-    following = str(int(job) + 1)
-    wait_for_end(following, END_SECONDS)
-
-    assert exit_codes(job) == {job: "FAILED 75:0"}, log(job)
-    assert exit_codes(following) == {following: "COMPLETED 0:0"}, log(following)
-    assert begins(RANKS - 1) == [0, 3]
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_killed_rank_is_started_again(launcher: str, capfd: pytest.CaptureFixture[str]) -> None:
-    job = submit(
-        *("--ranks", str(RANKS), "--time", "0:05:00", "--margin", "0:01:00"),
-        capfd=capfd,
-        edit=LAUNCHERS[launcher],
-        STANDIN_KILL_AT="5",
-    )
-    wait_for_end(job, END_SECONDS)
-
-    assert exit_codes(job) == {job: "COMPLETED 0:0"}, log(job)
-    assert begins(RANKS - 1) == [0, 4]
-    assert steps(RANKS - 1) == [1, 2, 3, 4, 5, 5, 6]
-
-
 def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(sys, "executable", PYTHON)
     none = ("--mpi=pmi2", "--mpi=none")
 
     job = submit(
@@ -208,24 +137,22 @@ def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(
     assert exit_codes(job) == {job: "FAILED 78:0"}
 
 
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_job_whose_node_dies_goes_on_with_the_others_and_ends_in_the_same_bits(
-    here: Path,
-    slurm: Cluster,
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    launcher: str, here: Path, slurm: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "executable", PYTHON)
     (here / "tiny.yaml").write_text(TINY + "samo: {gradient: exact}\nprecision: fp32\n")
     what = ("--config", "tiny.yaml", "--steps", "300", "--set", "checkpoint.every=10")
     job = submit(
         *("--nodes", "3", "--ranks", "6", "--time", "0:30:00", *what),
         *("--set", "batch.global_batch_size=24"),
         capfd=capfd,
+        edit=LAUNCHERS[launcher],
     )
 
     trained(20)
     slurm.kill("node2")
-    trained(len(metrics(Path("r"))) + 20)
+    trained(len(losses(Path("r"))) + 20)
     # It is a node of the cluster again, and none of the job.
     slurm.start("node2")
     slurm.kill_rank("node3", "axsparse.train")
@@ -239,31 +166,10 @@ def test_a_job_whose_node_dies_goes_on_with_the_others_and_ends_in_the_same_bits
     assert losses(Path("r")) == losses(Path("alone"))
 
 
-def test_srun_starts_ranks_on_the_nodes_that_are_left(
-    slurm: Cluster, capfd: pytest.CaptureFixture[str]
-) -> None:
-    job = submit(
-        *("--nodes", "3", "--ranks", "6", "--time", "0:30:00"),
-        capfd=capfd,
-        edit=LAUNCHERS["srun"],
-        STANDIN_STEPS="80",
-        STANDIN_STEP_SECONDS="0.5",
-    )
-    wait_until(lambda: Path("r/rank-5.jsonl").exists() and len(steps(5)) > 3, "ranks to begin")
-
-    slurm.kill("node2")
-    wait_for_end(job, END_SECONDS)
-    slurm.start("node2")
-
-    assert exit_codes(job) == {job: "COMPLETED 0:0"}, log(job)
-    assert attempts(job) == ["6 ranks on 3 of 3 nodes", "4 ranks on 2 of 3 nodes"]
-    assert steps(3)[-1] == 80
-
-
 def trained(steps: int) -> None:
     """Wait until the job has made so many steps, of which some may be made anew."""
     record = Path("r/metrics.jsonl")
-    wait_until(lambda: record.exists() and len(metrics(Path("r"))) >= steps, f"{steps} steps")
+    wait_until(lambda: record.exists() and len(losses(Path("r"))) >= steps, f"{steps} steps")
 
 
 def attempts(job: str) -> list[str]:

@@ -12,7 +12,7 @@ from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, TESTS
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("cycles", "words"), [(5, []), (10, ["--mixed"])], ids=["", "mixed"])
+@pytest.mark.parametrize(("cycles", "words"), [(4, []), (6, ["--mixed"])], ids=["", "mixed"])
 def test_a_training_outlives_some_kills(cycles: int, words: list[str], tmp_path: Path) -> None:
     command = [sys.executable, str(TESTS / "soak" / "killing.py"), "--cycles", str(cycles)]
 
