@@ -29,7 +29,7 @@ from axsparse.data.token_file import (
     digest_of,
     read_sidecar,
 )
-from axsparse.runtime.errors import ConfigError, DataError, reading
+from axsparse.runtime.errors import ConfigError, DataError, printable, reading
 
 if TYPE_CHECKING:
     import tokenizers
@@ -268,7 +268,7 @@ def _refusing(path: Path, what: str) -> Iterator[None]:
         if not isinstance(reason, Exception) and type(reason).__name__ != "PanicException":
             raise
         raise DataError(
-            f"--tokenizer: {path} {what} ({' '.join(str(reason).split())}); name a "
+            f"--tokenizer: {path} {what} ({printable(str(reason))}); name a "
             f"{TOKENIZER} of Hugging Face's tokenizers library, or a folder that save_pretrained "
             "wrote"
         ) from None

@@ -115,9 +115,14 @@ def _why(reason: OSError | ValueError) -> str | None:
     raise reason
 
 
+def printable(text: str) -> str:
+    """A text in one line, in which each letter that a terminal would act on is a question mark."""
+    return "".join(letter if letter.isprintable() else "?" for letter in " ".join(text.split()))
+
+
 def one_line(reason: BaseException) -> str:
     """An exception in one line: its type and its message."""
-    return f"{type(reason).__name__}: {' '.join(str(reason).split())}"
+    return f"{type(reason).__name__}: {printable(str(reason))}"
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine
 from axsparse.pruning.methods.pruner import MaskUpdate
 from axsparse.runtime.communication import Op, Transport
-from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere
+from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere, printable
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.process import write_line
 from axsparse.samo.backend import to_host
@@ -45,7 +45,7 @@ from axsparse.samo.optim.update import clip_factor, norm_partials, update
 from axsparse.samo.shards import Replicas
 from axsparse.samo.tensor_state import TensorState
 from axsparse.tensor_parallel.group import TensorGroup
-from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, printable, saved_steps
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
 from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.plan import RunPlan
 from axsparse.training.progress import FirstBad, Progress, Spike

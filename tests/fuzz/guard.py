@@ -1,4 +1,4 @@
-"""Watches what happens while something is read: how long it takes, and what it touches."""
+"""Watches what happens while something is read: how long it takes, and what it changes."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import contextlib
 import os
 import signal
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import axsparse
 from axsparse.runtime import errors
 from axsparse.runtime.errors import AxsparseError
 
@@ -24,33 +22,13 @@ CLASSES = {
     for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, AxsparseError) and value is not AxsparseError
 }
-_PROGRAM = tuple(
-    os.path.realpath(path)
-    for path in (
-        *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
-        str(Path(axsparse.__file__).parents[1] / "configs"),
-        str(Path(axsparse.__file__).parent),
-        # `importlib.metadata` opens each archive on Python's path, whether it exists or not.
-        *(path for path in sys.path if path.endswith(".zip")),
-    )
-)
-"""Paths that may be read, since a program reads itself."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _PATHS = {
     **dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"), 1),
-    **dict.fromkeys(("os.chown", "os.utime", "os.setxattr"), 1),
     **dict.fromkeys(("os.rename", "os.link", "os.symlink"), 2),
 }
 """Events that change what is on the disk, and how many paths they have first."""
-_OTHERS = (
-    "subprocess.",
-    "socket.",
-    "os.exec",
-    "os.fork",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.system",
-)
+_OTHERS = ("subprocess.", "socket.", "os.exec", "os.fork", "os.posix_spawn", "os.system")
 
 
 class Hung(BaseException):
@@ -63,33 +41,21 @@ class _Watch:
 
     def __init__(self) -> None:
         self.folder: str | None = None
-        """The only place that may be touched; None: nobody looks."""
+        """The only place that may be changed; None: nobody looks."""
         self.found: list[str] = []
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
-        folder = self.folder
-        if folder is None:
+        if self.folder is None:
             return
-        if event == "open":
-            path, _, flags = arguments
-            self._judge(event, path, folder, flags)
-        elif event in _PATHS:
-            for path in arguments[: _PATHS[event]]:
-                self._judge(event, path, folder, _WRITES)
-        elif event.startswith(_OTHERS):
+        paths = arguments[: _PATHS.get(event, 0)]
+        if event == "open" and arguments[2] & _WRITES:
+            paths = arguments[:1]
+        # A descriptor, an integer, was opened before.
+        named = [Path(os.fsdecode(path)) for path in paths if not isinstance(path, int)]
+        outside = [path for path in named if not path.resolve().is_relative_to(self.folder)]
+        if outside or event.startswith(_OTHERS):
             self.found.append(f"{event} {arguments!r}")
-
-    def _judge(self, event: str, path: object, folder: str, flags: int) -> None:
-        if isinstance(path, int):
-            return
-        assert isinstance(path, str | bytes | os.PathLike)
-        named = Path(os.fsdecode(path))
-        # A link that would not be followed stands for itself.
-        real = named.parent.resolve() / named.name if flags & os.O_NOFOLLOW else named.resolve()
-        reads_itself = not flags & _WRITES and any(map(real.is_relative_to, _PROGRAM))
-        if not reads_itself and not real.is_relative_to(folder):
-            self.found.append(f"{event} {real}")
 
 
 WATCH = _Watch()
@@ -97,8 +63,8 @@ WATCH = _Watch()
 
 @contextlib.contextmanager
 def watched(folder: Path) -> Iterator[None]:
-    """AssertionError for what touches another place than a folder, starts a process or takes
-    too long."""
+    """AssertionError for what changes another place than a folder, starts a process or takes too
+    long."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Hung
@@ -118,7 +84,7 @@ def watched(folder: Path) -> Iterator[None]:
         for number, handler in before.items():
             signal.signal(number, handler)
         WATCH.folder = None
-    assert not WATCH.found, f"touched {WATCH.found}"
+    assert not WATCH.found, f"changed {WATCH.found}"
 
 
 def read_or_rejected(read: Callable[[], object], folder: Path) -> None:

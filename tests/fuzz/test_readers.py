@@ -51,7 +51,7 @@ PACKAGE = Path(axsparse.__file__).parent
 SEEDS = st.randoms(use_true_random=True)
 DEFAULTS = configure(None)
 with contextlib.suppress(AxsparseError):
-    check_config(configure("llama3_8b"))  # imports transformers, whose imports read /proc
+    check_config(configure("llama3_8b"))  # imports transformers, whose imports write caches
 
 
 def inputs(share: float) -> Callable[[Any], Any]:

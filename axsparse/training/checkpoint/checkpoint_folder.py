@@ -26,7 +26,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from axsparse.pruning.methods.pruner import MethodState
-from axsparse.runtime.errors import DataError, reading
+from axsparse.runtime.errors import DataError, printable, reading
 from axsparse.runtime.files.atomic import sync_folder, write_new
 from axsparse.runtime.files.run_folder import delete_own, own_files
 from axsparse.training.progress import Count, Progress
@@ -166,11 +166,6 @@ def open_plain(path: Path) -> BinaryIO:
     """Open a file for reading; OSError for a link, which could lead out of the folder."""
     # O_NONBLOCK: opening a named pipe would wait for a writer.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
-
-
-def printable(text: str) -> str:
-    """A text in which each letter that a terminal would act on is a question mark."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 CHECKPOINTS = "checkpoints"

@@ -320,8 +320,9 @@ class CheckpointFiles:
         """The masters or moments of a parameter in its shape, rounded to `dtype`, with zeros at
         pruned positions; `suggestion` ends the error if there are none."""
         entry = self._layer_of[name].parameters[name]
-        header = TensorHeader(torch.float32, (entry.kept,))
-        values_K = round_to(self.entries(kind, name, header, suggestion)(0, entry.kept), dtype)
+        kept = entry.kept if name in self.kept else math.prod(entry.shape)
+        header = TensorHeader(torch.float32, (kept,))
+        values_K = round_to(self.entries(kind, name, header, suggestion)(0, kept), dtype)
         if name not in self.kept:
             return values_K.view(entry.shape)
         mask_D = self.mask(name, entry.shape)

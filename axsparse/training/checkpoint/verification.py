@@ -21,6 +21,7 @@ from axsparse.runtime.errors import (
     DataError,
     MissingInputError,
     everywhere,
+    printable,
     reading,
 )
 from axsparse.runtime.exchange import together
@@ -32,7 +33,6 @@ from axsparse.training.checkpoint.checkpoint_folder import (
     FileEntry,
     open_plain,
     path_of,
-    printable,
     read_manifest,
     saved_steps,
     step_of,
