@@ -223,20 +223,6 @@ def test_replicas_are_compared_when_it_is_asked_for(every: int) -> None:
     assert len(trace.losses) == 4
 
 
-@pytest.mark.parametrize(("precision", "sharded"), [("fp32", True), ("bf16", False)])
-def test_replicas_that_stay_together_are_let_be(precision: str, sharded: bool) -> None:
-    settings = tiny_config(
-        batch={"global_batch_size": 12, "microbatch_size": 2},
-        train={"steps": 4, "compare_replicas_every": 1},
-        samo={"zero_stage": int(sharded)},
-        precision=precision,
-    )
-
-    ranks = train_in_process(2, 3, with_middle(), settings, vector_data())
-
-    assert all(len(trace.losses) == 4 for _, trace in ranks)
-
-
 # -- found by the generator of `tests/fuzz/` ---------------------------------------------------
 
 

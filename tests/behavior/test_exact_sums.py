@@ -37,7 +37,7 @@ from support.runs import (
     train_in_process,
     vector_data,
 )
-from torch import Tensor, nn
+from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
@@ -99,29 +99,10 @@ def cumulative(width: int) -> nn.Module:
     return nn.BatchNorm1d(width, momentum=None)
 
 
-def now_and_then(width: int) -> nn.Module:
-    """Normalises only microbatches whose first number is positive, and those twice."""
-    return _NowAndThen(nn.InstanceNorm1d(width, track_running_stats=True), nn.BatchNorm1d(width))
-
-
-class _NowAndThen(nn.Module):
-    def __init__(self, instances: nn.Module, batches: nn.Module) -> None:
-        super().__init__()
-        self.instances, self.batches = instances, batches
-
-    def forward(self, x: Tensor) -> Tensor:
-        if float(x.detach()[0, 0]) <= 0:
-            return x
-        per_instance: Tensor = self.instances(x.view(*x.shape, 1).expand(-1, -1, 4) * 1.0)
-        normed: Tensor = self.batches(self.batches(x) + per_instance.mean(2))
-        return normed
-
-
 NORMS = PlannedModel("norms", normed(nn.BatchNorm1d, cumulative), vector_data)
 INFINITE_NORMS = PlannedModel(
     "norms, infinite", NORMS.model, lambda: vector_data(infinite=17), settings=steps(5)
 )
-ODD_NORMS = PlannedModel("odd norms", normed(now_and_then, cumulative), vector_data)
 ROWS = [
     *crossed(SHAPES, [exact(steps(3, model={"tie_embeddings": tied})) for tied in (True, False)]),
     *crossed(
@@ -241,7 +222,6 @@ NORM_SHAPES = [(1, 1), (1, 2), (1, 3), (2, 2)]
                 [exact(batch(12, 3), {"pipeline": {"checkpoint_activations": 1}})],
                 subject=INFINITE_NORMS,
             ),
-            *crossed(NORM_SHAPES[1:], [exact(UNEVEN, steps(4))], subject=ODD_NORMS, judge=ONE_RANK),
         ],
         every=3,
     ),

@@ -16,7 +16,6 @@ from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, trai
 from torch import Tensor
 
 from axsparse.config.schema import Config
-from axsparse.runtime.errors import TrainingError
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.trainer import Trainer
@@ -192,22 +191,3 @@ def test_an_overflow_at_a_pruned_position_changes_nothing(
         assert trace.finite == [True] * 6
         assert_bitwise(trace, expected)
         assert trainer.progress.loss_scale == config.loss_scale.initial
-
-
-def test_overflows_at_the_floor_end_the_run_and_name_rank_and_parameter() -> None:
-    settings = {"initial": 4.0, "floor": 2.0, "patience": 3}
-    config = config_of(loss_scale=settings, train={"steps": 20})
-
-    def prepare(trainer: Trainer) -> None:
-        if trainer.coords.stage == 1 and trainer.coords.replica == 1:
-            plant(trainer, range(2, 20), kept_position)
-
-    with pytest.raises(TrainingError) as told:
-        train_in_process(2, 2, tiny_gpt(config), config, token_data(length=4), before=prepare)
-
-    # Steps are counted from 1: the third lowers the scale to the floor, three more are lost there.
-    assert str(told.value) == (
-        "step 4: rank 3 (stage 1, replica 1): the gradient of block1.attention.qkv.weight is not "
-        "finite, and no step could update for 3 in a row, up to step 6 (loss_scale.patience); "
-        "lower optimizer.learning_rate, or look at the data"
-    )

@@ -1,8 +1,7 @@
-"""Ranks hold as much as plans count: by the allocator's word, and under a limit of the system."""
+"""Stages hold as much as plans count, by the allocator's word."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import torch
 from support.allocated import peak_of_torch
 from support.exhaustive import by_default
 from support.images import small_cnn
-from support.mpirun import TESTS, Finished, run_mpirun
 from support.runs import tiny_config
 from support.sums import Sums
 from torch import Tensor, nn
@@ -26,7 +24,7 @@ from axsparse.pipeline.stage import Key, Stage, StageTeacher
 from axsparse.pipeline.weight_gradients import StageProducts
 from axsparse.planner.layout_search import Layout
 from axsparse.planner.profiled_model import CUT_LOSS_BYTES, ProfiledModel
-from axsparse.planner.stage_memory import HOST_OVERHEAD, is_recomputed
+from axsparse.planner.stage_memory import is_recomputed
 from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
@@ -213,60 +211,3 @@ def test_the_loss_of_a_sharded_vocabulary_takes_what_is_planned(g_tensor: int, w
     planned = CUT_LOSS_BYTES * profiled.loss_logits(samples)
     beside = weight.nbytes + 3 * hidden.nbytes
     assert 0.9 * planned < peak <= planned + beside
-
-
-SMALL_GPT = (
-    *("model.num_layers=4", "model.hidden_size=768", "model.sequence_length=512"),
-    *("model.vocab_size=4096", "batch.global_batch_size=4", "batch.microbatch_size=2"),
-)
-WIDE = (
-    *("wide", "precision=auto", "pruning.sparsity=0.9"),
-    *("batch.global_batch_size=2", "layout.g_inter=2"),
-)
-MODELS = {
-    # Few tokens: a CPU without bf16 takes 16 times as long for them as in fp32.
-    "pruned GPT in bf16": (
-        *(*SMALL_GPT, "model.sequence_length=128", "pruning.sparsity=0.9", "precision=bf16"),
-    ),
-    "dense GPT in fp32, recomputed": (
-        *(*SMALL_GPT, "model.sequence_length=128", "samo.enabled=false", "precision=fp32"),
-        *("pipeline.checkpoint_activations=1", "layout.g_inter=2"),
-    ),
-    "pruned GPT in fp32, much of which waits for its weight gradients": (
-        *("model.num_layers=4", "model.hidden_size=512", "model.sequence_length=256"),
-        *("model.vocab_size=4096", "batch.global_batch_size=12", "batch.microbatch_size=2"),
-        *("precision=fp32", "pruning.sparsity=0.9", "layout.g_inter=2"),
-        *("pipeline.split_backward=true", "pipeline.extra_in_flight=1"),
-    ),
-    # In bf16 its largest tensor takes more to make than to train. CPUs without bf16, where torch
-    # would also convert that tensor, train in fp32.
-    "pruned wide layers": WIDE,
-}
-# Threads, MPI and small blocks take some 10 MB that no plan counts: not seen beside these.
-ROOM = dict(zip(MODELS, (0.22, 0.42, 0.31, 1.05), strict=True))
-"""GB a rank for model state and activations: as much as the predicted peak, and a few percent."""
-
-
-def trained(model: str, part: float) -> Finished:
-    """With `part` of the predicted peak."""
-    settings = (*MODELS[model], f"layout.memory_per_rank={ROOM[model] + HOST_OVERHEAD / 1e9}")
-    command = [str(TESTS / "mpi" / "limited.py"), str(part), *settings]
-    return run_mpirun(2, command, python=sys.executable)
-
-
-@pytest.mark.parametrize("model", by_default([], MODELS))
-def test_a_twentieth_beyond_the_predicted_peak_is_enough(model: str) -> None:
-    job = trained(model, 1.05)
-
-    assert job.returncode == 0, str(job)
-    assert "predicted peak" in job.stdout
-
-
-@pytest.mark.exhaustive
-def test_the_limit_is_one() -> None:
-    model = next(iter(MODELS))
-
-    job = trained(model, 0.6)
-
-    assert job.returncode == 70, str(job)
-    assert "can't allocate memory" in job.stderr, str(job)

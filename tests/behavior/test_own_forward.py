@@ -31,12 +31,10 @@ MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
     "Vit": (own_models.Vit, images, summed_loss),
     "Dit": (own_models.Dit, noisy_images, square_loss),
     "ResNet": (own_models.ResNet, images, summed_loss),
-    "EncoderVit": (own_models.EncoderVit, images, summed_loss),
     "Stages": (own_models.Stages, images, summed_loss),
     "Residual": (own_models.Residual, images, summed_loss),
     "Gpt": (own_models.Gpt, words, word_loss),
     "TorchEncoder": (own_models.TorchEncoder, words, word_loss),
-    "Denoiser": (own_models.Denoiser, noisy_images, square_loss),
     "Windows": (own_models.Windows, images, summed_loss),
 }
 USUAL = [("Vit", (1, 1)), ("Dit", (2, 1)), ("ResNet", (1, 2)), ("Gpt", (2, 1))]

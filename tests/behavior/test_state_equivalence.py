@@ -27,7 +27,6 @@ from support.cases import (
     judge,
     parameters,
     steps,
-    trained,
 )
 from support.exhaustive import each_once
 from support.runs import (
@@ -328,19 +327,6 @@ def test_layers_that_are_dense_among_sparse_ones_change_no_bit() -> None:
             for name in ("block0", "block1")
         }
         assert places == {"block0": {True, False}, "block1": {True}}
-
-
-def test_a_scale_that_overflows_is_lowered_until_steps_update_and_then_grows() -> None:
-    high = {"precision": "fp16", "loss_scale": {"initial": 2.0**21, "growth_interval": 4}}
-    [(trainer, trace)] = trained(Row((1, 1), high))
-    usual = {"precision": "fp16", "loss_scale": {"growth_interval": 2}}
-    [(other, fine)] = trained(Row((1, 1), usual))
-
-    assert not trace.finite[0]
-    assert trace.finite[-1]
-    assert trainer.progress.loss_scale < 2.0**21
-    assert fine.finite == [True] * 8
-    assert other.progress.loss_scale == 65536.0 * 2**4
 
 
 @pytest.mark.parametrize(("sparsity", "encoding"), [(0.9, "MaskIndex"), (0.98, "Int32Index")])

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from photos import Photos, image_folders
 from PIL import Image
 from support.images import assert_same_in_1_to_4_stages, image_config, shapes_of
 from support.mpirun import run_mpirun
 from support.page_blocks import ROOT
-from torch import Tensor, nn
+from torch import Tensor
 from vgg19 import vgg, vgg19
 from wideresnet101 import wide_resnet, wide_resnet101_2
 
 from axsparse.data.torch_dataset import from_torch
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
-from axsparse.samo.layer_construction import StateOptions, build_layers
-from axsparse.samo.state_bytes import StateFormat
 
 VISION = ROOT / "examples" / "vision"
 SHADES = {"dark": 40, "light": 220}
@@ -75,70 +72,6 @@ def test_names_shapes_parameters_and_flops_are_those_published(
     kinds = [layer.kind for layer in profiled.layers]
     assert kinds == ["embedding", *["block"] * blocks, "head"]
     assert profiled.flops == pytest.approx(flops, rel=2e-3)
-
-
-# -- what is computed ---------------------------------------------------------------------
-
-
-def state_of(model: Model, seed: int = 2) -> tuple[dict[str, Tensor], list[nn.Module]]:
-    """Start values by torchvision's names, and the modules that have them."""
-    options = StateOptions(StateFormat(torch.float32, torch.float32), seed=seed, masks=None)
-    layers = build_layers(model.layers, {}, options)
-    state = {
-        f"{layer.spec.name}.{name}".removeprefix("stem."): tensor.detach()
-        for layer in layers
-        for name, tensor in layer.module.state_dict().items()
-    }
-    return state, [layer.module.eval() for layer in layers]
-
-
-def of_vgg(state: dict[str, Tensor], x: Tensor) -> Tensor:
-    for number in (0, 2, 5, 7):
-        at = f"features.{number}"
-        x = F.relu(F.conv2d(x, state[f"{at}.weight"], state[f"{at}.bias"], padding=1))
-        x = F.max_pool2d(x, 2) if number in (2, 7) else x
-    x = F.adaptive_avg_pool2d(x, 7).flatten(1)
-    for number in (0, 3, 6):
-        at = f"classifier.{number}"
-        x = F.linear(F.relu(x) if number else x, state[f"{at}.weight"], state[f"{at}.bias"])
-    return x
-
-
-def of_wide_resnet(state: dict[str, Tensor], x: Tensor) -> Tensor:
-    def conv(name: str, norm: str, x: Tensor, stride: int = 1, padding: int = 0) -> Tensor:
-        x = F.conv2d(x, state[f"{name}.weight"], stride=stride, padding=padding)
-        means = (state[f"{norm}.running_mean"], state[f"{norm}.running_var"])
-        return F.batch_norm(x, *means, state[f"{norm}.weight"], state[f"{norm}.bias"])
-
-    x = F.max_pool2d(F.relu(conv("conv1", "bn1", x, stride=2, padding=3)), 3, 2, 1)
-    for group, blocks in enumerate((1, 2, 1, 1), start=1):
-        for block in range(blocks):
-            at, stride = f"layer{group}.{block}", 2 if group > 1 and block == 0 else 1
-            hidden = F.relu(conv(f"{at}.conv1", f"{at}.bn1", x))
-            hidden = F.relu(conv(f"{at}.conv2", f"{at}.bn2", hidden, stride, padding=1))
-            hidden = conv(f"{at}.conv3", f"{at}.bn3", hidden)
-            if block == 0:
-                x = conv(f"{at}.downsample.0", f"{at}.downsample.1", x, stride)
-            x = F.relu(hidden + x)
-    return F.linear(x.mean(dim=(2, 3)), state["fc.weight"], state["fc.bias"])
-
-
-@pytest.mark.parametrize(
-    ("model", "reference", "size"),
-    [(small_vgg(), of_vgg, 16), (small_wide_resnet(), of_wide_resnet, 33)],
-    ids=["vgg", "wide_resnet"],
-)
-def test_they_compute_what_their_weights_compute_by_torchvisions_names(
-    model: Model, reference: Callable[[dict[str, Tensor], Tensor], Tensor], size: int
-) -> None:
-    state, modules = state_of(model)
-    x = torch.randn(5, 3, size, size, generator=torch.Generator().manual_seed(1))
-
-    ours = x
-    for module in modules:
-        ours = module(ours)
-
-    assert torch.equal(ours, reference(state, x))
 
 
 @pytest.mark.parametrize(

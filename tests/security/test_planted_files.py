@@ -5,18 +5,15 @@ would run it, and what is private stays so.
 from __future__ import annotations
 
 import ast
-import json
 import os
 import pickle
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.mpirun import TESTS, run_mpirun
 from support.resuming import ran
 from support.runs import tiny_config
 
@@ -131,16 +128,6 @@ def test_a_run_is_open_to_whom_the_umask_lets_in_and_has_the_environment_nowhere
     said = capfd.readouterr()
     for name in (b"SITE_TOKEN", b"hunter2-of-the-site"):
         assert name not in written + said.out.encode() + said.err.encode()
-
-
-@pytest.mark.exhaustive
-def test_ranks_listen_to_their_own_host_only(tmp_path: Path) -> None:
-    words = [str(TESTS / "security" / "listening.py"), str(tmp_path)]
-    done = run_mpirun(2, words, python=sys.executable)
-
-    assert done.returncode == 0, str(done)
-    found = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
-    assert found == {"0": [], "1": []}
 
 
 PACKAGE = Path(axsparse.__file__).parent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,38 +110,6 @@ class Vit(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
-
-
-class Encoder(nn.Module):
-    """As torchvision writes that of a ViT."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pos_embedding = nn.Parameter(torch.randn(1, 5, WIDTH) * 0.1)
-        self.dropout = nn.Dropout(0.0)
-        self.layers = nn.Sequential(OrderedDict((f"encoder_layer_{i}", Block()) for i in range(3)))
-        self.ln = nn.LayerNorm(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        torch._assert(x.dim() == 3, f"expected 3 dimensions, got {x.shape}")
-        out: Tensor = self.ln(self.layers(self.dropout(x + self.pos_embedding)))
-        return out
-
-
-class EncoderVit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv_proj = nn.Conv2d(3, WIDTH, 4, 4)
-        self.class_token = nn.Parameter(torch.randn(1, 1, WIDTH) * 0.1)
-        self.encoder = Encoder()
-        self.heads = nn.Sequential(OrderedDict(head=nn.Linear(WIDTH, CLASSES)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = x.shape[0]
-        x = self.conv_proj(x).reshape(n, WIDTH, 4).permute(0, 2, 1)
-        x = self.encoder(torch.cat([self.class_token.expand(n, -1, -1), x], dim=1))
-        out: Tensor = self.heads(x[:, 0])
-        return out
 
 
 class TimeEmbed(nn.Module):
@@ -327,27 +294,6 @@ class TorchEncoder(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         out: Tensor = self.out(self.encoder(self.embed(tokens), src_key_padding_mask=tokens == 0))
         return out
-
-
-class Denoiser(nn.Module):
-    """A list of plain modules, and the input once more at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        convolutions = [
-            nn.Conv2d(3, 8, 3, 1, 1),
-            nn.Conv2d(8, 8, 3, 1, 1),
-            nn.Conv2d(8, 3, 3, 1, 1),
-        ]
-        self.body = nn.ModuleList(convolutions)
-
-    def forward(self, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        noise = x * (t / 100)[:, None, None, None]
-        for number, convolution in enumerate(self.body):
-            noise = convolution(noise)
-            if number < 2:
-                noise = noise.relu()
-        return x - noise * y[:, None, None, None]
 
 
 class Windows(nn.Module):
