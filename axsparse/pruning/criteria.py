@@ -53,10 +53,7 @@ the CPU. This one scores entries as Wanda does, which then selects within each r
     def by_wanda(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
         return weight.abs() * inputs
 
-Of a convolution, `inputs` has the norm of the inputs that each entry of the weight is multiplied
-with, over all places of the output: (in_channels, *kernel_size), and with groups the norms for each
-output, in the shape of the weight. There are inputs for `custom` with `pruning.at_step` 0
-(`calibration` explains how they come).
+There are inputs for `custom` with `pruning.at_step` 0 (`calibration` explains how they come).
 
 A run uses it with `ax.Trainer(…, score=by_magnitude)` and `pruning.method: custom`, or with a
 method that prunes over time.

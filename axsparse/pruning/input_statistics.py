@@ -16,15 +16,13 @@ least. U is upper triangular.
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axsparse.pruning.targets import n_of_m
@@ -35,7 +33,6 @@ DAMPING = 0.01
 """The part of the mean of the diagonal that SparseGPT adds to it."""
 HowMany: TypeAlias = "float | tuple[int, int]"
 """A sparsity, or (n, m) to keep n of every m consecutive inputs."""
-Convolution: TypeAlias = "nn.Conv1d | nn.Conv2d | nn.Conv3d"
 
 
 class InputStatistics(ABC):
@@ -115,40 +112,6 @@ class WandaStatistics(InputStatistics):
     @staticmethod
     def removed(shape: tuple[int, ...], sparsity: float) -> int:
         return shape[0] * removed_of_row(shape[1], sparsity)
-
-
-class PatchStatistics(WandaStatistics):
-    """Sums of squares of the inputs of each entry of a convolution's weight."""
-
-    def __init__(self, convolution: Convolution) -> None:
-        sizes = convolution.in_channels, *convolution.kernel_size
-        self._squares = torch.zeros(sizes, device=convolution.weight.device)
-        self._convolution = convolution
-        self.unmet = ["weight"]
-
-    def count(self, x: Tensor, padding: Sequence[int]) -> None:
-        """Count the inputs of one microbatch, to which the convolution adds zeros on both sides."""
-        one, sides = self._convolution, [side for side in reversed(padding) for _ in range(2)]
-        squares, self.unmet = F.pad(x.float().square(), sides), []
-        dims = [dim for dim in range(squares.dim()) if dim != 1]
-        for number, place in enumerate(itertools.product(*map(range, one.kernel_size))):
-            # Where this place of the kernel lies on the inputs, for all places of the output.
-            lies = [slice(None), slice(None)]
-            for at, size, gap, kernel, stride in zip(
-                place, squares.shape[2:], one.dilation, one.kernel_size, one.stride, strict=True
-            ):
-                lies.append(slice(gap * at, size - gap * (kernel - 1 - at), stride))
-            self._squares.view(len(self._squares), -1)[:, number] += squares[tuple(lies)].sum(dims)
-
-    @property
-    def norms(self) -> Tensor:
-        """√(Σ x²) of each input of an output: one for all outputs, (inputs, *kernel), and with
-        groups one for each, in the shape of the weight."""
-        norms, groups = super().norms, self._convolution.groups
-        if groups == 1:
-            return norms
-        outputs = self._convolution.out_channels // groups
-        return norms.view(groups, -1, *norms.shape[1:]).repeat_interleave(outputs, 0)
 
 
 class SparseGptStatistics(InputStatistics):
@@ -357,9 +320,7 @@ class WatchedProducts(TorchDispatchMode):
     """Adds the inputs of every product with some weights to the weights' statistics."""
 
     def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        gathered: Mapping[str, ProductStatistics | PatchStatistics],
+        self, weights: Mapping[str, Tensor], gathered: Mapping[str, ProductStatistics]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._pairs = [(weights[name], own) for name, own in gathered.items()]
@@ -369,25 +330,21 @@ class WatchedProducts(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         operation = func.overloadpacket.__name__
-        if operation == "convolution":
-            own = self._of(args[1])
-            if isinstance(own, PatchStatistics):
-                own.count(args[0], args[4])
-        elif operation in PRODUCTS or operation.endswith("grouped_mm"):
+        if operation in PRODUCTS or operation.endswith("grouped_mm"):
             # The summand comes first in addmm and baddbmm.
             first, second = args[operation.startswith(("add", "badd")) :][:2]
             offsets: Tensor | None = None
             if "grouped" in operation:
                 offsets = kwargs["offs"] if "offs" in kwargs else args[2]
             ends = None if offsets is None else offsets.tolist()
-            if isinstance(own := self._of(second), ProductStatistics):
+            if own := self._of(second):
                 own.add(first, second, ends)
-            elif isinstance(own := self._of(first), ProductStatistics):  # outputs come first
+            elif own := self._of(first):  # outputs come first
                 columns = second if second.dim() > 1 else second.unsqueeze(1)
                 own.add(columns.mT, first.mT, ends)
         return func(*args, **kwargs)
 
-    def _of(self, factor: Tensor) -> ProductStatistics | PatchStatistics | None:
+    def _of(self, factor: Tensor) -> ProductStatistics | None:
         """The statistics of the weight that a factor is, or is a part of."""
         at = factor.data_ptr()
         for weight, own in self._pairs:

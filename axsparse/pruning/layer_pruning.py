@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from axsparse.models.layer import Layer, StartValues, on_meta
 from axsparse.models.start_weights import some_of
@@ -22,9 +21,7 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.input_statistics import (
     METHODS,
     STATISTICS,
-    Convolution,
     HowMany,
-    PatchStatistics,
     ProductStatistics,
     WatchedProducts,
 )
@@ -33,9 +30,6 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import Bits
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-Statistics: TypeAlias = "ProductStatistics | PatchStatistics"
 
 
 @dataclass(frozen=True)
@@ -108,16 +102,14 @@ class LayerPruning:
             return
         for layer in layers:
             module = layer.build() if layer.init is None else on_meta(layer)
-            convolutions = self._convolutions(layer, module)
             for parameter, weight in module.named_parameters():
                 name = layer.full_name(parameter)
-                is_seen = weight.dim() == 2 or name in convolutions or name in self._stacks
+                is_seen = weight.dim() == 2 or name in self._stacks
                 if name in self.targets.shapes and not is_seen:
-                    also = " or a convolution" if self.criterion.sees_inputs else ""
                     raise ConfigError(
                         f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
-                        f"layer{also}, and {name} is of none; name it in pruning.exclude, or "
-                        "choose pruning.method: magnitude"
+                        f"layer, and {name} is of none; name it in pruning.exclude, or choose "
+                        "pruning.method: magnitude"
                     )
 
     def kept(self) -> dict[str, int]:
@@ -137,14 +129,15 @@ class LayerPruning:
 
         `pass_samples` runs the layer on the inputs that decide; it is called if any do.
         """
-        convolutions = self._convolutions(built.spec, built.module)
         weights = {
             tensor.name: tensor.parameter.detach()
             for tensor in built.state.owned
             if tensor.name in self.targets.shapes and self._sees_inputs
         }
         gathered = {
-            name: self._statistics(name, weight, convolutions.get(name))
+            name: ProductStatistics(
+                STATISTICS[self.method], name, weight, self.targets.input_dims.get(name, 1)
+            )
             for name, weight in weights.items()
         }
         if gathered:
@@ -167,27 +160,12 @@ class LayerPruning:
                     tensor.name, tensor.parameter, before, gathered.pop(tensor.name, None), masks
                 )
 
-    def _convolutions(self, layer: Layer, module: nn.Module) -> dict[str, Convolution]:
-        """The convolutions within a layer whose inputs decide, by the global names of their
-        weights: for a score of the user's own."""
-        return {
-            layer.full_name(f"{path}.weight".lstrip(".")): child
-            for path, child in module.named_modules()
-            if isinstance(child, CONVOLUTIONS) and self.criterion.sees_inputs
-        }
-
-    def _statistics(self, name: str, weight: Tensor, convolution: Convolution | None) -> Statistics:
-        if convolution is not None:
-            return PatchStatistics(convolution)
-        input_dim = self.targets.input_dims.get(name, 1)
-        return ProductStatistics(STATISTICS[self.method], name, weight, input_dim)
-
     def _prune(
         self,
         name: str,
         weight: Tensor,
         before: Tensor,
-        statistics: Statistics | None,
+        statistics: ProductStatistics | None,
         masks: CalibratedMasks,
     ) -> None:
         """Draw the mask of a matrix and put its kept entries into `weight`; what it takes is
