@@ -30,12 +30,6 @@ from axsparse.samo.host.compiled_loops import Loop, can_compile
 from axsparse.samo.precision import array_of
 
 ADD = Loop("axsparse.samo.host.step_loops", "add_integers")
-SMALL = 4096
-"""Tensors of up to this number of kept entries are added for several microbatches at once, on CPUs,
-by torch: most tensors of a transformer are vectors, for which a call costs more than its work.
-Longer ones take a compiled loop."""
-TOGETHER = 8
-"""For how many microbatches, at most."""
 MARGIN = 8
 """A gradient may be 2**8 times as large as in the step before until its unit must change."""
 PARTS = 8
@@ -58,7 +52,7 @@ def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bo
     not.
     """
     assert sums_K.shape == values_K.shape, f"{tuple(values_K.shape)} for {tuple(sums_K.shape)}"
-    if values_K.device.type == "cpu" and sums_K.numel() > SMALL and can_compile():
+    if values_K.is_cpu and can_compile():
         # In one pass, with the bits of the operations below wherever all entries fit.
         values_K = values_K.float() if values_K.dtype == torch.float16 else values_K
         largest = most.numpy().view(np.uint32)
@@ -66,21 +60,13 @@ def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bo
         return
     each = CHUNK if sums_K.is_cpu else DEVICE_CHUNK
     for sums, values in zip(sums_K.split(each), values_K.split(each), strict=True):
-        add_parts(sums, values.unsqueeze(0), unit, most, adds=adds)
-
-
-def add_parts(sums_K: Tensor, parts: Tensor, unit: float, most: Tensor, *, adds: bool) -> None:
-    """The sum of `add` over some parts, `(parts, kept)`, in one operation for all of them."""
-    if not parts.numel():
-        return  # nothing of the tensor is kept
-    torch.maximum(most, parts.abs().amax().float(), out=most)
-    integers = parts.double().mul_(1 / unit).round_().long()
-    if len(parts) > 1:
-        integers = integers.sum(0)
-    if adds:
-        sums_K.add_(integers.view(-1))
-    else:
-        sums_K.copy_(integers.view(-1))
+        if values.numel():  # of some tensors nothing is kept
+            torch.maximum(most, values.abs().amax().float(), out=most)
+        integers = values.double().mul_(1 / unit).round_().long()
+        if adds:
+            sums.add_(integers)
+        else:
+            sums.copy_(integers)
 
 
 def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:

@@ -237,9 +237,6 @@ class GradientCollector:
 
     def _report(self, layer: LayerState) -> None:
         self._add_waiting(layer)
-        if layer.is_exact:
-            with self._timed(True):
-                layer.complete_sums()
         self._on_ready(layer)
 
 

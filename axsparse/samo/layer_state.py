@@ -378,41 +378,22 @@ class LayerState:
     def accumulate_kept(self, tensor: TensorState, values_K: Tensor) -> None:
         """Add a gradient of which only the kept entries are there, on the host; else like
         `accumulate`."""
+        sums_K = self.sums_of(tensor)
         if self.is_exact:
-            tensor.waiting.append(values_K)
-            is_small = tensor.kept <= fixed_point.SMALL and values_K.is_cpu
-            if not is_small or len(tensor.waiting) == fixed_point.TOGETHER:
-                self._add_waiting(tensor)
+            unit, most = tensor.unit, tensor.most
+            fixed_point.add(sums_K, values_K, unit, most, adds=tensor.accumulated)
         elif tensor.accumulated:
-            self.gradient_of(tensor).add_(values_K)
+            sums_K.add_(values_K)
         else:
-            self.gradient_of(tensor).copy_(values_K)
+            sums_K.copy_(values_K)
         tensor.accumulated = True
-
-    def _add_waiting(self, tensor: TensorState) -> None:
-        """Add the gradients of a tensor that wait to its sums of integers."""
-        sums_K, (first, *others) = self.sums_of(tensor), tensor.waiting
-        if others:
-            parts = torch.stack(tensor.waiting)
-            fixed_point.add_parts(sums_K, parts, tensor.unit, tensor.most, adds=tensor.is_summed)
-        else:
-            fixed_point.add(sums_K, first, tensor.unit, tensor.most, adds=tensor.is_summed)
-        tensor.waiting.clear()
-        tensor.is_summed = True
 
     def begin_step(self) -> None:
         """Open a step: the first gradient of each tensor replaces the last step's."""
         for tensor in self.tensors:
-            tensor.accumulated = tensor.is_summed = False
-            tensor.waiting.clear()
+            tensor.accumulated = False
         if self.is_exact:
             self.most.zero_()
-
-    def complete_sums(self) -> None:
-        """Add the waiting gradients: all gradients of a step are in."""
-        for tensor in self.tensors:
-            if tensor.waiting:
-                self._add_waiting(tensor)
 
     def running_gradient(self, tensor: TensorState) -> Tensor | None:
         """A view of a tensor's gradient in the parameter's shape, to which autograd may add by

@@ -45,10 +45,6 @@ class TensorState:
     most: Tensor = field(default_factory=lambda: torch.zeros(0))
     """The largest absolute value that was added to sums of integers in this step, fp32 `(1,)`;
     empty where sums are not of integers."""
-    waiting: list[Tensor] = field(default_factory=list)
-    """Gradients of microbatches that are still to be added to sums of integers."""
-    is_summed: bool = False
-    """Whether this step's sums of integers have something in them."""
     shard: TensorShard | None = None
     """The place in the full tensor, if this is a shard of one."""
     full_kept: int = 0

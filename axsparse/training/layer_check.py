@@ -399,7 +399,6 @@ class _Comparison:
         """`_apart` of the kept entries of the gradient of each trained parameter, block by block,
         since copies of all would take more memory than a step does."""
         state = self.layer.state
-        state.complete_sums()
         apart: dict[str, tuple[float, float]] = {}
         for tensor in state.tensors:
             name = self.layer.spec.local_name(tensor.full_name)
