@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo.host.kept_matrix import KeptMatrix, has_loops, has_vectors
+from axsparse.samo.host.kept_matrix import KeptMatrix, has_loops
 
 FEWEST_ZEROS = 0.4
 """The share of zeros from which a weight takes less time and memory as its kept entries."""
@@ -252,14 +252,8 @@ def finish(model: nn.Module, replaced: int) -> None:
         choose("eager")
     if not has_loops():
         warnings.warn(
-            "accelerate: numba compiles no loops here; weights take less memory, but each is "
-            "expanded for every token",
-            stacklevel=3,
-        )
-    elif not has_vectors():
-        warnings.warn(
-            "accelerate: the processor has neither AVX2 nor AVX-512; products are right, but "
-            "slower than dense ones",
+            "accelerate: numba or AVX2 is missing; weights take less memory, but each is expanded "
+            "for every token, which is slower than dense products",
             stacklevel=3,
         )
 

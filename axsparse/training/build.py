@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from threading import Thread
 
 import torch
 from torch import nn
@@ -50,12 +49,11 @@ from axsparse.runtime.machine import give_back_at_once, keep_freed_blocks
 from axsparse.runtime.process import BLOCKS, are_scattered, installed_mpi
 from axsparse.samo.expansion import Expansion, LayerGather
 from axsparse.samo.gradient_hooks import GradientCollector
-from axsparse.samo.host.compiled_loops import FEW, cache_folder
+from axsparse.samo.host.compiled_loops import FEW, can_compile
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers, start_values
 from axsparse.samo.layer_state import StageTie, Use
 from axsparse.samo.masks import Masks
 from axsparse.samo.optim.optimizer import Optimizer, own_learning_rate
-from axsparse.samo.optim.update import prepare_loops
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import StateBytes
@@ -92,8 +90,6 @@ HEALED = "healing"
 """The folder in the run directory with healed layers, until the first checkpoint has them."""
 OF_HEALING = ("pruning.", "data.", "model.", "seed", "precision", "batch.microbatch_size")
 """Beginnings of settings that determine the result of pruning at once and healing."""
-SILENT_SECONDS = 2.0
-"""How long a start waits for compiled loops before it says so."""
 
 
 @dataclass(frozen=True)
@@ -271,9 +267,8 @@ def profile_together(
     return with_costs(profiled, text_of_first(transport, costs))
 
 
-def prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | None:
-    """Check that all ranks run the same code and settings, and set up this process; returns the
-    thread that loads compiled loops, if the stage has tensors that are worth them."""
+def prepare_process(job: Job, plan: RunPlan, transport: Transport) -> None:
+    """Check that all ranks run the same code and settings, and set up this process."""
     job.where = str(plan.coords)
     together(transport, lambda: reject_mismatching_rank(transport, plan.facts))
     torch.set_num_threads(plan.config.train.threads)
@@ -282,8 +277,7 @@ def prepare_process(job: Job, plan: RunPlan, transport: Transport) -> Thread | N
         give_back_at_once()
         layers = plan.layers_of(plan.coords.stage)
         if any(size.numel > FEW for layer in layers for size in layer.parameters):
-            return prepare_loops(plan.state_format, plan.optimizer)
-    return None
+            can_compile()  # This loads LLVM, before the memory outside the state is measured.
 
 
 def launch_warnings(plan: RunPlan, transport: Transport) -> list[str]:
@@ -297,20 +291,6 @@ def launch_warnings(plan: RunPlan, transport: Transport) -> list[str]:
     if plan.coords.grid.parallelism > 1 and are_scattered(hosts):
         warnings.append(f"warning: neighbouring stages are on different hosts; start with {BLOCKS}")
     return warnings
-
-
-def wait_for_loops(loops: Thread | None, *, is_told: bool) -> None:
-    """Wait until loops are loaded: building the state and the first step would wait for the loops,
-    and the memory outside the state is measured only after that."""
-    if loops is None:
-        return
-    loops.join(SILENT_SECONDS)
-    if loops.is_alive() and is_told:
-        _say(
-            "machine code for this processor is being compiled, once; the next run finds it in "
-            f"{cache_folder()}"
-        )
-    loops.join()
 
 
 def _say(line: str) -> None:

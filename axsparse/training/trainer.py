@@ -78,7 +78,6 @@ from axsparse.training.build import (
     stage_products,
     stage_statistics,
     stage_ties,
-    wait_for_loops,
 )
 from axsparse.training.checkpoint.checkpoint_folder import path_of
 from axsparse.training.checkpoint.saver import Saver
@@ -258,7 +257,7 @@ class Trainer:
         coords, resolved = self.coords, self.config
         table = (*self.placement.table, *launch_warnings(plan, transport))
         self.placement = replace(self.placement, table=table)
-        loops = prepare_process(job, plan, transport)
+        prepare_process(job, plan, transport)
         self.data = open_data(plan, config, transport, opener, pinned=self.placement.pins)
         entry, directory = self.data.entry, None
         if not quiet:
@@ -267,7 +266,6 @@ class Trainer:
         shown = None if directory is None else directory.path
         self.run_dir: Path | None = None if shown is None else shown.absolute()
         """The directory that the run writes to; None of a quiet one."""
-        wait_for_loops(loops, is_told=transport.rank == 0 and not quiet)
 
         # The layers of the stage, and what computes them.
         self.layers, self.teacher, options = build_state(

@@ -72,29 +72,6 @@ def test_gpus_copy_from_pinned_batches_and_may_record_their_memory(
     assert heard == ["blocks"] * has_gpu
 
 
-class Loops:
-    """A thread that has compiled once it has been waited for long enough."""
-
-    def __init__(self) -> None:
-        self.joined: list[float | None] = []
-
-    def join(self, seconds: float | None = None) -> None:
-        self.joined.append(seconds)
-
-    def is_alive(self) -> bool:
-        return None not in self.joined
-
-
-@pytest.mark.parametrize("is_told", [False, True])
-def test_a_start_that_waits_for_loops_says_so(
-    is_told: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    axsparse.training.build.wait_for_loops(Loops(), is_told=is_told)  # type: ignore[arg-type]
-
-    said = capsys.readouterr().out
-    assert said.startswith("axsparse: machine code for this processor is being") is is_told
-
-
 # -- a model without an example -----------------------------------------------------------
 
 

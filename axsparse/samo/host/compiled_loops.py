@@ -53,6 +53,8 @@ DEPTH = 512
 """Inputs whose weights `multiply` lists at a time: 64 tokens of so many stay in the cache."""
 BF16_FEATURES = {"avx512bf16", "avx512vbmi2"}
 """The processor's instructions that loops on bf16 need."""
+AVX512, AVX2 = {"avx512vbmi2", "avx512bw"}, {"avx2", "fma"}
+"""The instructions of which the loops of `decode_loops.py` need one set or the other."""
 MATRIX_FEATURE = "amx-bf16"
 """The instruction of processors that multiply matrix tiles of bf16 at once."""
 DIGEST = hashlib.sha256().digest_size
@@ -99,9 +101,10 @@ class Loop:
                 path = cache_folder() / f"{key}.o"
                 code = _read(path)
                 if code is None:
-                    path.unlink(missing_ok=True)
-                    _HELPER.compile(self._module, self._name, kinds, path)
-                    code = _read(path)
+                    with alone(cache_folder() / "lock"):
+                        if (code := _read(path)) is None:
+                            _HELPER.compile(self._module, self._name, kinds, path)
+                            code = _read(path)
                 if code is None:
                     raise CompileError(f"{path}: the compiled loop is not there")
                 self._functions[kinds] = _function(key, code, kinds)
@@ -179,21 +182,6 @@ def alone(path: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def compile_together(what: str, use: Callable[[], None]) -> None:
-    """Call `use`, which calls some loops; `what` names them and their types.
-
-    Of processes that do so at once, such as the ranks of a machine, one has the loops compiled,
-    and the others wait and find them.
-    """
-    done = cache_folder() / _key("", "prepared", (what,))
-    if not done.exists():
-        with alone(cache_folder() / "preparing"):
-            if not done.exists():
-                use()
-                done.touch()
-    use()
 
 
 @cache

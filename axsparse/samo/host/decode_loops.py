@@ -15,10 +15,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import config, types
-from numba.core import codegen
+from numba import types
 
-from axsparse.samo.host.compiled_loops import Array
+from axsparse.samo.host.compiled_loops import AVX512, Array, cpu_features
 from axsparse.samo.host.loop_parts import (
     BIT,
     FLOAT,
@@ -50,8 +49,6 @@ GROUP = 4
 """Entries of a list that are multiplied in one round, each added to another sum."""
 SUMS = 16
 """Numbers of the scratch memory that are sums."""
-_codegen: Any = codegen  # neither is typed
-_config: Any = config
 
 
 def _shuffles() -> Array:
@@ -87,8 +84,7 @@ def _fp32(builder: Any, bits: Any) -> Any:
 
 
 def _multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
-    lanes = getattr(total.type, "count", None)
-    name = "llvm.fmuladd.f32" if lanes is None else f"llvm.fmuladd.v{lanes}f32"
+    name = f"llvm.fmuladd.v{total.type.count}f32"
     return outside(builder, name, total.type, [one, other, total])
 
 
@@ -218,37 +214,17 @@ def _by_avx2(builder: Any, word: Any, number: Any, read: Read, table: Any) -> li
     return weights
 
 
-def _by_entry(builder: Any, word: Any, number: Any, read: Read, _: Any) -> list[Any]:
-    """The fp32 weights of a word's columns, one at a time."""
-    weights = []
-    for column in range(WORD):
-        bit = builder.and_(builder.lshr(word, INT64(column)), INT64(1))
-        weight = _fp32(builder, read(number, INT16))
-        is_kept = builder.trunc(bit, BIT)
-        weights.append(builder.select(is_kept, weight, ir.Constant(FLOAT, 0.0)))
-        number = builder.add(number, bit)
-    return weights
-
-
-def _has(*needed: str) -> bool:
-    known = _config.CPU_FEATURES
-    listed = _codegen.get_host_cpu_features() if known is None else known
-    return {f"+{each}" for each in needed} <= set(listed.split(","))
-
-
 def _expansion() -> tuple[Callable[..., Any], int]:
     """The way to expand a word here, and the columns of a vector."""
-    if _has("avx512vbmi2", "avx512bw"):
-        return _by_avx512, 16
-    return (_by_avx2, 8) if _has("avx2", "fma") else (_by_entry, 1)
+    return (_by_avx512, 16) if cpu_features() >= AVX512 else (_by_avx2, 8)
 
 
 # Reason: one loop in instructions, which are emitted in their order.
 def _masked_rows(tokens: int) -> Any:
     """A function for the products of `ROWS` rows with `tokens` tokens."""
     expand, lanes = _expansion()
-    vector = ir.VectorType(FLOAT, lanes) if lanes > 1 else FLOAT
-    zero = ir.Constant(vector, [0.0] * lanes if lanes > 1 else 0.0)
+    vector = ir.VectorType(FLOAT, lanes)
+    zero = ir.Constant(vector, [0.0] * lanes)
     chains = CHAINS if tokens == 1 else 1
 
     # Reason: addresses of the tokens, of the rows' words and first value, and of the sums.
@@ -295,10 +271,9 @@ def _masked_rows(tokens: int) -> Any:
                     result, *others = map(builder.load, sums[row][token])
                     for other in others:
                         result = builder.fadd(result, other)
-                    if lanes > 1:
-                        result = lane_sum(builder, result)
                     entry = INT64(row * tokens + token)
-                    builder.store(result, _address_of(builder, out, entry, 4, FLOAT))
+                    where = _address_of(builder, out, entry, 4, FLOAT)
+                    builder.store(lane_sum(builder, result), where)
             return context.get_dummy_value()
 
         return types.void(x, bits, words, values, out, tab), call

@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from axsparse.samo.host.compiled_loops import (
+    AVX2,
+    AVX512,
     Array,
     Loop,
     can_compile,
@@ -179,22 +181,15 @@ def _workers(number: int) -> ThreadPoolExecutor:
 
 @cache
 def has_loops() -> bool:
-    """Whether loops over kept entries can be compiled and run here."""
-    return can_compile()
+    """Whether loops over kept entries can be compiled here, for vectors of the processor."""
+    return can_compile() and (cpu_features() >= AVX2 or cpu_features() >= AVX512)
 
 
 @cache
 def multiplies_dense(dtype: torch.dtype) -> bool:
     """Whether a dense product with many tokens is as quick as one with kept entries: in bf16, only
     on processors that multiply it."""
-    return dtype is not torch.bfloat16 or has_bf16_loops() or not has_vectors()
-
-
-@cache
-def has_vectors() -> bool:
-    """Whether the processor has the instructions that make these loops quick."""
-    features = cpu_features()
-    return {"avx2", "fma"} <= features or {"avx512vbmi2", "avx512bw"} <= features
+    return dtype is not torch.bfloat16 or has_bf16_loops()
 
 
 def _in_pairs(array_D: Array) -> Array:

@@ -23,7 +23,7 @@ from numba import types
 from numba.core import codegen, config
 from numba.np import numpy_support
 
-from axsparse.samo.host.compiled_loops import Kind, alone, flat_types
+from axsparse.samo.host.compiled_loops import Kind, flat_types
 
 IDLE = 20.0
 """Seconds without a job after which the process ends."""
@@ -48,9 +48,7 @@ def main() -> None:
         job = json.loads(line)
         path = Path(job["path"])
         try:
-            with alone(path.parent / "lock"):
-                if not path.exists():
-                    _write(path, _object(job["module"], job["name"], _tuples(job["kinds"]), path))
+            _write(path, _object(job["module"], job["name"], _tuples(job["kinds"]), path))
             answer = "done"
         except Exception as error:  # of any kind, the caller has to learn of it
             answer = f"{type(error).__name__}: " + " ".join(str(error).split())

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import config, types
-from numba.core import codegen
+from numba import types
 
-from axsparse.samo.host.compiled_loops import Array
+from axsparse.samo.host.compiled_loops import Array, cpu_features
 from axsparse.samo.host.loop_parts import (
     BIT,
     INT64,
@@ -37,10 +36,8 @@ AHEAD = 2048
 are not in the cache, a gather takes a third less time with it; that far ahead, in bf16, is another
 page, whose address takes longest to find."""
 VECTOR_BYTES = 64
-FEATURES = {2: "+avx512vbmi2", 4: "+avx512f"}
+FEATURES = {2: "avx512vbmi2", 4: "avx512f"}
 """The instruction set that moves entries, by the bytes of an entry."""
-_codegen: Any = codegen  # neither is typed
-_config: Any = config
 
 
 def _word_mover(into_dense: bool) -> Any:
@@ -86,11 +83,9 @@ def _by_instructions(into_dense: bool) -> Callable[..., Any]:
     move = _word_mover(into_dense)
 
     def moved(dense: Any, at: Any, bits: Any, values: Any, number: Any) -> Any:
-        features = _config.CPU_FEATURES
-        known = _codegen.get_host_cpu_features() if features is None else features
         needed = FEATURES.get(dense.dtype.bitwidth // 8)
         are_flat = dense.layout == values.layout == "C" and dense.dtype == values.dtype
-        if are_flat and needed in known.split(","):
+        if are_flat and needed in cpu_features():
             return lambda dense, at, bits, values, number: move(dense, at, bits, values, number)
         return lambda dense, at, bits, values, number: -1
 

@@ -11,9 +11,7 @@ The norm is made of partial sums over blocks of entries, which no layout changes
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
@@ -23,25 +21,14 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import ConfigError
-from axsparse.samo import fixed_point
-from axsparse.samo.backend import HOST
 from axsparse.samo.cuda import kernels
 from axsparse.samo.cuda.kernels import sum_squares
 from axsparse.samo.host import host_step
-from axsparse.samo.host.compiled_loops import (
-    FEW,
-    CompileError,
-    can_compile,
-    compile_together,
-    has_bf16_loops,
-)
+from axsparse.samo.host.compiled_loops import FEW, can_compile
 from axsparse.samo.host.host_step import sum_of_squares
-from axsparse.samo.host.sparse_products import sampled_product, sparse_input_gradient, sparse_linear
-from axsparse.samo.index.base import FullIndex, MaskIndex
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock, TensorSlot
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 
@@ -243,54 +230,6 @@ def full_tensor_step(layers: Sequence[LayerState], optimizer: Optimizer) -> Full
     if not any(tensor.kept > FEW for tensor in tensors):
         return None
     return partial(host_step.step, optimizer) if can_compile() else None
-
-
-def prepare_loops(stored: StateFormat, optimizer: Optimizer) -> threading.Thread:
-    """Begin to load the loops for state of this format, in the thread that is returned. If no run
-    has compiled them before, one rank of a machine does so, which takes seconds."""
-    rule = "" if optimizer.compiled is None else optimizer.compiled.name
-    needed = f"{stored.weight} {stored.gradient} {stored.weights} {rule}"
-
-    def prepare() -> None:
-        # A loop that cannot be compiled or stored raises its error again when a step calls it.
-        with suppress(CompileError, ImportError, OSError):
-            compile_together(needed, partial(_use_loops, stored, optimizer))
-
-    thread = threading.Thread(target=prepare, name="loops", daemon=True)
-    thread.start()
-    return thread
-
-
-def _use_loops(stored: StateFormat, optimizer: Optimizer) -> None:
-    """Call every loop once, on a few zeros."""
-    if not can_compile():
-        return
-    updating = torch.float32 if stored.gradient == torch.int64 else stored.gradient
-    dtype, mask_D = stored.weight, torch.arange(FEW + 1) % 2 == 0
-    index = MaskIndex(mask_D)
-    for each in {torch.float32, dtype}:
-        dense_D = torch.zeros(mask_D.numel(), dtype=each)
-        index.scatter(dense_D, index.gather(dense_D, 0, index.kept), 0)
-        for held in {torch.float32, each} if stored.weights == "sparse" else ():
-            HOST.expand(index, torch.zeros(index.kept, dtype=held), dense_D)
-    host_step.sum_of_squares(torch.zeros(FEW + 1, dtype=updating))
-    if stored.gradient == torch.int64:
-        sums = torch.zeros(FEW + 1, dtype=torch.int64)
-        fixed_point.add(sums, torch.zeros(FEW + 1, dtype=dtype), 1.0, torch.zeros(1), adds=False)
-    if optimizer.compiled is not None:
-        master = None if dtype == torch.float32 else torch.zeros(2)
-        weight, gradient = torch.zeros(2, dtype=dtype), torch.zeros(2, dtype=updating)
-        moments = tuple(torch.zeros(2) for _ in stored.moments)
-        slots = [TensorSlot(FullIndex(2), weight, gradient, master, moments, range(2))]
-        if stored.weights == "sparse":
-            at_rest = torch.zeros(2)  # masters that are the weight
-            slots.append(TensorSlot(FullIndex(2), at_rest, gradient, None, moments, range(2)))
-        host_step.step(optimizer, slots, Hyper(1, 0.0, (0.9, 0.9), 1.0, 0.0), 1.0)
-    if dtype == torch.bfloat16 and has_bf16_loops():
-        rows, few = torch.zeros(2, 16, dtype=dtype), torch.arange(256) < 9
-        weight = torch.zeros(16, 16, dtype=dtype)
-        sparse_input_gradient(sparse_linear(rows, weight, None), weight)
-        sampled_product(rows, rows, MaskIndex(few))
 
 
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:

@@ -19,7 +19,6 @@ from axsparse.samo.host.compiled_loops import (
     _Helper,
     cache_folder,
     can_compile,
-    compile_together,
     cpu_features,
     has_bf16_loops,
     multiplies_matrices,
@@ -75,18 +74,16 @@ def test_a_second_start_compiles_nothing_and_a_broken_file_is_compiled_again(fol
 
 
 def test_of_ranks_that_start_at_once_one_compiles_and_the_others_find_it(folder: Path) -> None:
-    found: list[bool] = []
-
-    def use() -> None:
-        found.append(any(folder.glob("prepared_*")))
-        assert_divides(divide())
-
-    with ThreadPoolExecutor(3) as ranks:
-        for each in [ranks.submit(compile_together, "loops", use) for _ in range(3)]:
+    compiling = compiled_loops._HELPER.compile
+    with (
+        mock.patch.object(_Helper, "compile", side_effect=compiling) as compiles,
+        ThreadPoolExecutor(3) as ranks,
+    ):
+        for each in [ranks.submit(assert_divides, divide()) for _ in range(3)]:
             each.result()
-    compile_together("loops", use)
 
-    assert found == [False] + [True] * 4  # the one that compiled uses them as well
+    compiles.assert_called_once()
+    assert len([*folder.glob("*.o")]) == 1
 
 
 def test_what_cannot_be_compiled_says_why_and_a_process_that_has_ended_is_started_again(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import cast, get_args
+from typing import cast
 from unittest import mock
 
 import pytest
@@ -15,9 +15,8 @@ from support.kernel_machine import STATES, Types, layer_of, randoms, same_bits
 from torch import Tensor, nn
 
 from axsparse.runtime.communication import Collective
-from axsparse.samo.expansion import Expansion
 from axsparse.samo.host import host_step
-from axsparse.samo.host.compiled_loops import FEW, Loop, can_compile
+from axsparse.samo.host.compiled_loops import FEW, can_compile
 from axsparse.samo.host.host_step import CHUNK, sum_of_squares
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState
@@ -25,10 +24,10 @@ from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper, Optimizer
 from axsparse.samo.optim.sgd import sgd
-from axsparse.samo.optim.update import norm_partials, update
+from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK, Replicas
-from axsparse.samo.state_bytes import IndexKind, StateFormat, WeightKind
+from axsparse.samo.state_bytes import IndexKind, StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
@@ -155,28 +154,6 @@ def test_squares_are_summed_by_a_loop_only_where_there_are_many(
     assert few + float(values[-1]) ** 2 == pytest.approx(exact, rel=1e-14)
     monkeypatch.setattr(host_step, "can_compile", lambda: False)
     assert sum_of_squares(values) == pytest.approx(exact, rel=1e-14)
-
-
-@pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM])
-@pytest.mark.parametrize("state", [*STATES, *((weight, torch.int64) for weight, _ in STATES)])
-@pytest.mark.parametrize("weights", get_args(WeightKind))
-def test_a_step_needs_no_loop_that_was_not_prepared(
-    optimizer: Optimizer, state: Types, weights: WeightKind
-) -> None:
-    mask = mask_of("mask", 4 * CHUNK)
-    _, tensor = layer_of(mask, *state, kind="mask")
-    types = StateFormat(*state, optimizer.moments, "mask", weights)
-    expansion = Expansion(state[0], torch.device("cpu")) if weights == "sparse" else None
-    layer = LayerState("layer", [tensor], types, expansion=expansion)
-
-    update_module._use_loops(types, optimizer)
-
-    with mock.patch.object(Loop, "load", side_effect=AssertionError("a loop was not prepared")):
-        layer.accumulate(tensor, randoms(mask.numel(), 1, state[0]))
-        layer.finish_gradient()
-        norm_partials([layer], ["w"])
-        update([layer], optimizer, HYPER, 0.3)
-        layer.expand()
 
 
 def two_tensor_share(state: Types) -> LayerState:

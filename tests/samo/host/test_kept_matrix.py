@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -82,35 +77,6 @@ def test_threads_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             assert torch.equal(KeptMatrix(dense).multiply(x), alone)
     finally:
         torch.set_num_threads(before)
-
-
-PROGRAM = """
-import torch
-from axsparse.samo.host.kept_matrix import KeptMatrix, has_vectors
-dense = torch.randn(70, 130).bfloat16().masked_fill_(torch.rand(70, 130) < 0.5, 0)
-x = torch.randn(5, 130)
-difference = KeptMatrix(dense).multiply(x) - x @ dense.float().T
-print(has_vectors(), float(difference.abs().max()) < 1e-4)
-"""
-
-
-@pytest.mark.exhaustive
-def test_processors_without_vectors(tmp_path: Path) -> None:
-    """Entry by entry; the compiler is told that the processor has no more than SSE2."""
-    environment = {
-        **os.environ,
-        "NUMBA_CPU_NAME": "x86-64",
-        "NUMBA_CPU_FEATURES": "+sse2",
-        "AXSPARSE_CACHE": str(tmp_path),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == ["False", "True"]
 
 
 @pytest.mark.parametrize("is_quick", [False, True])
