@@ -224,26 +224,14 @@ def _reject_arguments(config: Config, score: Score) -> None:
     draws_later = pruning.method in ("gradual", "iterative") or (
         pruning.method == "custom" and pruning.at_step > 0
     )
-    takes_gradient, takes_inputs = "gradient" in given, "inputs" in given
-    if takes_gradient and takes_inputs:
+    has = {"gradient"} if draws_later else {"inputs"} if pruning.method == "custom" else set()
+    if not given <= has:
         raise ConfigError(
-            "score: it takes gradient and inputs, which no method has at once; leave one of them "
-            "out"
-        )
-    if takes_gradient and not draws_later:
-        raise ConfigError(
-            f"{config.where('pruning.method')}: {pruning.method} has no gradients when it draws "
-            "masks, and the score given to Trainer takes one; choose custom with pruning.at_step "
-            "above 0, gradual or iterative"
-        )
-    if takes_inputs and (pruning.method != "custom" or draws_later):
-        at_step = f" at step {pruning.at_step}" if pruning.method == "custom" else ""
-        raise ConfigError(
-            f"{config.where('pruning.method')}: {pruning.method}{at_step} has no inputs of layers "
-            "when it draws masks, and the score given to Trainer takes them; choose custom with "
+            f"score: it takes {' and '.join(sorted(given))}; there are gradients for custom with "
+            "pruning.at_step above 0, gradual and iterative, and inputs for custom with "
             "pruning.at_step 0"
         )
-    if takes_inputs and pruning.distribution == "global":
+    if "inputs" in given and pruning.distribution == "global":
         raise ConfigError(
             f"{config.where('pruning.distribution')}: global, but a score that takes inputs draws "
             "masks tensor by tensor before the first step; choose uniform or erk"

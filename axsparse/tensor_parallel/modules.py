@@ -14,7 +14,7 @@ linear module; t a token, v a word.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -241,26 +241,45 @@ class Sharding:
     group: TensorGroup
 
     def shard(self, layer: Layer, module: nn.Module) -> dict[str, TensorShard]:
-        """See `shard_module`."""
-        return shard_module(layer, module, self.group)
-
-
-def shard_module(layer: Layer, module: nn.Module, group: TensorGroup) -> dict[str, TensorShard]:
-    """Replace the sharded parameters of a layer's module by this rank's shards, which have no
-    contents yet, and the modules that use them; returns the shards by name.
-
-    ConfigError for a module that cannot be sharded.
-    """
-    shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-    shards = shards_of(layer, shapes, group.rank, group.size)
-    styles = styles_of(layer)
-    for name in shards:
-        path = name.rpartition(".")[0]
-        replaced = module.get_submodule(path) if path in styles else None
-        for what in _what_is_lost(replaced, module.get_parameter(name)):
+        """See `LayerSharding.shard`; ConfigError for a module that cannot be sharded."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        shards = shards_of(layer, shapes, self.group.rank, self.group.size)
+        styles = styles_of(layer)
+        for name in shards:
+            path = name.rpartition(".")[0]
+            replaced = module.get_submodule(path) if path in styles else None
+            if _would_lose(replaced, module.get_parameter(name)):
+                raise ConfigError(
+                    f"layer {layer.name}: {name} is frozen, or it or its module has hooks, and is "
+                    "not sharded; leave it out of tp_plan"
+                )
+        _replace_modules(layer, module, shards, self.group)
+        kinds = {styles[path].kind for path in styles if f"{path}.weight" in shards}
+        if "colwise" in kinds and "rowwise" not in kinds:
             raise ConfigError(
-                f"layer {layer.name}: {name} {what}, and is not sharded; leave it out of tp_plan"
+                f"layer {layer.name}: tp_plan has colwise modules and no rowwise one; what lies "
+                "between the two is sharded, so name both, or gather (gather_output)"
             )
+        if shards:
+            vars(module)["forward"] = _with_shapes_named(layer.name, module.forward)
+        return shards
+
+
+def _would_lose(replaced: nn.Module | None, parameter: nn.Parameter) -> bool:
+    """Whether a parameter, or its module that is replaced, has what the sharded one would lack."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return (
+        not parameter.requires_grad
+        or bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+        or (replaced is not None and any(vars(replaced)[kind] for kind in hooks))
+    )
+
+
+def _replace_modules(
+    layer: Layer, module: nn.Module, shards: Mapping[str, TensorShard], group: TensorGroup
+) -> None:
+    """Replace the parameters of `shards`, and the modules that use them."""
+    styles = styles_of(layer)
     for path, style in styles.items():
         if style.kind in OF_MODULES:
             owner = module.get_submodule(path)
@@ -276,15 +295,6 @@ def shard_module(layer: Layer, module: nn.Module, group: TensorGroup) -> dict[st
             owner._parameters[kind] = nn.Parameter(torch.empty(shard.shape, device="meta"))
         elif not isinstance(owner, ColwiseLinear):  # replaced with the weight before this bias
             _replace(module, path, _sharded(layer, path, owner, styles[path], shard, group))
-    kinds = {styles[path].kind for path in styles if f"{path}.weight" in shards}
-    if "colwise" in kinds and "rowwise" not in kinds:
-        raise ConfigError(
-            f"layer {layer.name}: tp_plan has colwise modules and no rowwise one; what lies "
-            "between the two is sharded, so name both, or gather (gather_output)"
-        )
-    if shards:
-        vars(module)["forward"] = _Forward(layer.name, module)
-    return shards
 
 
 FAILURES = (RuntimeError, ValueError, TypeError, IndexError)
@@ -293,24 +303,23 @@ OF_DEVICES = re.compile("memory|device|CUDA")
 """Matches the texts of RuntimeErrors that do not come from the number of features."""
 
 
-class _Forward:
-    """The forward of a sharded layer, with one error for torch's errors."""
+def _with_shapes_named(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward of a sharded layer, with a ConfigError for shapes that do not fit, and may do so
+    in a full layer."""
 
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name, self._run = name, module.forward
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the layer; ConfigError for shapes that do not fit, and may do so in a full layer."""
+    def forward(*args: Any, **kwargs: Any) -> Any:
         try:
-            return self._run(*args, **kwargs)
+            return run(*args, **kwargs)
         except FAILURES as error:
             if type(error) not in FAILURES or OF_DEVICES.search(str(error)):
                 raise
             raise ConfigError(
-                f"layer {self._name}: sharded (Layer.tp_plan), it fails with {one_line(error)}; "
+                f"layer {name}: sharded (Layer.tp_plan), it fails with {one_line(error)}; "
                 "take the number of heads or features from the tensor, use sharded modules by "
                 "calling them only, or gather (gather_output)"
             ) from error
+
+    return forward
 
 
 # Reason: a module of a layer, and how it is sharded among whom.
@@ -335,17 +344,6 @@ def _sharded(
     )
 
 
-def _what_is_lost(replaced: nn.Module | None, parameter: nn.Parameter) -> Iterator[str]:
-    """The properties of a parameter, or of its replaced module, that the sharded one would lack."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if not parameter.requires_grad:
-        yield "is frozen"
-    if replaced is not None and any(vars(replaced)[kind] for kind in hooks):
-        yield "is of a module with hooks"
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        yield "has hooks"
-
-
 def _check_inside(
     layer: Layer, path: str, owner: nn.Module, shards: Mapping[str, TensorShard]
 ) -> None:
@@ -362,12 +360,6 @@ def _check_inside(
 def _replace(module: nn.Module, path: str, new: nn.Module) -> None:
     above, _, last = path.rpartition(".")
     setattr(module.get_submodule(above), last, new)
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Whether any module in it is sharded or replicated."""
-    kinds = (ColwiseLinear, RowwiseLinear, VocabularyEmbedding, Replicated)
-    return any(isinstance(child, kinds) for child in module.modules())
 
 
 def sharded_products(module: nn.Module) -> set[nn.Module]:

@@ -29,7 +29,7 @@ from axsparse.runtime.communication import Direction
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.tensor_parallel.dry_run import SilentGroup, profile_of_tp_shard
-from axsparse.tensor_parallel.modules import shard_module, sharded_loss
+from axsparse.tensor_parallel.modules import Sharding, sharded_loss
 
 SAMPLES, MICROBATCHES = 4, 6
 TOKENS, WIDTH, WORDS = 64, 64, 1000
@@ -90,7 +90,7 @@ class Played:
             # Sums have wrong values, and all their memory.
             group = SilentGroup(Grid(1, 1, g_tensor).coords(g_tensor - 1))
             for layer, (_, module) in zip(layers, modules, strict=True):
-                shard_module(layer, module, group)
+                Sharding(group).shard(layer, module)
                 for parameter in module.parameters():
                     if parameter.is_meta:
                         empty = nn.Parameter(torch.empty(parameter.shape))

@@ -29,6 +29,7 @@ from axsparse.models.layer import Model
 from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.calibration import CalibrationProgress
+from axsparse.pruning.targets import parse_pattern
 from axsparse.training.trainer import build
 
 SAMPLES = 6
@@ -62,47 +63,6 @@ def kept_of(g_inter: int, g_data: int, model: Model, config: Config) -> dict[str
     return {name: mask for name, mask in masks.items() if not mask.all()}
 
 
-def wanda(
-    modules: dict[str, nn.Module], config: Config, sparsity: float, pattern: tuple[int, int] | None
-) -> dict[str, Tensor]:
-    """The published method: layer by layer, each on what the pruned layers before it return."""
-    data, masks = token_data(), {}
-    samples = samples_of_step(len(data), SAMPLES, 0, config.seed)
-    flow = [data.read(samples[start : start + 2])[0][0] for start in range(0, SAMPLES, 2)]
-    for name, module in modules.items():
-        linear = {n: m for n, m in module.named_modules() if isinstance(m, nn.Linear)}
-        seen: dict[str, list[Tensor]] = {n: [] for n in linear}
-        handles = [
-            m.register_forward_hook(lambda _, x, __, into=seen[n]: into.append(x[0].flatten(0, 1)))
-            for n, m in linear.items()
-        ]
-        for x in flow:
-            module(x)
-        for handle in handles:
-            handle.remove()
-        for n, m in linear.items():
-            # A running mean over the samples, as the published code has it.
-            mean, count = torch.zeros(m.in_features), 0
-            for x in seen[n]:
-                mean *= count / (count + 2)
-                count += 2
-                mean += x.t().norm(p=2, dim=1) ** 2 / count
-            metric = m.weight.abs() * mean.sqrt().reshape(1, -1)
-            gone = torch.zeros_like(metric, dtype=torch.bool)
-            if pattern is None:
-                order = metric.sort(dim=-1, stable=True).indices
-                gone.scatter_(1, order[:, : int(metric.shape[1] * sparsity)], True)
-            else:
-                keep, of = pattern
-                for column in range(0, metric.shape[1], of):
-                    least = metric[:, column : column + of].topk(of - keep, dim=1, largest=False)
-                    gone.scatter_(1, column + least.indices, True)
-            m.weight[gone] = 0
-            masks[f"{name}.{n}.weight"] = ~gone
-        flow = [module(x) for x in flow]
-    return masks
-
-
 def dense_modules(model: Model, weights: dict[str, Tensor]) -> dict[str, nn.Module]:
     modules = {}
     for layer in model.layers:
@@ -110,29 +70,6 @@ def dense_modules(model: Model, weights: dict[str, Tensor]) -> dict[str, nn.Modu
         for name, parameter in modules[layer.name].named_parameters():
             parameter.data.copy_(weights[f"{layer.name}.{name}"])
     return modules
-
-
-@pytest.mark.parametrize(
-    ("layout", "pattern"),
-    [((1, 1), "2:4"), ((1, 1), None), ((3, 1), None), ((4, 1), "2:4"), ((2, 2), None)],
-)
-def test_masks_are_those_of_the_published_method_in_every_layout(
-    layout: tuple[int, int], pattern: str | None, tmp_path: Path
-) -> None:
-    weights = write_llama(tmp_path, signed)
-    config = llama_config(tmp_path, pattern=pattern)
-    model = named_model(config)
-    modules = dense_modules(small_llama(), weights)
-    del modules["lm_head"]
-
-    with torch.no_grad():
-        expected = wanda(modules, config, 0.6, None if pattern is None else (2, 4))
-    found = kept_of(*layout, model, config)
-
-    assert len(expected) == 14
-    assert found.keys() == expected.keys()
-    for name, mask in expected.items():
-        assert torch.equal(found[name], mask), name
 
 
 def signed(name: str, tensor: Tensor) -> Tensor:
@@ -241,24 +178,31 @@ def products(name: str, module: Any, calls: list[Any]) -> dict[str, list[tuple[T
     return {f"{name}.gate_up_proj": given, f"{name}.down_proj": middle}
 
 
-def kept_entries(matrix: Tensor, x: Tensor, method: str, sparsity: float) -> Tensor:
+def kept_entries(
+    matrix: Tensor, x: Tensor, method: str, sparsity: float, pattern: tuple[int, int] | None
+) -> Tensor:
     """The mask of one matrix by the published methods; what pruning changes is written to it."""
     if not len(x):
         x = torch.eye(matrix.shape[1])
     stays = torch.ones(matrix.shape, dtype=torch.bool)
     if method == "sparsegpt":
-        stays, changed = published(matrix, [x], sparsity, None)
+        stays, changed = published(matrix, [x], sparsity, pattern)
         matrix.copy_(changed)
     else:
         score = matrix.abs() * (x.square().sum(0).sqrt() if method == "wanda" else 1.0)
-        rows = score if method == "wanda" else score.reshape(1, -1)
-        gone = rows.sort(dim=1, stable=True).indices[:, : int(rows.shape[1] * sparsity)]
-        stays.view_as(rows).scatter_(1, gone, False)
+        groups = score if method == "wanda" else score.reshape(1, -1)
+        removed = int(groups.shape[1] * sparsity)
+        if pattern is not None:
+            groups, removed = score.view(-1, pattern[1]), pattern[1] - pattern[0]
+        gone = groups.sort(dim=1, stable=True).indices[:, :removed]
+        stays.view_as(groups).scatter_(1, gone, False)
     matrix.mul_(stays)
     return stays
 
 
-def masks_in_torch(model: Any, method: str, config: Config, sparsity: float) -> dict[str, Tensor]:
+def masks_in_torch(
+    model: Any, method: str, config: Config, pattern: tuple[int, int] | None
+) -> dict[str, Tensor]:
     """The published methods in plain torch, for every matrix and every expert by itself, in the
     shape of the weight."""
     data, masks = token_data(), {}
@@ -291,7 +235,7 @@ def masks_in_torch(model: Any, method: str, config: Config, sparsity: float) -> 
             hook.remove()
         for path, module in pruned.items():
             for name, each in products(f"{at}.{number}.{path}", module, calls[path]).items():
-                own = [kept_entries(matrix, x, method, sparsity) for matrix, x in each]
+                own = [kept_entries(matrix, x, method, 0.5, pattern) for matrix, x in each]
                 mask = torch.stack(own) if len(own) > 1 else own[0]
                 is_turned = getattr(module, "is_transposed", type(module).__name__ == "Conv1D")
                 masks[name] = mask.mT if is_turned else mask
@@ -299,12 +243,13 @@ def masks_in_torch(model: Any, method: str, config: Config, sparsity: float) -> 
 
 
 def masks_of_the_reference(
-    theirs: Any, method: str, config: Config, layout: tuple[int, int]
+    theirs: Any, config: Config, layout: tuple[int, int]
 ) -> dict[str, Tensor]:
     """The masks of a folder's model, which have to be those of the method in plain torch."""
     found = kept_of(*layout, named_model(config), config)
+    pattern = None if config.pruning.pattern is None else parse_pattern(config.pruning.pattern)
     with torch.no_grad():
-        expected = masks_in_torch(theirs, method, config, 0.5)
+        expected = masks_in_torch(theirs, config.pruning.method, config, pattern)
     assert found.keys() == expected.keys()
     for name, mask in expected.items():
         assert torch.equal(found[name], mask), name
@@ -329,7 +274,7 @@ def test_each_expert_is_pruned_by_the_tokens_that_were_routed_to_it(
     theirs = saved_experts(transformers, kind, tmp_path)
     config = tiny_config(model=model_of(theirs, tmp_path), **settings(method=method, sparsity=0.5))
 
-    found = masks_of_the_reference(theirs, method, config, layout)
+    found = masks_of_the_reference(theirs, config, layout)
 
     assert sum(".experts." in name for name in found) == 2 * 2
 
@@ -338,27 +283,44 @@ LINEAR: dict[str, dict[str, Any]] = {
     "falcon": {"num_attention_heads": 4, "ffn_hidden_size": 40},
     "gpt2": {"num_attention_heads": 4, "max_position_embeddings": 24},
     "mamba": {"state_size": 4},
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40},
 }
-"""Families whose layers multiply in modules of their own: a subclass of nn.Linear, a transposed
-matrix, and linear layers next to a convolution of each channel by itself."""
+"""Families whose layers multiply in modules of their own (a subclass of nn.Linear, a transposed
+matrix, and linear layers next to a convolution of each channel by itself), and in plain ones."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "method", "layout"),
+    ("kind", "method", "layout", "pattern"),
     by_default(
-        [("falcon", "wanda", (1, 1)), ("gpt2", "sparsegpt", (2, 1)), ("mamba", "wanda", (2, 1))],
-        list(itertools.product(LINEAR, ("wanda", "sparsegpt"), ((1, 1), (2, 1)))),
+        [
+            ("falcon", "wanda", (1, 1), None),
+            ("gpt2", "sparsegpt", (2, 1), None),
+            ("mamba", "wanda", (2, 1), None),
+            ("llama", "wanda", (4, 1), "2:4"),
+            ("llama", "wanda", (2, 2), None),
+        ],
+        [
+            *itertools.product(LINEAR, ("wanda", "sparsegpt"), ((1, 1), (2, 1)), (None,)),
+            *itertools.product(["llama"], ("wanda", "sparsegpt"), ((4, 1), (2, 2)), (None, "2:4")),
+        ],
     ),
 )
 def test_whatever_multiplies_is_pruned_by_its_inputs(
-    transformers: Any, kind: str, method: str, layout: tuple[int, int], tmp_path: Path
+    transformers: Any,
+    kind: str,
+    method: str,
+    layout: tuple[int, int],
+    pattern: str | None,
+    tmp_path: Path,
 ) -> None:
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2}
     kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
     theirs = saved_model(transformers, kinds[kind](**sizes, **LINEAR[kind]), tmp_path)
-    config = tiny_config(model=model_of(theirs, tmp_path), **settings(method=method, sparsity=0.5))
+    pruning = settings(method=method, sparsity=0.5, pattern=pattern)
 
-    masks_of_the_reference(theirs, method, config, layout)
+    config = tiny_config(model=model_of(theirs, tmp_path), **pruning)
+
+    masks_of_the_reference(theirs, config, layout)
 
 
 def test_experts_that_no_token_met_are_said_once(

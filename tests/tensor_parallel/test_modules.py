@@ -17,7 +17,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.samo.layer_construction import StateOptions, build_layers, full_weights
 from axsparse.samo.state_bytes import StateFormat
 from axsparse.tensor_parallel.group import TensorGroup
-from axsparse.tensor_parallel.modules import Sharding, shard_module
+from axsparse.tensor_parallel.modules import Sharding
 
 
 class Mlp(nn.Module):
@@ -97,7 +97,7 @@ def test_shapes_that_do_not_fit_are_told_of_a_sharded_layer_and_other_errors_sta
     def on_rank(transport: Transport) -> Any:
         group = TensorGroup(Grid(1, 1, 2).coords(transport.rank), transport)
         module = Mlp(Failing)
-        shard_module(Layer("mlp", lambda: module, tp_plan=PLAN), module, group)
+        Sharding(group).shard(Layer("mlp", lambda: module, tp_plan=PLAN), module)
         with pytest.raises((ConfigError, type(error))) as raised:
             module.to_empty(device="cpu")(torch.ones(4, 6))
         return raised.value

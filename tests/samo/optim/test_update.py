@@ -31,35 +31,19 @@ Dense = Callable[..., torch.optim.Optimizer]
 
 @dataclass(frozen=True)
 class Rule:
-    """An elementwise optimizer, torch's own, and one step of its formula in plain numbers."""
+    """An elementwise optimizer, and torch's own."""
 
     ours: Optimizer
     dense: Dense
-    formula: Callable[[float, float, list[float], Hyper], float]
-    """`(theta, gradient, moments, hyper)` moves the moments and returns the new theta."""
-
-
-def adamw_formula(theta: float, g: float, moments: list[float], hyper: Hyper) -> float:
-    (beta1, beta2), rate = hyper.betas, hyper.learning_rate
-    moments[0] = beta1 * moments[0] + (1 - beta1) * g
-    moments[1] = beta2 * moments[1] + (1 - beta2) * g * g
-    m, v = moments[0] / (1 - beta1**hyper.step), moments[1] / (1 - beta2**hyper.step)
-    return theta * (1 - rate * hyper.weight_decay) - rate * m / (math.sqrt(v) + hyper.eps)
 
 
 def sgd_rule(momentum: float, *, nesterov: bool) -> Rule:
-    def formula(theta: float, g: float, moments: list[float], hyper: Hyper) -> float:
-        d = g + hyper.weight_decay * theta
-        v = momentum * moments[0] + d if momentum else d
-        moments[:1] = [v] if momentum else []
-        return theta - hyper.learning_rate * (d + momentum * v if nesterov else v)
-
     dense = partial(torch.optim.SGD, momentum=momentum, nesterov=nesterov)
-    return Rule(sgd(momentum, nesterov=nesterov), dense, formula)
+    return Rule(sgd(momentum, nesterov=nesterov), dense)
 
 
 RULES = {
-    "adamw": Rule(ADAMW, partial(RoundedAdamW, betas=BETAS, eps=EPS), adamw_formula),
+    "adamw": Rule(ADAMW, partial(RoundedAdamW, betas=BETAS, eps=EPS)),
     "sgd": sgd_rule(0.0, nesterov=False),
     "momentum": sgd_rule(0.9, nesterov=False),
     "nesterov": sgd_rule(0.9, nesterov=True),
