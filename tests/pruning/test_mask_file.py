@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.images import write_safetensors as write_named
 from support.mask_files import PRUNED, small_mask_file, some_masks
 from support.runs import (
@@ -31,7 +29,6 @@ from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, wr
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.masks import Masks
-from axsparse.samo.selection import count_kept, pack
 from axsparse.training.trainer import Trainer
 
 LAYOUTS = [(3, 1), (2, 2)]
@@ -104,19 +101,6 @@ def test_the_file_is_the_same_in_every_layout_and_gives_the_same_run(tmp_path: P
 
 
 # -- reading --------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 70), st.integers(0, 2**70))
-@settings(deadline=None, derandomize=True, max_examples=40)
-def test_bits_are_packed_in_order_highest_first(numel: int, seed: int) -> None:
-    mask = [bool(seed >> at & 1) for at in range(numel)]
-
-    packed = pack(torch.tensor(mask, dtype=torch.bool))
-
-    digits = "".join("1" if bit else "0" for bit in mask)
-    digits += "0" * (-numel % 8)
-    assert packed.tolist() == [int(digits[at : at + 8], 2) for at in range(0, len(digits), 8)]
-    assert count_kept(packed) == sum(mask)
 
 
 def test_other_libraries_read_the_bits_and_write_bools(

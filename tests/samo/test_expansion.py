@@ -341,13 +341,3 @@ def test_the_next_layers_gather_is_under_way_and_every_pass_gathers_all() -> Non
             layer.expand()
             assert torch.equal(layer.owned[0].parameter, dense(values))
     assert expansion._layer is None
-
-
-def test_weights_take_two_buffers_of_the_largest_layer_and_nothing_else() -> None:
-    expansion, layers, _ = gathered_stage(Others())
-    assert expansion.gather is not None
-    assert expansion.gather.nbytes == 2 * 2 * (KEPT + 7)
-    sparse = layers[0].live_bytes()
-    assert sparse.weight == 2 * 7, "of vectors alone"
-    assert sparse.gradient == 2 * (KEPT + 7)
-    assert sparse.master == 4 * len(layers[0].shares.own)

@@ -128,32 +128,6 @@ def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs
     assert [reference() for reference in storages] == [None] * 6
 
 
-def assert_sums(built: BuiltLayer, first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
-    """The kept entries are the sum of two dense gradients, rounded after each."""
-    dtype = built.state.gradient.dtype
-    for tensor in built.state.tensors:
-        at = tensor.index.positions()
-        once = first[tensor.name].view(-1)[at].to(dtype).float()
-        total = (once + second[tensor.name].view(-1)[at]).to(dtype)
-        assert torch.equal(built.state.gradient_of(tensor), total)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_first_gradient_of_a_step_replaces_and_later_ones_add(dtype: torch.dtype) -> None:
-    """A half accumulator rounds after every microbatch."""
-    built = layers(linear, gradient_dtype=dtype)
-    first, second = (dense_gradients(built, seed) for seed in (1, 2))
-    collecting = collector(built)
-
-    collecting.begin()
-    forward(built, 7).backward()
-    collecting.begin()
-    forward(built, 1).backward()
-    forward(built, 2).backward()
-
-    assert_sums(built[0], first, second)
-
-
 def test_a_layer_is_ready_once_and_in_the_last_microbatch_only_last_layer_first() -> None:
     built = layers(linear, linear)
     reported: list[str] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,10 +27,8 @@ from axsparse.samo.state_bytes import (
     IndexKind,
     StateBytes,
     StateFormat,
-    TensorSize,
     WeightKind,
     stage_bytes,
-    tensor_bytes,
 )
 
 
@@ -252,18 +250,3 @@ def test_after_training_every_rank_holds_what_the_formula_says(
         replica = trainer.coords.replica
         expected = stage_bytes(layers, profiled.ties, kept(model, config.pruning), stored, replica)
         assert trainer.state_bytes() == expected
-
-
-def test_sparse_weights_cost_the_kept_entries_that_the_device_does_not_have_otherwise() -> None:
-    def cost(dtype: torch.dtype = torch.bfloat16, **stored: Any) -> StateBytes:
-        sparse = StateFormat(dtype, dtype, ADAMW.moments, weights="sparse")
-        return tensor_bytes(TensorSize(512**2, 26_214), replace(sparse, **stored))
-
-    assert cost(index="mask").total / 512**2 == pytest.approx(0.127 + 14 * 0.1, abs=1e-4)
-    assert cost().weight == 0
-    # In fp32 the kept values are weight and master at once.
-    single = cost(torch.float32)
-    assert (single.weight, single.master) == (4 * 26_214, 0)
-    # Of other replicas' shares there are no masters here.
-    for others in ({"replicas": 2}, {"offload": True}):
-        assert cost(**others).weight == 2 * 26_214

@@ -15,7 +15,7 @@ from support.cuda_on_cpu import EXACT, EXPAND, GRADIENTS, HELPERS, JUDGE, compil
 from support.exhaustive import by_default
 
 from axsparse.samo.cuda.device_index import INDICES
-from axsparse.samo.cuda.launch import CONSTANTS, FILES, read_source, source
+from axsparse.samo.cuda.launch import FILES, read_source, source
 
 NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 FOLDERS = ("cu13/lib", "cuda_nvrtc/lib")
@@ -104,16 +104,6 @@ def test_kernels_compile_for_gpus_and_keep_all_they_have_in_registers(architectu
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
     assert len(frames) == len(SAMPLE)
     assert set(frames) == {("0", "0")}
-
-
-def test_the_source_names_no_number_twice() -> None:
-    """Sizes of blocks have one place each, and come into the source from there."""
-    text = "".join(map(read_source, FILES))
-
-    written = set(re.findall(r"(?<![\w.])(\d{3,})(?![\w.])", text))
-
-    assert written & {str(value) for value in CONSTANTS.values() if value > 64} == set()
-    assert all(re.search(rf"\b{name}\b", text) for name in CONSTANTS)
 
 
 AMD = """

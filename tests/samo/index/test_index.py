@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tracemalloc
 from collections.abc import Iterator
 from typing import get_args
 
@@ -205,23 +204,6 @@ def test_more_entries_than_int32_can_number_are_no_matter_to_a_mask(
     assert index.nbytes - 8 * 1094 == (8 if limit == 100 else 4) * (35 + 1)
     assert torch.equal(index.positions(), reference.positions())
     assert_same(index, reference, 70_000, 5, reference.kept)
-
-
-def test_a_loop_takes_no_memory_however_large_the_tensor() -> None:
-    if not can_compile():
-        pytest.skip("numba is not installed")
-    mask = random_mask(8 * PIECE + 5, 0.5)
-    index = MaskIndex(mask)
-    dense = torch.zeros(mask.numel())
-    values = index.gather(dense, 0, index.kept)
-
-    tracemalloc.start()
-    index.gather(dense, 0, index.kept)
-    index.scatter(dense, values, 0)
-    _, peak = tracemalloc.get_traced_memory()  # of numpy, which would decode positions
-    tracemalloc.stop()
-
-    assert peak < PIECE
 
 
 @pytest.mark.parametrize("kind", KINDS)
