@@ -17,7 +17,6 @@ least. U is upper triangular.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -35,54 +34,20 @@ HowMany: TypeAlias = "float | tuple[int, int]"
 """A sparsity, or (n, m) to keep n of every m consecutive inputs."""
 
 
-class InputStatistics(ABC):
-    """Gathers statistics of the inputs of one matrix, then prunes the matrix.
+class WandaStatistics:
+    """Gathers sums of squares of the inputs of one matrix, then prunes the matrix.
 
-    Methods are subclasses in `METHODS`; each is made with the number of inputs and a device.
+    A method has the functions of this class, and its name in `METHODS`.
     """
 
     changes_weights = False
     """Whether `prune` changes kept weights, too."""
 
-    @abstractmethod
-    def add(self, x: Tensor) -> None:
-        """Count the inputs of one microbatch, (tokens, inputs)."""
-
-    @abstractmethod
-    def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
-        """The bool mask and the weights, zero where the mask is False, both in the shape of the
-        fp32 matrix; called once, after all microbatches."""
-
-    @staticmethod
-    @abstractmethod
-    def statistics_bytes(inputs: int) -> int:
-        """Bytes of the statistics of so many inputs; plans count them."""
-
-    @staticmethod
-    @abstractmethod
-    def working(shape: tuple[int, ...]) -> int:
-        """The most temporary bytes of `prune` for a matrix of this shape, its results included."""
-
-    @staticmethod
-    @abstractmethod
-    def removed(shape: tuple[int, ...], sparsity: float) -> int:
-        """How many entries of a matrix a sparsity removes."""
-
-    @classmethod
-    def kept(cls, shape: tuple[int, ...], how_many: HowMany) -> int:
-        """How many entries of a matrix stay."""
-        if isinstance(how_many, tuple):
-            return shape[0] * shape[1] // how_many[1] * how_many[0]
-        return shape[0] * shape[1] - cls.removed(shape, how_many)
-
-
-class WandaStatistics(InputStatistics):
-    """Sums of squares of the inputs."""
-
     def __init__(self, inputs: int, device: torch.device) -> None:
         self._squares = torch.zeros(inputs, device=device)
 
     def add(self, x: Tensor) -> None:
+        """Count the inputs of one microbatch, (tokens, inputs)."""
         self._squares += x.float().square().sum(0)
 
     @property
@@ -91,6 +56,8 @@ class WandaStatistics(InputStatistics):
         return self._squares.sqrt()
 
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
+        """The bool mask and the weights, zero where the mask is False, both in the shape of the
+        fp32 matrix; called once, after all microbatches."""
         score = weight.abs() * self.norms
         if isinstance(how_many, tuple):
             mask = n_of_m(score.cpu(), *how_many).to(weight.device)
@@ -102,19 +69,24 @@ class WandaStatistics(InputStatistics):
 
     @staticmethod
     def statistics_bytes(inputs: int) -> int:
+        """Bytes of the statistics of so many inputs; plans count them."""
         return 4 * inputs
 
     @staticmethod
     def working(shape: tuple[int, ...]) -> int:
-        """Scores, and the memory that sorts them: in torch 17 bytes an entry."""
+        """The most temporary bytes of `prune` for a matrix of this shape, its results included:
+        scores, and the memory that sorts them, in torch 17 bytes an entry."""
         return 21 * math.prod(shape)
 
     @staticmethod
-    def removed(shape: tuple[int, ...], sparsity: float) -> int:
-        return shape[0] * removed_of_row(shape[1], sparsity)
+    def kept(shape: tuple[int, ...], how_many: HowMany) -> int:
+        """How many entries of a matrix stay."""
+        if isinstance(how_many, tuple):
+            return kept_of_groups(shape, how_many)
+        return shape[0] * (shape[1] - removed_of_row(shape[1], how_many))
 
 
-class SparseGptStatistics(InputStatistics):
+class SparseGptStatistics:
     """Second moments of the inputs."""
 
     changes_weights = True
@@ -166,9 +138,17 @@ class SparseGptStatistics(InputStatistics):
         return max(3 * square, square + 5 * entries + max(28 * block, 4 * (entries + block)))
 
     @staticmethod
-    def removed(shape: tuple[int, ...], sparsity: float) -> int:
+    def kept(shape: tuple[int, ...], how_many: HowMany) -> int:
+        if isinstance(how_many, tuple):
+            return kept_of_groups(shape, how_many)
         widths = (min(BLOCK, shape[1] - start) for start in range(0, shape[1], BLOCK))
-        return sum(removed_of_block(shape[0] * width, sparsity) for width in widths)
+        removed = (removed_of_block(shape[0] * width, how_many) for width in widths)
+        return shape[0] * shape[1] - sum(removed)
+
+
+def kept_of_groups(shape: tuple[int, ...], pattern: tuple[int, int]) -> int:
+    """How many entries of a matrix stay with n of every m inputs."""
+    return shape[0] * shape[1] // pattern[1] * pattern[0]
 
 
 def removed_of_row(inputs: int, sparsity: float) -> int:
@@ -207,15 +187,13 @@ def _prune_block(weight: Tensor, mask: Tensor, upper: Tensor, how_many: HowMany)
     return errors
 
 
-METHODS: dict[str, type[WandaStatistics | SparseGptStatistics]] = {
+Method: TypeAlias = type[WandaStatistics] | type[SparseGptStatistics]
+METHODS: dict[str, Method] = {
     "wanda": WandaStatistics,
     "sparsegpt": SparseGptStatistics,
 }
 """The methods that calibration samples decide, by their names in the settings."""
-STATISTICS: dict[str, type[WandaStatistics | SparseGptStatistics]] = {
-    **METHODS,
-    "custom": WandaStatistics,
-}
+STATISTICS: dict[str, Method] = {**METHODS, "custom": WandaStatistics}
 """The statistics that a method gathers; `custom` does so if its score takes `inputs`, and then
 selects by itself."""
 
@@ -231,7 +209,7 @@ class ProductStatistics:
 
     def __init__(
         self,
-        method: type[WandaStatistics | SparseGptStatistics],
+        method: Method,
         name: str,
         weight: Tensor,
         input_dim: int,
@@ -292,7 +270,7 @@ class ProductStatistics:
             self._tokens[number] += len(inputs)
 
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
-        """The bool mask and the weights of all matrices, see `InputStatistics.prune`.
+        """The bool mask and the weights of all matrices, see `WandaStatistics.prune`.
 
         An expert that no token met is pruned by magnitude: as if it had met each input once, alone.
         """

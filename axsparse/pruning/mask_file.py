@@ -40,7 +40,6 @@ from axsparse.samo.selection import Bits, pack
 MASK_FILE = "mask.safetensors"
 """The file in the run directory with the masks that the pruning method has found."""
 MASKS = "masks"
-PIECE = 1 << 20
 ANEW = "get the file anew"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -140,7 +139,7 @@ def _entries(file: SafetensorsFile) -> dict[str, MaskEntry]:
     for name in file.shapes:
         header, entry = file.header(name), said.get(name)
         if header.dtype == torch.bool:
-            entries[name] = MaskEntry(header.shape, _count_bools(file, name))
+            entries[name] = MaskEntry(header.shape, int(file.read(name).count_nonzero()))
         elif entry is None or header != packed_header(entry.numel) or entry.kept > entry.numel:
             kind = str(header.dtype).removeprefix("torch.")
             raise DataError(
@@ -153,18 +152,6 @@ def _entries(file: SafetensorsFile) -> dict[str, MaskEntry]:
         missing = f"the mask of {min(said.keys() - entries.keys())!r}" if said else "any mask"
         raise DataError(f"{file.path}: lacks {missing}; {ANEW}")
     return entries
-
-
-def _count_bools(file: SafetensorsFile, name: str) -> int:
-    numel, kept = math.prod(file.shapes[name]), 0
-    for start in range(0, numel, PIECE):
-        part = file.read_part(name, start, min(start + PIECE, numel)).view(torch.uint8)
-        if int(part.max()) > 1:
-            raise DataError(
-                f"{file.path}: damaged: {name!r} is bool and has a byte above 1; {ANEW}"
-            )
-        kept += int(part.count_nonzero())
-    return kept
 
 
 def packed_header(numel: int) -> TensorHeader:

@@ -38,8 +38,8 @@ class Backend:
     (`samo/offload.py`); None if they stay on the device."""
 
     def index(self, mask_D: Tensor, kind: IndexKind) -> Index:
-        """The index of a flat boolean mask on the host, True where an entry is kept. Raises
-        ConfigError where `make_index` or `make_device_index` does."""
+        """The index of a flat boolean mask on the host, True where an entry is kept. ConfigError
+        for more entries than `kind` can number."""
         if self.launch is None:
             return make_index(mask_D, kind)
         return make_device_index(self.launch, mask_D.to(self.device), kind)

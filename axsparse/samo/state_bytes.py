@@ -59,6 +59,7 @@ from itertools import pairwise
 from operator import add
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.shards import share_bounds
 
 if TYPE_CHECKING:
@@ -208,7 +209,13 @@ def index_bytes(numel: int, kept: int, kind: IndexKind) -> int:
 
 
 def encoding_of(numel: int, kept: int, kind: IndexKind) -> Encoding:
-    """The encoding of one tensor: the one that is named, or for `auto` the one of fewer bytes."""
+    """The encoding of one pruned tensor: the one that is named, or for `auto` the one of fewer
+    bytes. ConfigError if int32 is named and cannot number all entries."""
+    if kind == "int32" and not fits_int32(numel):
+        raise ConfigError(
+            f"samo.index: int32 numbers {INT32_LIMIT} entries of a tensor and this one has "
+            f"{numel}; choose mask or auto"
+        )
     if kind != "auto":
         return kind
     return "int32" if fits_int32(numel) and 4 * kept < _mask_bytes(numel, kept) else "mask"

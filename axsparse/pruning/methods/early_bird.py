@@ -27,7 +27,7 @@ from axsparse.config.validate import DISTANCES
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.live_masks import LiveMasks, ScoredMasks
 from axsparse.pruning.methods.pruner import MaskUpdate, MethodState, PrunerState, Read, StepContext
-from axsparse.runtime.errors import DataError, TrainingError, everywhere
+from axsparse.runtime.errors import TrainingError, everywhere
 from axsparse.samo.selection import count_kept
 
 KIND = "search"
@@ -173,11 +173,5 @@ class EarlyBirdSearch:
         self._search.queue.extend(method_state.distances)
         if method_state.last_look is None:
             return
-        for owner, _, tensor in self._live.counted():
-            mask, numel = read(KIND, owner), tensor.full_numel
-            if mask.shape != (-(-numel // 8),):
-                raise DataError(
-                    f"checkpoint: the early-bird mask of {owner} has {mask.numel()} bytes, which "
-                    f"do not fit {numel} entries; resume from another checkpoint"
-                )
-            self._search.masks[owner] = mask
+        for owner, _, _ in self._live.counted():
+            self._search.masks[owner] = read(KIND, owner)

@@ -23,7 +23,6 @@ from axsparse.pruning.methods.pruner import (
     Read,
     StepContext,
 )
-from axsparse.runtime.errors import DataError
 from axsparse.samo.layer_construction import fill, start_values
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.tensor_state import TensorState
@@ -190,14 +189,8 @@ class Rewinding:
         self._has_saved = method_state.holds_weights
         for _, tensor in self._tensors() if method_state.holds_weights else ():
             # A weight with two uses is saved under the name of the first.
-            name, numel = tensor.full_name, tensor.full_numel
-            values = read(KIND, self._live.ties.get(name, name))
-            if values.shape != (numel,):
-                raise DataError(
-                    f"checkpoint: the weights of {name} to rewind to are "
-                    f"{values.numel()}, not {numel}; resume from another checkpoint"
-                )
-            self._saved[name] = values
+            name = tensor.full_name
+            self._saved[name] = read(KIND, self._live.ties.get(name, name))
 
     def _tensors(self) -> list[tuple[LayerState, TensorState]]:
         layers = self._live.layers

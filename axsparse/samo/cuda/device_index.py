@@ -116,15 +116,10 @@ def make_device_index(launch: Launcher, mask_D: Tensor, kind: IndexKind) -> Devi
     """The index of a flat boolean mask (True: kept), on the mask's device.
 
     Waits for the device once, to learn how many are kept. Raises ConfigError for more kept
-    entries than int32 can number, and where int32 positions cannot number all entries.
+    entries than int32 can number, and where `encoding_of` does.
     """
     numel, device = mask_D.numel(), mask_D.device
     check(mask_D, "mask", (torch.bool,), numel)
-    if kind == "int32" and not fits_int32(numel):
-        raise ConfigError(
-            f"samo.index: int32 on a GPU numbers {INT32_LIMIT} entries of a tensor and this one "
-            f"has {numel}; choose mask or auto"
-        )
     before = pad(_blocks(mask_D, MASK_BLOCK).sum(1).cumsum(0), (1, 0))
     kept = int(before[-1])
     if kept == numel:

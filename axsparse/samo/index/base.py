@@ -24,13 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.host.compiled_loops import FEW, Array, Loop, can_compile
 from axsparse.samo.precision import array_of
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import (
-    INT32_LIMIT,
     MASK_BLOCK,
     MASK_WORD,
     IndexKind,
@@ -261,13 +259,8 @@ def make_index(mask_D: Tensor, kind: IndexKind = "int32") -> Index:
     """The index of a flat boolean mask (True: kept).
 
     A mask that keeps everything becomes a `FullIndex`, whatever `kind` says. Raises ConfigError
-    if `kind` is int32 and the tensor has more entries than int32 can number.
+    where `encoding_of` does.
     """
-    if kind == "int32" and not fits_int32(mask_D.numel()):
-        raise ConfigError(
-            f"samo.index: int32 numbers {INT32_LIMIT} entries of a tensor and this one has "
-            f"{mask_D.numel()}; choose mask or auto"
-        )
     numel, kept = mask_D.numel(), int(mask_D.count_nonzero())
     if kept == numel:
         return FullIndex(numel)

@@ -208,19 +208,15 @@ def learning_rate(step: int, schedule: ScheduleConfig, *, peak: float, decay_ste
 def own_learning_rate(function: LearningRate, step: int) -> float:
     """The learning rate that a user's function gives for a step; ConfigError if it is none."""
     try:
-        given = function(step)
+        rate = float(function(step))
     except Exception as reason:  # whatever it is, it is the user's
         raise ConfigError(
-            f"learning_rate: the function raised {type(reason).__name__} for step {step} "
-            f"({reason}); return a finite number of at least 0"
+            f"learning_rate: the function failed for step {step} ({type(reason).__name__}: "
+            f"{reason}); return a finite number of at least 0"
         ) from reason
-    try:
-        rate = float(given)
-    except (TypeError, ValueError, RuntimeError):
-        rate = math.nan
     if not 0 <= rate < math.inf:
         raise ConfigError(
-            f"learning_rate: the function gave {given!r} for step {step}; return a finite number "
-            "of at least 0"
+            f"learning_rate: the function gave {rate} for step {step}; return a finite number of "
+            "at least 0"
         )
     return rate

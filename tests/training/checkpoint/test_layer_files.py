@@ -121,38 +121,6 @@ def test_a_mask_that_keeps_another_number_than_its_manifest_says_is_refused(run:
         ax.load(run)
 
 
-@pytest.mark.parametrize(
-    ("pruning", "kind", "words"),
-    [
-        (
-            {"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.01},
-            "search",
-            "the early-bird mask of .* has 1 bytes, which do not fit [0-9]+ entries; resume",
-        ),
-        (
-            {"method": "iterative", "at_step": 1, "interval": 4, "until_step": 8, "rewind_step": 1},
-            "rewind",
-            "the weights of .* to rewind to are 1, not [0-9]+; resume from another checkpoint",
-        ),
-    ],
-)
-def test_forged_state_of_a_pruning_method_is_refused(
-    pruning: dict[str, Any], kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = tiny_config(train={"steps": 10}, pruning=pruning)
-    ran((1, 1), config, tmp_path / "run", stop_after=3)
-    read = CheckpointFiles.read_pruner
-
-    def forged(self: CheckpointFiles, asked: str, name: str) -> torch.Tensor:
-        assert asked == kind
-        return read(self, asked, name)[:1]
-
-    monkeypatch.setattr(CheckpointFiles, "read_pruner", forged)
-
-    with pytest.raises(DataError, match=rf"^checkpoint: {words}"):
-        ran((1, 1), config, tmp_path / "run", resume="auto")
-
-
 # -- what does not fit ----------------------------------------------------------------------
 
 
