@@ -33,6 +33,7 @@ from axsparse.pruning.healing import (
     Errors,
     HealedLayers,
     Reconstruction,
+    changed_value,
     relative_error,
 )
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
@@ -43,7 +44,6 @@ from axsparse.runtime.errors import ConfigError, TrainingError, note_errors
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.selection import Bits
 from axsparse.samo.shards import ALONE
 
 Tensors = tuple[Tensor, ...]
@@ -160,13 +160,15 @@ class Calibration:
         if self.healed is None or not self._take_healed(built, masks):
             # Without a name here, the inputs of the samples go as their outputs come below.
             errors = self._prune(built, flow[: len(self.samples)], dense, targets, masks)
-            if self.healed is not None:
-                self._keep(self.healed, built, masks, errors)
+            names = {tensor.name for tensor in built.state.owned}
+            kept = {key: it for key, it in masks.drawn.items() if key.partition(" ")[2] in names}
+            if self.healed is not None and kept:
+                self.healed.write(layer.name, kept, errors)
         for number, inputs in enumerate(flow):
             flow[number] = self._forward(built, number, inputs)
         for tensor in built.state.owned if self.forgets else ():
-            for drawn in (masks.bits, masks.kept_weights, masks.fitted):
-                drawn.pop(tensor.name, None)
+            for kind in (MASK, KEPT, FITTED):
+                masks.drawn.pop(f"{kind}{tensor.name}", None)
 
     def _prune(
         self,
@@ -212,37 +214,11 @@ class Calibration:
         agreed = self.fit is None or self.fit.all_agree(file is not None)
         if file is None or not agreed:
             return False
+        masks.drawn.update((key, file.read(key)) for key in file.shapes)
         for tensor in built.state.owned:
-            name, value = tensor.name, tensor.parameter.detach()
-            if f"{MASK}{name}" in file.shapes:
-                packed = file.read(f"{MASK}{name}").numpy()
-                masks.bits[name] = Bits(packed, value.numel())
-                if f"{KEPT}{name}" in file.shapes:
-                    masks.kept_weights[name] = file.read(f"{KEPT}{name}")
-            elif f"{FITTED}{name}" in file.shapes:
-                masks.fitted[name] = file.read(f"{FITTED}{name}")
-            value.copy_(self.healed.value(built.spec.name, name, value.cpu()))
+            value = tensor.parameter.detach()
+            value.copy_(changed_value(tensor.name, value.cpu(), file.shapes, file.read))
         return True
-
-    def _keep(
-        self,
-        healed: HealedLayers,
-        built: BuiltLayer,
-        masks: CalibratedMasks,
-        errors: tuple[float, float] | None,
-    ) -> None:
-        """Write the results of a layer, if anything is pruned there."""
-        kept: dict[str, Tensor] = {}
-        for tensor in built.state.owned:
-            name = tensor.name
-            if name in masks.bits:
-                kept[f"{MASK}{name}"] = torch.from_numpy(masks.bits[name].packed)
-            if name in masks.kept_weights:
-                kept[f"{KEPT}{name}"] = masks.kept_weights[name]
-            if name in masks.fitted:
-                kept[f"{FITTED}{name}"] = masks.fitted[name]
-        if kept:
-            healed.write(built.spec.name, kept, errors)
 
     def _heal(
         self,
@@ -259,12 +235,12 @@ class Calibration:
             for tensor in built.state.owned
             if tensor.name not in shared
         }
-        bits = {local: masks.bits.get(tensor.name) for local, tensor in owned.items()}
-        pruned = {
-            local: one.mask().view(owned[local].parameter.shape).to(owned[local].parameter.device)
-            for local, one in bits.items()
-            if one is not None
-        }
+        pruned = {}
+        for local, tensor in owned.items():
+            if f"{MASK}{tensor.name}" in masks.drawn:
+                shape = tuple(tensor.parameter.shape)
+                mask = masks.mask(tensor.name, shape, tensor.parameter.cpu).view(shape)
+                pruned[local] = mask.to(tensor.parameter.device)
         if not pruned:
             return None
         masters = {}
@@ -274,10 +250,10 @@ class Calibration:
             masters[local] = values
             if local in pruned:
                 values.masked_fill_(~pruned[local], 0)
-            kept = masks.kept_weights.get(tensor.name)
+            kept = masks.drawn.get(f"{KEPT}{tensor.name}")
             if kept is not None:  # the method has changed it, or an earlier fit
                 masters[local][pruned[local]] = kept.to(values)
-            fitted = masks.fitted.get(tensor.name)
+            fitted = masks.drawn.get(f"{FITTED}{tensor.name}")
             if fitted is not None:
                 masters[local].copy_(fitted)
         errors = fit.heal(module, masters, pruned, errors_of, len(self.samples))
@@ -294,9 +270,9 @@ class Calibration:
             )
         for local, tensor in owned.items():
             if local in pruned:
-                masks.kept_weights[tensor.name] = masters[local][pruned[local]].cpu()
+                masks.drawn[f"{KEPT}{tensor.name}"] = masters[local][pruned[local]].cpu()
             else:
-                masks.fitted[tensor.name] = masters[local].cpu().clone()
+                masks.drawn[f"{FITTED}{tensor.name}"] = masters[local].cpu().clone()
         return errors
 
     def _log(self, built: BuiltLayer, what: str, errors: tuple[float, float] | None) -> None:

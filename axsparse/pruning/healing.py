@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -222,15 +222,7 @@ class HealedLayers:
             raise DataError(
                 f"{self._path(layer)}: is gone, or of another run; start the command again"
             )
-        if f"{FITTED}{name}" in file.shapes:
-            return file.read(f"{FITTED}{name}")
-        if f"{MASK}{name}" not in file.shapes:
-            return value
-        mask = Bits(file.read(f"{MASK}{name}").numpy(), value.numel()).mask().view(value.shape)
-        if f"{KEPT}{name}" not in file.shapes:
-            return value.masked_fill(~mask, 0)
-        kept_K = file.read(f"{KEPT}{name}")
-        return torch.zeros(value.shape, dtype=kept_K.dtype).masked_scatter_(mask, kept_K)
+        return changed_value(name, value, file.shapes, file.read)
 
     def _path(self, layer: str) -> Path:
         return self.folder / f"{layer}.safetensors"
@@ -241,6 +233,22 @@ MASK, KEPT, FITTED = "mask ", "kept ", "fitted "
 entry, the kept weights of matrices whose weights have changed, and the values of fitted parameters
 that are not pruned."""
 _FINGERPRINT, _ERRORS = "axsparse healed by", "errors"
+
+
+def changed_value(
+    name: str, value: Tensor, keys: Container[str], read: Callable[[str], Tensor]
+) -> Tensor:
+    """The value of a parameter after pruning and healing; `value` is the one from before. `keys`
+    are names of tensors as in the file of a layer, and `read` gives each of them."""
+    if f"{FITTED}{name}" in keys:
+        return read(f"{FITTED}{name}")
+    if f"{MASK}{name}" not in keys:
+        return value
+    mask = Bits(read(f"{MASK}{name}").numpy(), value.numel()).mask().view(value.shape)
+    if f"{KEPT}{name}" not in keys:
+        return value.masked_fill(~mask, 0)
+    kept_K = read(f"{KEPT}{name}")
+    return torch.zeros(value.shape, dtype=kept_K.dtype).masked_scatter_(mask, kept_K)
 
 
 def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from axsparse.models.layer import Layer, StartValues, on_meta
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.healing import FITTED, KEPT, MASK, changed_value
 from axsparse.pruning.input_statistics import (
     METHODS,
     STATISTICS,
@@ -29,7 +29,7 @@ from axsparse.pruning.targets import Targets
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import Shape, Weight
-from axsparse.samo.selection import Bits
+from axsparse.samo.selection import Bits, pack
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,8 @@ class CalibratedMasks:
     kept: Mapping[str, int]
     """The number of kept entries of each matrix, of all stages."""
     start: StartValues | None
-    bits: dict[str, Bits] = field(default_factory=dict)
-    kept_weights: dict[str, Tensor] = field(default_factory=dict)
-    """The kept weights that pruning has changed, in fp32 where they were fitted."""
-    fitted: dict[str, Tensor] = field(default_factory=dict)
-    """The fp32 values of parameters that are not pruned and were fitted."""
+    drawn: dict[str, Tensor] = field(default_factory=dict)
+    """Masks and changed weights, by the names that they have in the file of a healed layer."""
     unmet: list[str] = field(default_factory=list)
     """The matrices of experts that no token of the samples met."""
     losses: list[float] = field(default_factory=list)
@@ -52,7 +49,7 @@ class CalibratedMasks:
     @property
     def changes_weights(self) -> bool:
         """Whether the model starts from other weights than before it was pruned."""
-        return bool(self.kept_weights or self.fitted)
+        return any(not key.startswith(MASK) for key in self.drawn)
 
     @property
     def fingerprint(self) -> str:
@@ -63,18 +60,14 @@ class CalibratedMasks:
         """The start value of a parameter or buffer, changed if pruning has changed it."""
         assert self.start is not None, "only loaded weights are changed"
         value = self.start.read(name)
-        if value is not None and name in self.fitted:
-            return self.fitted[name]
-        if value is None or name not in self.kept_weights:
+        if value is None or not {f"{KEPT}{name}", f"{FITTED}{name}"} & self.drawn.keys():
             return value
-        mask_D, kept_K = self.bits[name].mask(), self.kept_weights[name]
-        changed_D = torch.zeros(mask_D.shape, dtype=kept_K.dtype).masked_scatter_(mask_D, kept_K)
-        return changed_D.view(value.shape)
+        return changed_value(name, value, self.drawn, self.drawn.__getitem__)
 
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
         del weight
-        assert within is None and self.bits[name].numel == torch.Size(shape).numel(), name
-        return self.bits[name].mask()
+        assert within is None, name
+        return Bits(self.drawn[f"{MASK}{name}"].numpy(), torch.Size(shape).numel()).mask()
 
 
 @dataclass(frozen=True)
@@ -180,11 +173,11 @@ class LayerPruning:
             after = before * mask
         else:
             mask, after = statistics.prune(before, self._how_many(name))
-        masks.bits[name] = Bits(np.packbits(mask.cpu().reshape(-1).numpy()), mask.numel())
+        masks.drawn[f"{MASK}{name}"] = pack(mask.cpu().reshape(-1))
         weight.copy_(after)
         if statistics is not None and statistics.changes_weights:
             # Indices of two dimensions take less memory than a stack's three.
-            masks.kept_weights[name] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
+            masks.drawn[f"{KEPT}{name}"] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
 
     @property
     def _stacks(self) -> Sequence[str]:
