@@ -247,49 +247,29 @@ def masks_of_zeros(
     this rank, one at a time. `total` sums a vector of integers over all ranks, which call this
     together.
     """
-    pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
     numbers = {name: number for number, name in enumerate(targets.shapes)}
-    counts = torch.zeros(2, len(numbers), dtype=torch.int64)
+    counts = torch.zeros(len(numbers), dtype=torch.int64)
     for name, value in values:
         if name in numbers:
-            stays = value() != 0
-            inputs = targets.input_dims.get(name, 1)
-            groups = 0 if pattern is None else crowded_groups(stays, *pattern, inputs)
-            counts[:, numbers[name]] = torch.tensor([int(stays.sum()), groups])
-            del stays
-    kept, groups_in = total(counts.view(-1)).view(2, -1).tolist()
-    for number, shape in enumerate(targets.shapes.values()):
-        kept[number] = kept[number] or math.prod(shape)
+            counts[numbers[name]] = value().count_nonzero()
     entries = {name: math.prod(shape) for name, shape in targets.shapes.items()}
+    kept = dict(zip(entries, total(counts).tolist(), strict=True))
+    kept = {name: number or entries[name] for name, number in kept.items()}
     numel, final = sum(entries.values()), targets.sparsity
-    sparsity = 1 - sum(kept) / numel
+    sparsity = 1 - sum(kept.values()) / numel
     share = initial_share(pruning) or 1.0
     planned = share * sum(n * targets.own.get(name, final) for name, n in entries.items()) / numel
-    initial, problem = pruning.initial_sparsity, ""
-    crowded = [pair for pair in zip(numbers, groups_in, strict=True) if pair[1]]
-    if pattern is not None and crowded:
-        name, groups = crowded[0]
-        problem = (
-            f"pruning.pattern: {pruning.pattern}, but {groups} groups of {pattern[1]} in {name} "
-            f"have more than {pattern[0]} entries that are not zero; leave the pattern out, or "
-            "name the tensor in pruning.exclude"
+    if sparsity == 0 or abs(sparsity - planned) > TOLERANCE:
+        key = "initial_sparsity" if pruning.initial_sparsity else "sparsity"
+        given = pruning.initial_sparsity or final
+        raise everywhere(
+            ConfigError(
+                f"pruning.{key}: {given:g}, with which the run was planned, but {sparsity:.4f} of "
+                f"the loaded weights is zero; set it to {given * sparsity / planned:.2f}, or load "
+                "weights that were pruned so"
+            )
         )
-    if sparsity == 0:
-        asked = f"initial_sparsity: {initial:g}" if initial else "method: zeros"
-        problem = (
-            f"pruning.{asked}, but no pruned tensor of the loaded weights has a zero; load weights "
-            f"that were pruned, or choose {'0' if initial else 'magnitude'}"
-        )
-    elif pattern is None and abs(sparsity - planned) > TOLERANCE:
-        key = "initial_sparsity" if initial else "sparsity"
-        given = initial or pruning.sparsity
-        problem = (
-            f"pruning.{key}: {given:g}, with which the run was planned, but {sparsity:.4f} of the "
-            f"loaded weights is zero; set it to {given * sparsity / planned:.2f}"
-        )
-    if problem:
-        raise everywhere(ConfigError(problem))
-    return ZeroMasks(dict(zip(numbers, kept, strict=True)))
+    return ZeroMasks(kept)
 
 
 CHUNK = 131_072
@@ -414,14 +394,6 @@ def n_of_m(score: Tensor, n: int, m: int, inputs: int = 1) -> Tensor:
         order = part.sort(dim=2, descending=True, stable=True).indices
         kept.scatter_(2, order[:, :, :n], True)
     return mask
-
-
-def crowded_groups(stays: Tensor, n: int, m: int, inputs: int = 1) -> int:
-    """How many groups of m consecutive inputs have more than n True entries.
-
-    `stays` is bool in the shape of a tensor, as in `n_of_m`.
-    """
-    return int((_groups(stays, m, inputs).sum(2) > n).sum())
 
 
 def _groups(tensor: Tensor, m: int, inputs: int) -> Tensor:

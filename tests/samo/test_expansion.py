@@ -160,27 +160,6 @@ def test_memory_is_that_of_the_largest_layer_and_layers_take_turns() -> None:
     assert not first.lends(first.tensors[1].parameter)
 
 
-def test_what_autograd_has_saved_is_right_again_once_its_layer_is_expanded() -> None:
-    dense = stage(torch.float32, None)[0].tensors[0].parameter
-    first, second = stage(torch.float32, Expansion(torch.float32, HOST))
-    weight, rows = first.tensors[0].parameter, random(5, 6, 30).requires_grad_()
-    like = rows.detach().clone().requires_grad_()
-
-    with first.expanded():
-        output = nn.functional.linear(rows, weight).square()
-    second.expand()
-    with first.expanded():
-        output.sum().backward()
-    nn.functional.linear(like, dense).square().sum().backward()
-
-    assert rows.grad is not None
-    assert like.grad is not None
-    assert torch.equal(rows.grad, like.grad)
-    assert weight.grad is not None
-    assert dense.grad is not None
-    assert torch.equal(weight.grad, dense.grad)
-
-
 def test_a_fault_leaves_nothing_expanded() -> None:
     expansion = Expansion(torch.float32, HOST)
     first, second = stage(torch.float32, expansion)

@@ -20,7 +20,6 @@ from axsparse.samo.expansion import Expansion
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, given_value
 from axsparse.samo.layer_construction import build_layers as build_layers_with
 from axsparse.samo.precision import round_to
-from axsparse.samo.selection import largest
 from axsparse.samo.state_bytes import StateFormat
 
 
@@ -30,14 +29,10 @@ def options(*, half: bool = False, seed: int = 1) -> StateOptions:
 
 
 def build_layers(
-    layers: Sequence[Layer],
-    ties: Mapping[str, str],
-    options: StateOptions,
-    whole: Sequence[Layer] | None = None,
+    layers: Sequence[Layer], ties: Mapping[str, str], options: StateOptions
 ) -> list[BuiltLayer]:
-    """With three quarters of every matrix pruned; `whole` is the full model if `layers` is a
-    stage."""
-    return build_layers_with(layers, ties, replace(options, masks=matrices(whole or layers, 0.75)))
+    """With three quarters of every matrix pruned."""
+    return build_layers_with(layers, ties, replace(options, masks=matrices(layers, 0.75)))
 
 
 def parameters(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
@@ -46,24 +41,6 @@ def parameters(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
         for layer in layers
         for name, parameter in layer.module.named_parameters()
     }
-
-
-# -- values ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("half", [True, False])
-def test_values_are_those_of_init_pruned_and_rounded(half: bool) -> None:
-    layer = Layer("a", lambda: nn.Linear(6, 8), init=random_init)
-    start = random_init("weight", (8, 6), keyed_generator(1, "a.weight", "init"))
-    mask = largest(start.view(-1).abs(), 12)
-
-    (built,) = build_layers([layer], {}, options(half=half))
-
-    tensor = built.state.by_full_name["a.weight"]
-    assert torch.equal(built.state.master("a.weight"), start.view(-1)[mask])
-    assert torch.equal(tensor.weight_D, (start.view(-1) * mask).to(tensor.parameter.dtype))
-    assert tensor.decays and not built.state.by_full_name["a.bias"].decays
-    assert not any(values.any() for values in built.state.optimizer_state.moments_K.values())
 
 
 # -- layers that initialise themselves ------------------------------------------------------
@@ -159,35 +136,6 @@ def test_uses_of_one_weight_that_differ_in_shape_are_refused() -> None:
         "uses of one weight$",
     ):
         build_layers([layers[0], wide], {"b.weight": "a.weight"}, options())
-
-
-def test_the_second_use_on_another_stage_starts_and_is_pruned_as_the_first() -> None:
-    ties = {"b.weight": "a.weight"}
-    layers = tied_layers()
-    (first,) = build_layers(layers[:1], ties, options(), layers)
-
-    (second,) = build_layers(layers[1:], ties, options(), layers)
-
-    one, other = first.state.by_full_name["a.weight"], second.state.tensors[0]
-    assert other.alias_of is None
-    assert torch.equal(one.parameter, other.parameter)
-    assert torch.equal(one.index.positions(), other.index.positions())
-
-
-# -- buffers --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("half", [False, True])
-def test_running_statistics_start_as_in_torch_and_in_fp32(half: bool) -> None:
-    layer = Layer("norm", lambda: nn.BatchNorm1d(4), init=random_init)
-
-    (built,) = build_layers([layer], {}, options(half=half))
-
-    found = dict(built.module.named_buffers())
-    for name, buffer in nn.BatchNorm1d(4).named_buffers():
-        assert torch.equal(found[name], buffer)
-        assert found[name].dtype == buffer.dtype
-    assert set(map(id, found.values())) <= set(map(id, built.state.frozen))
 
 
 # -- memory on the way ----------------------------------------------------------------------

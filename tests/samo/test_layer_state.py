@@ -99,30 +99,6 @@ def formula(layer: LayerState, *, dtype: torch.dtype) -> StateBytes:
     )
 
 
-# -- where things stand -------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_an_alias_stands_last_and_only_its_gradient_is_its_own(dtype: torch.dtype) -> None:
-    owner = tensor_state("a", (4, 5), make_index(random_mask(2, 20, 0.5)), dtype=dtype)
-    alias = tensor_state("b", (4, 5), FullIndex(20), dtype=dtype, owner=owner)
-    other = tensor_state("c", (3,), FullIndex(3), dtype=dtype)
-
-    layer = layer_state([owner, alias, other], dtype=dtype)
-
-    assert [tensor.name for tensor in layer.tensors] == ["a", "c", "b"]
-    assert layer.owned == [owner, other]
-    assert alias.index is owner.index
-    assert layer.gradient.numel() == 2 * owner.kept + 3
-    assert layer.owned_sums.numel() == owner.kept + 3
-    assert layer.owned_sums.data_ptr() == layer.gradient.data_ptr()
-    assert alias.offset == owner.kept + 3
-    assert layer.live_bytes() == formula(layer, dtype=dtype)
-    aliases_alone = layer_state([alias], dtype=dtype)
-    assert aliases_alone.owned_sums.numel() == 0
-    assert aliases_alone.live_bytes() == StateBytes(gradient=owner.kept * dtype.itemsize)
-
-
 # -- masks ----------------------------------------------------------------------------------
 
 

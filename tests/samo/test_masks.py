@@ -1,20 +1,19 @@
-"""Pruning of live state, and the digests by which replicas compare masks and weights."""
+"""The digests by which replicas compare masks and weights."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
 from random import Random
-from typing import Literal
 
 import pytest
 import torch
 from support.runs import matrices, random_init
-from torch import Tensor, nn
+from torch import nn
 
 from axsparse.models.layer import Kind, Layer
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
-from axsparse.samo.masks import Masks, masks_digest, prune_in_place, weights_digest
+from axsparse.samo.masks import Masks, masks_digest, weights_digest
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
@@ -47,34 +46,6 @@ def trained(layers: list[BuiltLayer]) -> list[BuiltLayer]:
             layer.state.accumulate(tensor, torch.randn(tensor.parameter.shape, generator=generator))
         update([layer.state], ADAMW, Hyper(1, 0.1, (0.9, 0.95), 1e-8, 0.1), 1.0)
     return layers
-
-
-def kept(layers: Sequence[BuiltLayer]) -> dict[str, Tensor]:
-    return {
-        tensor.name: tensor.index.positions() for layer in layers for tensor in layer.state.tensors
-    }
-
-
-@pytest.mark.parametrize("method", ["magnitude", "random"])
-def test_pruning_fresh_state_is_building_it_pruned_on_one_stage_and_on_many(
-    method: Literal["magnitude", "random"],
-) -> None:
-    masks = matrices(specs(), 0.75, method)
-    together, at_once = build(None), build(masks)
-    apart = [build(None, [spec])[0] for spec in specs()]
-
-    prune_in_place(together, TIES, masks)
-    for layer in apart:
-        prune_in_place([layer], TIES, masks)
-
-    for one, other in zip(together, at_once, strict=True):
-        assert one.state.live_bytes() == other.state.live_bytes()
-        for ours, theirs in zip(one.state.tensors, other.state.tensors, strict=True):
-            assert torch.equal(ours.parameter, theirs.parameter)
-            assert torch.equal(ours.index.positions(), theirs.index.positions())
-    for name, positions in kept(apart).items():
-        assert torch.equal(positions, kept(together)[name]), name
-    assert torch.equal(kept(apart)["head.weight"], kept(apart)["embed.weight"])
 
 
 # -- the digest -----------------------------------------------------------------------------
