@@ -24,6 +24,7 @@ from axsparse.samo.selection import (
     largest,
     select,
     threshold_of,
+    unpack,
 )
 
 Score: TypeAlias = Callable[..., Tensor]
@@ -158,9 +159,9 @@ class Criterion:
         if within is not None:
             scores = scores[within]
         threshold = keep if isinstance(keep, Threshold) else threshold_of(scores, keep, keys)
-        selected = select(scores, keys, threshold)
+        selected, scored = select(scores, keys, threshold), scores.numel()
         del scores  # frees their memory before the mask takes a byte an entry
-        kept = selected.mask()
+        kept = unpack(selected, scored)
         if within is None:
             return kept
         return torch.zeros(numel, dtype=torch.bool).index_copy_(0, within, kept)

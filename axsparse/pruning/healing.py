@@ -32,7 +32,7 @@ from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import DataError, writing
 from axsparse.runtime.files.atomic import new_path, remove_unfinished
 from axsparse.runtime.files.safetensors import SafetensorsFile, header_of, write_safetensors
-from axsparse.samo.selection import Bits
+from axsparse.samo.selection import unpack
 from axsparse.samo.shards import ALONE, Replicas
 
 BETAS = (0.9, 0.95)
@@ -244,7 +244,7 @@ def changed_value(
         return read(f"{FITTED}{name}")
     if f"{MASK}{name}" not in keys:
         return value
-    mask = Bits(read(f"{MASK}{name}").numpy(), value.numel()).mask().view(value.shape)
+    mask = unpack(read(f"{MASK}{name}"), value.numel()).view(value.shape)
     if f"{KEPT}{name}" not in keys:
         return value.masked_fill(~mask, 0)
     kept_K = read(f"{KEPT}{name}")

@@ -29,7 +29,7 @@ from axsparse.pruning.targets import Targets
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import Shape, Weight
-from axsparse.samo.selection import Bits, pack
+from axsparse.samo.selection import pack, unpack
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class CalibratedMasks:
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
         del weight
         assert within is None, name
-        return Bits(self.drawn[f"{MASK}{name}"].numpy(), torch.Size(shape).numel()).mask()
+        return unpack(self.drawn[f"{MASK}{name}"], torch.Size(shape).numel())
 
 
 @dataclass(frozen=True)

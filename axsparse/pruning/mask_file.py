@@ -35,7 +35,7 @@ from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
 from axsparse.runtime.grid import RankCoords
 from axsparse.samo.masks import Shape, Weight
-from axsparse.samo.selection import Bits, pack
+from axsparse.samo.selection import pack, unpack
 
 MASK_FILE = "mask.safetensors"
 """The file in the run directory with the masks that the pruning method has found."""
@@ -81,7 +81,7 @@ class MaskFile:
         with _reading(self.path):
             stored = self._file.read(name)
         is_bool = stored.dtype == torch.bool
-        mask = stored.view(-1) if is_bool else Bits(stored.numpy(), entry.numel).mask()
+        mask = stored.view(-1) if is_bool else unpack(stored, entry.numel)
         kept = int(mask.count_nonzero())
         if kept != entry.kept:
             raise DataError(

@@ -14,7 +14,6 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 BINS = 65_536
@@ -51,24 +50,16 @@ class Threshold:
     ties: int
 
 
-@dataclass(frozen=True)
-class Bits:
-    """A flat mask in one bit an entry."""
-
-    packed: NDArray[np.uint8]
-    numel: int
-
-    def mask(self) -> Tensor:
-        """The mask in one byte an entry, bool."""
-        bits = np.unpackbits(self.packed, count=self.numel)
-        return torch.from_numpy(bits.view(np.bool_))
-
-
 def pack(mask_D: Tensor) -> Tensor:
     """The bits of a flat bool mask, uint8, as files have them: the first entry in the highest bit
     of the first byte, and the last byte filled up with zeros."""
     assert mask_D.dtype == torch.bool and mask_D.dim() == 1
     return torch.from_numpy(np.packbits(mask_D.numpy()))
+
+
+def unpack(packed: Tensor, numel: int) -> Tensor:
+    """The flat bool mask of `numel` entries of which `pack` has made bits."""
+    return torch.from_numpy(np.unpackbits(packed.numpy(), count=numel).view(np.bool_))
 
 
 def count_kept(packed: Tensor) -> int:
@@ -130,11 +121,11 @@ def threshold_of(scores: Tensor, keep: int, keys: Keys) -> Threshold:
     return find_threshold(lambda upper: histogram(scores, keys, upper), keep)
 
 
-def select(scores: Tensor, keys: Keys, threshold: Threshold) -> Bits:
-    """The packed mask that a threshold gives of scores on the host, which can be freed before the
-    mask is unpacked."""
-    packed = [np.packbits(kept.numpy()) for kept in _kept(scores, keys, threshold)]
-    return Bits(np.concatenate([*packed, np.empty(0, np.uint8)]), scores.numel())
+def select(scores: Tensor, keys: Keys, threshold: Threshold) -> Tensor:
+    """The mask that a threshold gives of scores on the host, as `pack` has it: the scores can be
+    freed before the mask is unpacked."""
+    packed = [pack(kept) for kept in _kept(scores, keys, threshold)]
+    return torch.cat([*packed, torch.empty(0, dtype=torch.uint8)])
 
 
 def largest(scores: Tensor, keep: int, keys: Keys = by_value) -> Tensor:

@@ -18,6 +18,7 @@ from axsparse.samo.selection import (
     histogram,
     largest,
     select,
+    unpack,
 )
 
 examples = settings(max_examples=60, deadline=None, derandomize=True)
@@ -70,4 +71,5 @@ def test_histograms_of_several_tensors_add_up_to_the_threshold_of_all(
     above, equal = counts_at(everything, by_value, threshold.key).tolist()
     assert above + threshold.ties == keep
     assert keep == 0 or 0 < threshold.ties <= equal
-    assert torch.equal(select(everything, by_value, threshold).mask(), largest(everything, keep))
+    selected = unpack(select(everything, by_value, threshold), everything.numel())
+    assert torch.equal(selected, largest(everything, keep))

@@ -48,7 +48,7 @@ from axsparse.samo.layer_construction import BuiltLayer, fill, given_value
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.precision import round_to
-from axsparse.samo.selection import Bits, pack
+from axsparse.samo.selection import pack, unpack
 from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.checkpoint_folder import LayerEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint
@@ -307,7 +307,7 @@ class CheckpointFiles:
         assert within is None, "state is built with these masks"
         numel = math.prod(shape)
         packed = self.read(MASK, name, TensorHeader(torch.uint8, (-(-numel // 8),)))
-        return Bits(packed.numpy(), numel).mask()
+        return unpack(packed, numel)
 
     def dense(
         self,
