@@ -114,14 +114,6 @@ class StateBytes:
         # Searches add up millions; `astuple` takes 40 µs.
         return StateBytes(*map(add, vars(self).values(), vars(other).values()))
 
-    @staticmethod
-    def sum(parts: Iterable[StateBytes]) -> StateBytes:
-        """The sum over tensors or layers."""
-        total = StateBytes()
-        for part in parts:
-            total = total + part
-        return total
-
 
 @dataclass(frozen=True)
 class StateFormat:
@@ -272,7 +264,7 @@ def owned_entries(size: TensorSize) -> int:
 
 def layer_bytes(sizes: Sequence[TensorSize], stored: StateFormat, replica: int = 0) -> StateBytes:
     """The formula above for the tensors of one layer, in order, on one replica; not offloaded."""
-    unsharded = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
+    unsharded = sum((tensor_bytes(size, stored) for size in sizes), StateBytes())
     if stored.replicas == 1:
         return unsharded
     bounds = share_bounds([owned_entries(size) for size in sizes], stored.replicas)
@@ -315,13 +307,13 @@ def stage_bytes(
     expanded = max(map(expanded_bytes, sizes, formats), default=0)
     expanded += max(map(gathered_bytes, sizes, formats), default=0)
     if not stored.offload:
-        return StateBytes.sum(each) + StateBytes(expanded=expanded)
+        return sum(each, StateBytes(expanded=expanded))
     count = len(stored.moments)
     staged_layers = [
         aligned_bytes([state.master, *[state.optimizer // max(count, 1)] * count]) for state in each
     ]
     return replace(
-        StateBytes.sum(each),
+        sum(each, StateBytes()),
         master=0,
         optimizer=0,
         staged=STAGED * max(staged_layers, default=0),

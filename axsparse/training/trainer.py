@@ -802,7 +802,9 @@ class Trainer:
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state, the weights of a teacher included."""
-        state = StateBytes.sum(layer.state.live_bytes() for layer in (*self.layers, *self.teacher))
+        state = sum(
+            (layer.state.live_bytes() for layer in (*self.layers, *self.teacher)), StateBytes()
+        )
         return state + StateBytes(
             staged=0 if self.offload is None else self.offload.nbytes,
             expanded=0 if self.expansion is None else self.expansion.nbytes,

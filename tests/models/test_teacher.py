@@ -338,7 +338,7 @@ def test_a_plan_counts_the_bytes_that_are_there(
         trained = train_in_process(stages, 1, tiny_gpt(run), run, token_data())
         taken.append(0)
         for (trainer, _), here in zip(trained, planned, strict=True):
-            live = StateBytes.sum(layer.state.live_bytes() for layer in trainer.teacher)
+            live = sum((layer.state.live_bytes() for layer in trainer.teacher), StateBytes())
             bare = ProfiledModel(run, profile(models[1]), {}, ADAMW, models[1]).stages(stages, 1)
             assert bare is not None
             assert here.state.weight - bare[trainer.coords.stage].state.weight == live.total

@@ -90,13 +90,11 @@ def dense_state(layer: LayerState, name: str) -> dict[str, Tensor]:
 
 def formula(layer: LayerState, *, dtype: torch.dtype) -> StateBytes:
     stored = StateFormat(dtype, dtype, ADAMW.moments)
-    return StateBytes.sum(
-        tensor_bytes(
-            TensorSize(tensor.parameter.numel(), tensor.kept, is_alias=tensor.alias_of is not None),
-            stored,
-        )
+    sizes = (
+        TensorSize(tensor.parameter.numel(), tensor.kept, is_alias=tensor.alias_of is not None)
         for tensor in layer.tensors
     )
+    return sum((tensor_bytes(size, stored) for size in sizes), StateBytes())
 
 
 # -- masks ----------------------------------------------------------------------------------

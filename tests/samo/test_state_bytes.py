@@ -149,7 +149,7 @@ def build(case: Case, expansion: Expansion | None = None) -> list[BuiltLayer]:
 
 
 def live(layers: Sequence[BuiltLayer]) -> StateBytes:
-    return StateBytes.sum(layer.state.live_bytes() for layer in layers)
+    return sum((layer.state.live_bytes() for layer in layers), StateBytes())
 
 
 def predicted(case: Case) -> StateBytes:

@@ -317,6 +317,6 @@ class GptFormula(ProfiledModel):
             TensorSize(words, words, is_alias=g_inter == 1),
         ]
         stored = StateFormat(DTYPES[self.precision], torch.float32, ADAMW.moments)
-        whole = StateBytes.sum(tensor_bytes(size, stored) for size in sizes)
+        whole = sum((tensor_bytes(size, stored) for size in sizes), StateBytes())
         whole = replace(whole, gradient=whole.gradient * GRADIENT_BYTES // 4)
         return StateBytes(*(-(-part // g_inter) for part in astuple(whole)))

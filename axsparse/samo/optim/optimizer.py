@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import OptimizerConfig, ScheduleConfig
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.samo.cuda.launch import check
 from axsparse.samo.index.base import Index
 
@@ -211,8 +211,8 @@ def own_learning_rate(function: LearningRate, step: int) -> float:
         rate = float(function(step))
     except Exception as reason:  # whatever it is, it is the user's
         raise ConfigError(
-            f"learning_rate: the function failed for step {step} ({type(reason).__name__}: "
-            f"{reason}); return a finite number of at least 0"
+            f"learning_rate: the function failed for step {step} ({one_line(reason)}); return a "
+            "finite number of at least 0"
         ) from reason
     if not 0 <= rate < math.inf:
         raise ConfigError(
