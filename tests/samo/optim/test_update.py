@@ -11,10 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_machine import layer_of, randoms
 from support.oracle import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
-from axsparse.samo.index.base import FullIndex, make_index
+from axsparse.samo.index.base import FullIndex
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock
@@ -54,10 +55,6 @@ def hyper(step: int, decay: float = DECAY) -> Hyper:
     return Hyper(step, RATE, BETAS, EPS, decay)
 
 
-def random(seed: int, numel: int) -> Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-
-
 def mask_of(kept: int) -> Tensor:
     """`kept` entries of a tensor half as large again, at random."""
     mask = torch.zeros(kept + kept // 2 + 1, dtype=torch.bool)
@@ -69,11 +66,10 @@ def mask_of(kept: int) -> Tensor:
 def one_tensor_layer(
     mask: Tensor, rule: Optimizer, *, half: bool = False, decays: bool = True
 ) -> tuple[LayerState, TensorState]:
-    weight = nn.Parameter(torch.zeros(len(mask), dtype=torch.bfloat16 if half else torch.float32))
-    tensor = TensorState("w", weight, make_index(mask), decays)
-    types = StateFormat(weight.dtype, weight.dtype, rule.moments)
-    layer = LayerState("layer", [tensor], types)
-    layer.optimizer_state.write_master(tensor, 0, random(0, len(mask))[mask])
+    dtype = torch.bfloat16 if half else torch.float32
+    layer, tensor = layer_of(mask, dtype, dtype, len(rule.moments))
+    tensor.decays = decays
+    layer.optimizer_state.write_master(tensor, 0, randoms(len(mask), 0)[mask])
     return layer, tensor
 
 
@@ -111,11 +107,11 @@ def test_kept_entries_are_bitwise_those_of_a_masked_dense_run(
     """The master equals an fp32 run's, and a half weight is the master rounded."""
     rule, mask = RULES[name], mask_of(kept)
     layer, tensor = one_tensor_layer(mask, rule.ours, half=half, decays=decays)
-    start = random(0, len(mask)) * mask
+    start = randoms(len(mask), 0) * mask
     dense, optimizer = dense_of(rule, start, DECAY if decays else 0.0)
 
     for step in range(1, 4):
-        gradient = random(step, len(mask)).to(tensor.parameter.dtype)
+        gradient = randoms(len(mask), step).to(tensor.parameter.dtype)
         tensor.accumulated = False
         layer.accumulate(tensor, gradient)
         update([layer], rule.ours, hyper(step), 0.5)
