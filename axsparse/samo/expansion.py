@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +45,6 @@ class Expansion:
         self._memory = torch.empty(0, dtype=dtype, device=device)
         self._storage = self._memory.untyped_storage()
         # Layers refer to this object, and are freed with their last reference.
-        self._owners: WeakValueDictionary[TensorState, LayerState] = WeakValueDictionary()
-        """By owned tensor, the layer that has its values."""
         self._registered: list[ref[LayerState]] = []
         self._layer: LayerState | None = None
         """The layer whose weights the memory has; None if it is free."""
@@ -57,8 +55,7 @@ class Expansion:
         return self._storage.nbytes() + (0 if self.gather is None else self.gather.nbytes)
 
     def register(self, layer: LayerState) -> None:
-        """Take down where the values of a layer's weights are; layers come in model order."""
-        self._owners.update(dict.fromkeys(layer.owned, layer))
+        """Take down a layer; layers come in model order."""
         self._registered.append(ref(layer))
 
     @property
@@ -131,7 +128,9 @@ class Expansion:
         sources: dict[LayerState, list[TensorState]] = {}
         for tensor in layer.tensors:
             if tensor.expanded_at is not None:
-                sources.setdefault(self._owners[tensor.alias_of or tensor], []).append(tensor)
+                owned = tensor.alias_of or tensor
+                source = next(one for one in (layer, *self._layers) if owned in one.owned)
+                sources.setdefault(source, []).append(tensor)
         return sources
 
     def _gathered(self, source: LayerState) -> Tensor | None:
