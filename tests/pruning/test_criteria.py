@@ -9,26 +9,10 @@ import torch
 from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.targets import kept_entries
 
 
 def no_weights() -> Tensor:
     raise AssertionError("the random method asked for weights")
-
-
-# -- counts ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["magnitude", "random"])
-@pytest.mark.parametrize(("numel", "sparsity"), [(1, 0.0), (7, 0.5), (100, 0.999), (4099, 0.1)])
-def test_every_mask_keeps_exactly_its_count(
-    method: Literal["magnitude", "random"], sparsity: float, numel: int
-) -> None:
-    weights = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-
-    mask = Criterion(method).mask("w", (numel,), lambda: weights, kept_entries(numel, sparsity))
-
-    assert int(mask.sum()) == numel - round(sparsity * numel)
 
 
 @pytest.mark.parametrize("within", [None, torch.arange(0, 24, 2)])

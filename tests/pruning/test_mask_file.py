@@ -25,7 +25,7 @@ from axsparse.config.schema import Config
 from axsparse.pruning import mask_file as module
 from axsparse.pruning.mask_file import open_masks, write_masks
 from axsparse.runtime.errors import DataError, OutputError
-from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
+from axsparse.runtime.files.safetensors import TensorHeader, write_safetensors
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.masks import Masks
@@ -120,27 +120,6 @@ def test_other_libraries_read_the_bits_and_write_bools(
         assert dict(masks.kept) == {name: int(mask.sum()) for name, mask in some_masks().items()}
         for name, mask in some_masks().items():
             assert torch.equal(masks.mask(name, PRUNED[name], mask.clone), mask)
-
-
-def test_reading_a_mask_holds_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read: list[str] = []
-    original = SafetensorsFile.read
-
-    def noting(self: SafetensorsFile, name: str) -> Tensor:
-        read.append(name)
-        return original(self, name)
-
-    monkeypatch.setattr(SafetensorsFile, "read", noting)
-    monkeypatch.setattr(SafetensorsFile, "read_part", lambda *_: pytest.fail("bits are counted"))
-    masks = open_masks(small_mask_file(tmp_path))
-    assert masks.kept["block1.fc.weight"] > 0
-    assert read == []
-    monkeypatch.undo()
-    monkeypatch.setattr(SafetensorsFile, "read", noting)
-
-    masks.mask("block1.fc.weight", (4, 4))
-
-    assert read == ["block1.fc.weight"]
 
 
 # -- damage ---------------------------------------------------------------------------------

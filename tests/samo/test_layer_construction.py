@@ -93,20 +93,6 @@ def test_what_is_frozen_gets_its_start_value_and_is_never_pruned(init: InitFunct
     assert built.state.frozen == (weight,)
 
 
-def test_a_parameter_registered_twice_in_a_layer_is_one_parameter() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one = nn.Linear(4, 4, bias=False)
-            self.two = nn.Linear(4, 4, bias=False)
-            self.two.weight = self.one.weight
-
-    (built,) = build_layers([Layer("a", Shared, init=random_init)], {}, options())
-
-    assert built.module.get_parameter("two.weight") is built.module.get_parameter("one.weight")
-    assert [tensor.name for tensor in built.state.tensors] == ["a.one.weight"]
-
-
 # -- ties -----------------------------------------------------------------------------------
 
 

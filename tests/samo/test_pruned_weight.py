@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -161,9 +160,3 @@ def test_models_elsewhere_are_refused() -> None:
         ax.accelerate(nn.Linear(4, 4, device="meta"))
     with pytest.raises(ConfigError, match=r"fewest_zeros: 40 is no share; choose 0\.4"):
         ax.accelerate(nn.Linear(4, 4), fewest_zeros=40)
-
-
-def test_nothing_is_warned_of_a_pruned_model() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ax.accelerate(linear_of(0.5))

@@ -72,16 +72,12 @@ CASES = {
     "first half of a tied GPT": Case("tied", ALL, layers=slice(0, 2)),
     "second half of a tied GPT": Case("tied", ALL, layers=slice(2, None)),
     "GPT, two separate weights": Case("untied", BLOCKS, index="auto"),
-    "frozen parameters": Case("frozen", BLOCKS),
     "frozen parameters, fp32": Case("frozen", BLOCKS, *FULL),
     "tied frozen parameters": Case("tied and frozen", ALL),
-    "tied within one layer": Case("tied within", ALL),
-    "layers that initialise themselves": Case("by itself", BLOCKS),
     "tied within one layer, sparse weights": Case("tied within", ALL, weights="sparse"),
     "layers that initialise themselves, sparse weights": Case(
         "by itself", BLOCKS, weights="sparse"
     ),
-    "pruning that removes nothing": Case("tiny matrices", BARELY),
     "pruning that removes nothing, sparse weights": Case("tiny matrices", BARELY, weights="sparse"),
     "pruning that keeps nothing": Case("tiny matrices", BLOCKS),
 }

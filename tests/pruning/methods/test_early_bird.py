@@ -7,15 +7,12 @@ from typing import Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from axsparse.pruning.methods.early_bird import Decision, MaskConvergence
 from axsparse.pruning.targets import kept_entries
 from axsparse.samo.selection import largest
 
-examples = settings(max_examples=100, deadline=None, derandomize=True)
 Round = Mapping[str, Tensor]
 
 Metric = Literal["churn", "hamming"]
@@ -57,18 +54,6 @@ def test_scripted_masks_give_the_distances_worked_out_by_hand() -> None:
         Decision("search", 4 / 160, 4 / 40),
         Decision("search", 20 / 160, 20 / 40),
     ]
-
-
-@examples
-@given(st.integers(1, 40), st.data())
-def test_packed_masks_differ_where_masks_do(numel: int, data: st.DataObject) -> None:
-    bits = st.lists(st.booleans(), min_size=numel, max_size=numel).map(torch.tensor)
-    before, after = data.draw(bits), data.draw(bits)
-    one = search()
-    one.compare("w", before)
-    one.decide(0, 0, numel, 1)
-
-    assert one.compare("w", after) == int((before != after).sum())
 
 
 # -- when it draws, and when it gives up -----------------------------------------------------

