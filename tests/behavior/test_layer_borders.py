@@ -244,15 +244,6 @@ def test_a_buffer_has_one_form_before_and_after_a_checkpoint(tmp_path: Path) -> 
     assert two.losses == {step: one.losses[step] for step in (3, 4)}
 
 
-def test_what_takes_in_a_view_can_be_recomputed() -> None:
-    expanding = partial(
-        Doing, lambda m, x: m.linear(x)[:, None, :WIDTH].expand(-1, 4, -1), 2 * WIDTH
-    )
-    model = model_of(expanding, partial(nn.Linear, WIDTH, WIDTH), POOLING)
-
-    judge_everywhere(model, vector_data(), BATCH)
-
-
 # -- what a layer hands on: `forward(linear, *inputs)` of two layers in a row ------------------
 
 HANDED_ON: dict[str, tuple[Forward, Forward]] = {

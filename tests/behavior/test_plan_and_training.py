@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Axsparse
 from support.exhaustive import by_default
-from support.mpirun import run_mpirun
 from support.page_blocks import BUNDLED
 
 from axsparse.config.load import configure
@@ -93,33 +90,3 @@ def test_a_plan_and_a_training_take_the_same_stages(
 
     with_options = configure(name, (*SMALL, *precision, *options))
     assert trained(with_options, memory, on_host=on_host) == stages
-
-
-WIDE = [
-    *("--config", "quickstart.yaml", "--set", "layout.g_inter=auto", "--set", "precision=fp32"),
-    *("--set", "model.hidden_size=512", "--set", "model.sequence_length=32"),
-    *("--set", "batch.global_batch_size=4", "--set", "batch.microbatch_size=1"),
-    *("--set", "samo.enabled=false", "--set", "samo.zero_stage=0"),
-    *("--set", "train.eval_steps=0", "--set", "checkpoint.every=0"),
-]
-"""19 million dense parameters, of 16 bytes each: in 0.62 GB a rank two stages fit and one does
-not."""
-LIMIT = 0.62
-
-
-@pytest.mark.parametrize("ranks", by_default([2], [2, 4]))
-def test_a_limit_that_forbids_one_stage_makes_two(
-    ranks: int, axsparse: Axsparse, tmp_path: Path
-) -> None:
-    planned = axsparse(
-        *("plan", *WIDE, "--cluster", "laptop"),
-        *("--gpus", str(ranks), "--memory", str(LIMIT), "--microbatch-size", "1"),
-    )[1]
-    command = ["-m", "axsparse.train", *WIDE, "--steps", "1", "--run-dir", str(tmp_path / "run")]
-    job = run_mpirun(ranks, [*command, "--set", f"layout.memory_per_rank={LIMIT}"], cwd=tmp_path)
-
-    assert job.returncode == 0, str(job)
-    expected = f"2 stages × {ranks // 2} replica"
-    assert planned.startswith(f"fits: {expected}"), planned
-    assert f"= {expected}" in job.stdout
-    assert "2 stages (the fewest that fit: 0.6 of 0.6 GB a rank; with 1, stage 0 " in job.stdout

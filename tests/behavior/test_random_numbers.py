@@ -21,11 +21,9 @@ from support.resuming import ran, same
 from support.runs import Doing, random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
-from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Layer, Model
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.stage import Key, Stage
-from axsparse.training.trainer import Trainer
 
 WIDTH = 16
 Draw = Callable[[Tensor], Tensor]
@@ -75,42 +73,6 @@ def test_no_layout_changes_what_is_drawn(source: str, in_loss: bool) -> None:
         for replicas in (1, 2)
     ]
     assert traces[1].losses == pytest.approx(traces[0].losses, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("layout", "every", "way"),
-    each_once([(1, 1), (2, 1)], [1, 0], ["raised dropout", "first draw"]),
-)
-def test_draws_that_begin_later_are_seeded_as_well(
-    layout: tuple[int, int], every: int, way: str
-) -> None:
-    """In one stage without recomputation, the backward is plain torch's."""
-
-    def begin(trainer: Trainer) -> None:
-        step = trainer.step
-
-        def noisy_step() -> StepResult:
-            if trainer.steps_done == 1:
-                modules: list[Any] = [built.module for built in trainer.layers]
-                for module in modules:
-                    if hasattr(module, "is_noisy"):
-                        module.is_noisy = way == "first draw"
-                        module.dropout.p = 0.5 if way == "raised dropout" else 0.0
-            return step()
-
-        trainer.step = noisy_step  # type: ignore[method-assign]
-
-    model, data = noisy_model(torch.rand_like, is_noisy=False), vector_data()
-    config = tiny_config(**SETTINGS, pipeline={"checkpoint_activations": every})
-    plain = tiny_config(**SETTINGS)
-
-    [(_, expected)] = train_in_process(1, 1, model, plain, data, validation=data, before=begin)
-    ranks = train_in_process(*layout, model, config, data, validation=data, before=begin)
-
-    [(_, calm)] = train_in_process(1, 1, model, plain, data, validation=data)
-    assert {tuple(trace.losses) for _, trace in ranks} == {tuple(expected.losses)}
-    assert expected.losses[0] == calm.losses[0]
-    assert expected.losses[1:] != calm.losses[1:]
 
 
 def test_a_run_that_resumes_draws_as_if_it_had_not_stopped(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -38,7 +39,6 @@ POSITIONS = 12 * BLOCK
 """Bytes of a block's positions where numpy decodes them."""
 NUMBERS = 8192
 """Bytes of sums, of other single numbers and of the arguments of a loop."""
-INDICES: dict[str, IndexKind] = {"int32": "int32", "mask": "mask"}
 OPTIMIZERS = {"adamw": ADAMW, "lamb": LAMB, "nesterov": sgd(0.9, nesterov=True)}
 
 
@@ -52,28 +52,31 @@ def trained_layer(index: Index, numel: int, master: str, optimizer: Optimizer) -
     return layer
 
 
-def half_kept(kind: IndexKind) -> Index:
+def half_kept(kind: str) -> Index:
     mask = torch.zeros(2 * KEPT, dtype=torch.bool)
     mask[::2] = True
-    return make_index(mask, kind)
+    return make_index(mask, cast("IndexKind", kind))
 
 
 @pytest.mark.parametrize(
-    ("kind", "master", "by"),
+    ("kind", "master", "name", "compiles"),
     [
-        ("int32", "bf16", "loops"),
-        *[("mask", master, "loops") for master in DTYPES],
-        ("mask", "bf16", "functions"),
+        ("int32", "bf16", "adamw", True),
+        *(("mask", master, "adamw", True) for master in DTYPES),
+        ("mask", "bf16", "adamw", False),
+        *(("full", "fp32", name, False) for name in OPTIMIZERS),
     ],
 )
 def test_an_update_allocates_one_chunk(
-    kind: str, master: str, by: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, master: str, name: str, compiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if by == "functions":
+    if not compiles:
         monkeypatch.setattr(update_module, "can_compile", lambda: False)
-    layer = trained_layer(half_kept(INDICES[kind]), 2 * KEPT, master, ADAMW)
+    index, numel = (FullIndex(KEPT), KEPT) if kind == "full" else (half_kept(kind), 2 * KEPT)
+    optimizer = OPTIMIZERS[name]
+    layer = trained_layer(index, numel, master, optimizer)
 
-    peak = peak_of_torch(lambda: update([layer], ADAMW, HYPER, 0.5))
+    peak = peak_of_torch(lambda: update([layer], optimizer, HYPER, 0.5))
 
     assert BLOCK <= peak <= CHUNK + NUMBERS < KEPT * 2
 
@@ -89,19 +92,6 @@ def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(
 
     assert peak_of_torch(step) <= CHUNK + NUMBERS
     assert BLOCK <= peak_of_numpy(step) <= POSITIONS + NUMBERS < KEPT * 2
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_functions_of_every_optimizer_allocate_one_chunk(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(update_module, "can_compile", lambda: False)
-    optimizer = OPTIMIZERS[name]
-    layer = trained_layer(FullIndex(KEPT), KEPT, "fp32", optimizer)
-
-    peak = peak_of_torch(lambda: update([layer], optimizer, HYPER, 0.5))
-
-    assert BLOCK <= peak <= CHUNK + NUMBERS < KEPT * 2
 
 
 @pytest.mark.parametrize(("name", "master"), [("adamw", "fp32"), ("nesterov", "bf16")])

@@ -115,9 +115,7 @@ def main(job: Job) -> None:
     rank = job.transport.rank
     for case in cases:
         found = train(job, case)
-        partial = folder / f"{case['name']}.{rank}.partial"
-        torch.save(vars(found), partial)
-        partial.rename(folder / f"{case['name']}.{rank}.pt")
+        torch.save(vars(found), folder / f"{case['name']}.{rank}.pt")
 
 
 # -- how tests start it ---------------------------------------------------------------------
@@ -155,37 +153,23 @@ def case(
     )
 
 
-class CaseFailedError(AssertionError):
-    """A case that a job did not end; the text is the job's."""
-
-
 def train_cases(
     folder: Path, cases: Sequence[Case], environment: Mapping[str, str] | None = None
-) -> dict[str, list[Outcome] | CaseFailedError]:
-    """The results of every rank for each case, or the failure of its job; all cases have one
-    layout.
-
-    A job that fails is followed by one for the cases behind the one that it failed in; one that
-    runs out of time is the last.
-    """
+) -> tuple[dict[str, list[Outcome]], str]:
+    """The results of every rank for each case, and the output of a job that failed, which is the
+    last; all cases have one layout."""
     [layout] = {tuple(one["layout"]) for one in cases}
     ranks = math.prod(layout)
-    found: dict[str, list[Outcome] | CaseFailedError] = {}
-    left = list(cases)
-    while left:
-        job = _start(ranks, folder, left[:AT_ONCE], environment or {})
-        for one in left[:AT_ONCE]:
-            left = left[1:]
+    found: dict[str, list[Outcome]] = {}
+    for begin in range(0, len(cases), AT_ONCE):
+        own = cases[begin : begin + AT_ONCE]
+        job = _start(ranks, folder, own, environment or {})
+        if job.returncode:
+            return found, str(job)
+        for one in own:
             files = [folder / f"{one['name']}.{rank}.pt" for rank in range(ranks)]
-            if not all(file.is_file() for file in files):
-                found[one["name"]] = CaseFailedError(f"{one['name']}: {job}")
-                if job.returncode < 0:  # it hung, and would do so in each case
-                    late = [later["name"] for later in left]
-                    failure = f"not begun, since {one['name']} ran out of time"
-                    return found | {name: CaseFailedError(f"{name}: {failure}") for name in late}
-                break
             found[one["name"]] = [Outcome(**torch.load(file, weights_only=False)) for file in files]
-    return found
+    return found, ""
 
 
 def _start(

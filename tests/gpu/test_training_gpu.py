@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.ranks_training import ON_CPU, Case, CaseFailedError, Outcome, case, joined, train_cases
+from gpu.ranks_training import ON_CPU, Case, Outcome, case, joined, train_cases
 from support.cases import merged, oracle_of
 from support.oracle import Oracle
 from support.runs import tiny_config, tiny_gpt, token_data
@@ -112,16 +112,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     chosen = [item for item in request.session.items if item.path == request.path]
 
     @cache
-    def job(layout: Layout) -> dict[str, list[Outcome] | CaseFailedError]:
+    def job(layout: Layout) -> tuple[dict[str, list[Outcome]], str]:
         every = cases_of_members(layout) if layout in MEMBERS else cases(layout)
         wanted = {name for item in chosen for name in asked(item)}
         own = [one for one in every if one["name"] in wanted]
         return train_cases(tmp_path_factory.mktemp("layout"), own)
 
     def found(layout: Layout, name: str) -> list[Outcome]:
-        outcomes = job(layout)[name]
-        if isinstance(outcomes, CaseFailedError):
-            raise outcomes
+        done, said = job(layout)
+        assert name in done, said
+        outcomes = done[name]
         for outcome in outcomes:
             assert outcome.devices == {"cuda"}
             assert outcome.trace.losses == outcomes[0].trace.losses
@@ -260,10 +260,10 @@ def test_members_have_the_same_bits_over_nccl(
     trained: Train, layout: Layout, tmp_path: Path
 ) -> None:
     """Two parts of a sum are added by NCCL as by every other transport."""
-    found = train_cases(tmp_path, cases_of_members(layout, {"transport": "nccl"}))
+    found, said = train_cases(tmp_path, cases_of_members(layout, {"transport": "nccl"}))
 
+    assert not said, said
     for name, outcomes in found.items():
-        assert not isinstance(outcomes, CaseFailedError), outcomes
         assert_same_bits(outcomes, trained(layout, name))
 
 
@@ -295,10 +295,9 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], lis
             run_dir=folder / name,
             resume=None if begins else middle,
         )
-        outcomes = train_cases(folder, [own], environments[target.removesuffix("-again")])[name]
-        if isinstance(outcomes, CaseFailedError):
-            raise outcomes
-        found[source, target] = outcomes
+        done, said = train_cases(folder, [own], environments[target.removesuffix("-again")])
+        assert not said, said
+        found[source, target] = done[name]
 
     for device in environments:
         train(device, device, (2, 1))
