@@ -1,4 +1,4 @@
-"""The defaults of `axsparse prune`.
+"""The defaults of `axsparse prune`, and the time that it takes.
 
 The method, the healing and the schedule follow from the sparsity, the length of a training and its
 batches from the number of tokens, its learning rate from the width of the model.
@@ -6,7 +6,8 @@ batches from the number of tokens, its learning rate from the width of the model
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from axsparse.cli.parser import override
@@ -14,7 +15,7 @@ from axsparse.cli.prune_order import BLOCKWISE, Heal, PruneOrder, Schedule, goes
 from axsparse.config.hf_config import BUNDLED
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import Config, PruningConfig
-from axsparse.runtime.console import format_count
+from axsparse.runtime.console import format_count, format_seconds
 from axsparse.runtime.errors import ConfigError
 
 
@@ -31,8 +32,7 @@ class Rule:
 
 
 RULES = (
-    # Perplexities are of SmolLM2 135M on English text (benchmarks/results/smollm2_healed.md): at
-    # 50 % blocks leave 1.24 times the dense model's, at a tenth of the cost of training.
+    # At 50 % blocks leave 1.24 times the perplexity, at a tenth of the cost of training.
     Rule(0.55, "blocks", "once", 1),
     # At 60 % they leave 1.53 times, and a mask that rises costs no more than one that is drawn.
     Rule(0.65, "train", "gradual", 2),
@@ -53,6 +53,10 @@ WARM_UP = 20
 """One step in this number warms up."""
 RISES = 16
 """Prunings of a rising mask, over half of the steps."""
+MODEL = "SmolLM2 135M"
+MEASURED: Mapping[Heal, Mapping[float, float]] = {"blocks": {0.5: 1.24, 0.6: 1.53, 0.7: 2.07}}
+"""Perplexity over the dense model's of English text, by healing and sparsity, for `MODEL`:
+benchmarks/results/smollm2_healed.md."""
 
 
 def rule_of(sparsity: float) -> Rule:
@@ -158,18 +162,73 @@ def _width(config: Config) -> int | None:
 # -- what is said before it begins ----------------------------------------------------------
 
 
-def plan_line(order: PruneOrder, config: Config) -> str:
-    """A line about what is done."""
-    pruning, sparsity = config.pruning, final_sparsity(config.pruning)
+@dataclass(frozen=True)
+class Work:
+    """The products of a model, and the time of some of them on this machine."""
+
+    block_flops: float
+    """Flops of the forward of a pruned layer, for one sample of calibration."""
+    blocks: int
+    """The number of pruned layers."""
+    model_flops: float
+    """Flops of the forward of the model, for one sample of calibration."""
+    length: int
+    """Tokens of that sample."""
+    block_seconds: float
+    """Seconds of a forward and a backward of a pruned layer for it."""
+    ranks: int = 1
+
+    @property
+    def seconds_per_flop(self) -> float:
+        return self.block_seconds / (3 * self.block_flops)
+
+    def of_layers(self, config: Config) -> float:
+        """Seconds of pruning and healing, layer by layer: 5 forwards for inputs, statistics and
+        errors, and as many as three forwards for each step, whose update takes as long as one."""
+        pruning = config.pruning
+        forwards = 5 + (4 * pruning.heal_passes if pruning.heal != "none" else 0)
+        samples = pruning.calibration_samples
+        return forwards * samples * self.blocks * self.block_flops * self.seconds_per_flop
+
+    def of_training(self, config: Config, length: int) -> float:
+        """Seconds of a training on all ranks: three forwards for each sample, one more that is
+        recomputed, and one of the teacher."""
+        forwards = 3 + bool(config.pipeline.checkpoint_activations) + bool(config.train.teacher)
+        samples = config.train.steps * config.batch.global_batch_size * length / self.length
+        return forwards * samples * self.model_flops * self.seconds_per_flop / self.ranks
+
+
+def plan_lines(order: PruneOrder, config: Config, work: Work | None) -> Iterator[str]:
+    """Lines about what is done, how long it takes, and how good it was elsewhere."""
+    pruning = config.pruning
+    sparsity, trains = final_sparsity(pruning), order.heal == "train"
+    length = order.length(config)
     rises = order.schedule == "gradual"
     parts = [f"{pruning.method} to {100 * (BLOCKWISE if rises else sparsity):g} %"]
     parts += ["blocks are healed"] * (pruning.heal == "blocks")
-    if order.heal == "train":
-        tokens = config.train.steps * config.batch.global_batch_size * order.length(config)
+    if trains:
+        tokens = config.train.steps * config.batch.global_batch_size * length
         to = f", rising to {100 * sparsity:g} %" if rises else ""
         taught = ", taught by the dense model" if config.train.teacher else ""
         parts.append(
             f"{config.train.steps:,} steps ({format_count(tokens)} tokens, learning rate "
             f"{config.optimizer.learning_rate:g}){to}{taught}"
         )
-    return "; ".join(parts)
+    line = "; ".join(parts)
+    if work is not None:
+        seconds = work.of_layers(config) + (work.of_training(config, length) if trains else 0)
+        line += f"; about {format_seconds(seconds)} on this machine"
+    yield line
+    measured = MEASURED.get(order.heal or "none", {})
+    nearest = min(measured, key=lambda at: abs(at - sparsity), default=None)
+    if nearest is not None and math.isclose(nearest, sparsity, abs_tol=0.05):
+        yield (
+            f"{MODEL} had {measured[nearest]:g} times the perplexity of dense after this at "
+            f"{100 * nearest:g} %"
+        )
+    else:
+        blocks = ", ".join(f"{r:g} at {100 * at:g} %" for at, r in MEASURED["blocks"].items())
+        yield (
+            f"not measured yet at {100 * sparsity:g} %; {MODEL} had {blocks} times the perplexity "
+            "of dense after blocks alone"
+        )

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from axsparse.cli.data import prepare_and_show
 from axsparse.cli.parser import override, say
-from axsparse.cli.prune_defaults import chosen, plan_line, rising, training_settings
+from axsparse.cli.prune_defaults import Work, chosen, plan_lines, rising, training_settings
 from axsparse.cli.prune_order import (
     BLOCKWISE,
     FACTS,
@@ -36,7 +36,7 @@ from axsparse.cli.prune_order import (
     goes_by_layers,
 )
 from axsparse.config.hf_config import read_json
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config
 from axsparse.data.dataset import Datasets
 from axsparse.data.preparation import Request
@@ -46,6 +46,7 @@ from axsparse.models.layer import StartValues
 from axsparse.models.start_weights import FromFile, open_weights
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.observe.metrics import perplexity
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_seconds
 from axsparse.runtime.errors import StoppedError, writing
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
@@ -57,6 +58,7 @@ from axsparse.training.build import HEALED, PrunedLayers, prune_layers
 from axsparse.training.checkpoint.verification import steps_in
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.export import CARD, Weights, export, export_folder, with_card
+from axsparse.training.plan import RunPlan
 from axsparse.training.trainer import Trainer, build
 
 UNTRAINED = (
@@ -89,9 +91,9 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
         together(transport, lambda: _prepare(order) if is_first else None)
     order, asked = together(transport, partial(_with_settings, order))
     together(transport, lambda: order.adopt(asked) if is_first else None)
-    if is_first:
-        say(f"axsparse: {plan_line(order, asked)}")
     by_layers = goes_by_layers(asked)
+    if is_first and not by_layers:
+        _say_plan(order, asked, None)
     try:
         facts = (_prune_by_layers if by_layers else _prune_at_once)(job, order, asked, seconds)
     except StoppedError as stopped:
@@ -175,7 +177,8 @@ def _pruned(job: Job, order: PruneOrder, asked: Config, seconds: Seconds, folder
 
     with timed(seconds, "pruning and healing"):
         model = together(transport, lambda: named_model(config))
-        done = prune_layers(job, model, opened, config, order.work / "layers")
+        announce = partial(_announce, order, asked, transport)
+        done = prune_layers(job, model, opened, config, order.work / "layers", announce)
     start, targets = model.start, done.plan.targets
     assert start is not None and targets is not None, "the model is of a folder, and pruned"
     kept: dict[str, int] = {}
@@ -212,6 +215,40 @@ def _pruned(job: Job, order: PruneOrder, asked: Config, seconds: Seconds, folder
         held_out=done.held_out,
         blocks=blocks,
     )
+
+
+def _announce(
+    order: PruneOrder,
+    asked: Config,
+    transport: Transport,
+    plan: RunPlan,
+    block_seconds: float | None,
+) -> None:
+    """Say on rank 0 what is done and how long it takes, by the time of a microbatch in a layer."""
+    if transport.rank:
+        return
+    assert plan.targets is not None, "something is pruned"
+    names, work = plan.targets.shapes, None
+    pruned = [
+        layer.flops
+        for layer in plan.profile.layers
+        if any(parameter.name in names for parameter in layer.parameters)
+    ]
+    if block_seconds is not None:
+        work = Work(
+            pruned[0],
+            len(pruned),
+            plan.profile.flops,
+            sample_length(plan.config),
+            block_seconds / plan.config.batch.microbatch_size,
+            transport.size,
+        )
+    _say_plan(order, asked, work)
+
+
+def _say_plan(order: PruneOrder, asked: Config, work: Work | None) -> None:
+    for line in plan_lines(order, asked, work):
+        say(f"axsparse: {line}")
 
 
 def _dtype_of(start: StartValues | None) -> Callable[[str], torch.dtype]:

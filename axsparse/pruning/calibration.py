@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from time import monotonic
+from time import monotonic, perf_counter
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ from axsparse.samo.shards import ALONE
 Tensors = tuple[Tensor, ...]
 SECONDS = 5.0
 """The shortest time between two lines that say how far the calibration is."""
+TIMED = 3
+"""How often a layer runs to be timed, the first time with compilation and cold caches."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,29 @@ class Calibration:
                 "start_from), or leave pruning.heal out"
             )
         self.pruning.check(self.layers)
+
+    def seconds_of_layer(self) -> float | None:
+        """Seconds of a forward and a backward of the first pruned layer of this stage for one
+        microbatch of samples; None if the stage is not the first, or has none."""
+        if not self.coords.is_first:
+            return None
+        inputs, times = self._prepared(self.samples[0].inputs), []
+        for layer in self.layers:
+            built = self._built(layer)
+            if layer.name in self.pruned:
+                parameters = [each for each in built.module.parameters() if each.requires_grad]
+                for _ in range(TIMED):
+                    began = perf_counter()
+                    with torch.enable_grad():
+                        outputs = self._forward(built, 0, inputs)
+                        sums = [each.float().sum() for each in outputs if each.requires_grad]
+                    gradients = torch.autograd.grad(sums, parameters, allow_unused=True)
+                    float(sum(each.sum() for each in gradients if each is not None))  # on a GPU
+                    times.append(perf_counter() - began)
+                return min(times)
+            with torch.no_grad():
+                inputs = self._forward(built, 0, inputs)
+        return None
 
     def draw(self) -> CalibratedMasks:
         """The masks; all ranks call this together."""

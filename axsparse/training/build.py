@@ -115,14 +115,16 @@ def prune_layers(
     open_datasets: Callable[[], Datasets],
     config: Config,
     folder: Path,
+    announce: Callable[[RunPlan, float | None], None] = lambda _plan, _seconds: None,
 ) -> PrunedLayers:
     """Prune a model at once, and heal it if `pruning.heal` says so, one layer at a time.
 
     All ranks call this together. Every stage has one of its layers at a time and the activations
     of the samples, and what is made of the layer goes into a file in `folder`, where a killed start
-    finds it. The losses are of the first `train.eval_steps` batches of validation samples, which
-    pass through the layers by the side. Raises the errors of a Trainer, and TrainingError where
-    healing diverges.
+    finds it. Before, all ranks call `announce` with the plan and the seconds of a forward and a
+    backward of one microbatch through a pruned layer, None if the first stage has none. The losses
+    are of the first `train.eval_steps` batches of validation samples, which pass through the layers
+    by the side. Raises what `prepare_run` raises, and TrainingError where healing diverges.
     """
     check_settings(job, config, model)
     placement, config = placed(job, config)
@@ -154,6 +156,8 @@ def prune_layers(
         healed=healed,
         forgets=True,
     )
+    seconds = text_of_first(transport, json.dumps(calibration.seconds_of_layer()))
+    announce(plan, json.loads(seconds))
     losses = json.dumps(_calibrated(transport, calibration).losses)
     console.close()
     known = gather_texts(transport.world, transport.backoff, losses)

@@ -333,9 +333,13 @@ class Weights:
             value = self._files.dense(MASTER, name, self.dtype)
         return value.to(dtype or self.dtype)
 
+    def _buffer(self, layer: str, name: str, dtype: torch.dtype) -> Tensor:
+        value = self._files.buffer(layer, name, self._buffers[layer][name])
+        return value.to(dtype)
+
     def by_name(self, dtype: Callable[[str], torch.dtype] | None = None) -> Tensors:
-        """All parameters and buffers, layer by layer; `dtype(name)` may give a parameter another
-        type."""
+        """All parameters and buffers, layer by layer; `dtype(name)` may give a parameter or a
+        buffer of floating-point numbers another type."""
         tensors: dict[str, tuple[TensorHeader, Value]] = {}
         for name, layer in self.checkpoint.manifest.layers.items():
             for parameter, entry in layer.parameters.items():
@@ -343,7 +347,9 @@ class Weights:
                 value = partial(self.dense, parameter, kind)
                 tensors[parameter] = TensorHeader(kind, entry.shape), value
             for buffer, header in self._buffers[name].items():
-                tensors[buffer] = header, partial(self._files.buffer, name, buffer, header)
+                if dtype is not None and header.dtype.is_floating_point:
+                    header = replace(header, dtype=dtype(buffer))
+                tensors[buffer] = header, partial(self._buffer, name, buffer, header.dtype)
         return tensors
 
     def published(self, dtype: Callable[[str], torch.dtype] | None = None) -> Tensors:
