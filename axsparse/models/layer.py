@@ -262,42 +262,29 @@ def on_meta(layer: Layer) -> nn.Module:
 
 
 def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
-    """The output of a layer's forward as a tuple.
+    """The output of a layer's forward as a tuple; ConfigError unless it is a tensor, or a tuple of
+    tensors, that travel between stages."""
+    entries = output if isinstance(output, (tuple, list)) else (output,)
+    for entry in entries:
+        if not _travels(entry):
+            what = type(entry).__name__
+            if isinstance(entry, Tensor):
+                what = f"a tensor of {entry.dtype}, {entry.layout}".replace("torch.", "")
+            raise ConfigError(
+                f"layer {name}: its forward returned {what}; return a tensor or a tuple of tensors "
+                "that are dense, of real numbers (torch.view_as_real, to_dense) and outside "
+                "inference mode"
+            )
+    return tuple(entries)
 
-    Raises ConfigError if it is neither a tensor nor a tuple of them, or for a tensor that does not
-    travel between stages.
-    """
-    given = (output,) if isinstance(output, Tensor) else output
-    if isinstance(given, (tuple, list)) and all(isinstance(t, Tensor) for t in given):
-        for tensor in given:
-            what = _kind_that_stays(tensor)
-            if what:
-                raise ConfigError(
-                    f"layer {name}: its forward returned {what} tensor, which does not travel "
-                    "between stages; return dense tensors of real numbers (torch.view_as_real, "
-                    "to_dense)"
-                )
-        return tuple(given)
-    what = type(output).__name__
-    if isinstance(given, (tuple, list)):
-        number = next(n for n, entry in enumerate(given) if not isinstance(entry, Tensor))
-        what += f" whose entry {number} is {type(given[number]).__name__}"
-    raise ConfigError(
-        f"layer {name}: its forward returned {what}; return a tensor or a tuple of tensors"
+
+def _travels(entry: object) -> bool:
+    return (
+        isinstance(entry, Tensor)
+        and entry.dtype in DTYPES
+        and entry.layout == torch.strided
+        and not (entry.is_nested or entry.is_inference())
     )
-
-
-def _kind_that_stays(tensor: Tensor) -> str:
-    """The kind of a tensor that no message carries; empty for one that travels."""
-    if tensor.is_complex():
-        return "a complex"
-    if tensor.is_nested:
-        return "a nested"
-    if tensor.layout != torch.strided:
-        return "a sparse"
-    if tensor.is_inference():
-        return "an inference-mode"
-    return "" if tensor.dtype in DTYPES else f"a {str(tensor.dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from traceback import walk_tb
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -24,19 +23,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from axsparse.models.layer import StartValues, as_tuple
 from axsparse.runtime.communication import NO_SUM, Sums
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.seeds import preserved_rng
 
 SAMPLES = 2
 """Samples in the run. More than one, since batch normalisation refuses a single sample."""
-SIZES = {
-    "in_features": -1,
-    "input_size": -1,
-    "normalized_shape": -1,
-    "in_channels": 1,
-    "num_features": 1,
-}
-"""Arguments of torch's modules that are sizes of their inputs, and the dimension of each."""
 
 
 class CostError(ConfigError):
@@ -216,7 +207,6 @@ class Tracer:
         self._dtype, self._samples, self.device = dtype, samples, device
         self._counter = counter
         self._flow = tuple(map(self._input, example))
-        self._giver = "the data"
         self.start: StartValues | None = None
         """Start values of layers that really run, which replace the layers' initialisation."""
         self.sums = NO_SUMS
@@ -262,9 +252,8 @@ class Tracer:
         except Exception as reason:
             if self._counter is not None and isinstance(reason, ConfigError):
                 raise  # it says what does not fit a shard
-            raise self._fails(name, reason, _misfit(reason, module, self._giver)) from reason
+            raise self._fails(name, reason) from reason
         given = as_tuple(name, outputs)
-        self._giver = f"layer {name} ({_short(module)})"
         self.sums = self._layer_sums(name, given, run)
         self._flow = tuple(map(self._input, given))
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}
@@ -338,43 +327,18 @@ class Tracer:
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors) // self._samples
 
-    def _fails(self, name: str, reason: Exception, misfit: str = "") -> CostError:
+    def _fails(self, name: str, reason: Exception) -> CostError:
         """The error of a layer whose forward or backward raises one."""
-        what = f"{type(reason).__name__}: {' '.join(str(reason).split())}"
-        if self.device is None and not misfit:
+        what = one_line(reason)
+        if self.device is None:
             suggestion = "make its tensors on the device of its inputs"
             if self._counter is None:
                 suggestion += ", or leave Model.example out: then the first samples of the data run"
             return CostError(
                 f"layer {name}: on the meta device, where its cost is found, {what}; {suggestion}"
             )
-        return CostError(f"layer {name}: on the first samples of the data, {what}{misfit}")
-
-
-def _short(module: nn.Module) -> str:
-    own = "" if next(module.children(), None) else module.extra_repr()
-    return f"{type(module).__name__}({own})"
-
-
-def _misfit(reason: Exception, layer: nn.Module, giver: str) -> str:
-    """The end of an error's text: the module whose size its input does not have, in the frames
-    that an exception passed through, and what it would take; empty if there is none."""
-    for frame, _ in walk_tb(reason.__traceback__):
-        module, given = (frame.f_locals.get(name) for name in ("self", "input"))
-        if not isinstance(module, nn.Module) or not isinstance(given, Tensor):
-            continue
-        for name, dimension in SIZES.items():
-            size = getattr(module, name, None)
-            size = size[-1] if isinstance(size, tuple) and size else size
-            if size is None or given.dim() < 2 or size == given.shape[dimension]:
-                continue
-            path = next((path for path, one in layer.named_modules() if one is module), "")
-            where = f"its {path}, {_short(module)}," if path else _short(module)
-            return (
-                f"; {where} gets {tuple(given.shape)}{'' if path else f' from {giver}'}: write "
-                f"{name}={given.shape[dimension]} here, or make that {size} before"
-            )
-    return ""
+        given = ", ".join(str(tuple(shape)) for shape, _ in self.shapes)
+        return CostError(f"layer {name}: on the first samples of the data, {what}; it gets {given}")
 
 
 def _storage(tensor: Tensor) -> int:

@@ -99,7 +99,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         reject_foreign_words(targets, weight.shape[0], ignored=IGNORED)
         log_total = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         at_target = torch.zeros_like(log_total)
-        for start, stop in _chunks(weight, targets):
+        for start, stop in _chunks(weight.shape[0], targets):
             logits = F.linear(hidden, weight[start:stop]).float()
             log_total = torch.logaddexp(log_total, logits.logsumexp(dim=1))
             here, column = _among(targets, start, stop)
@@ -114,7 +114,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         hidden, weight, targets, log_total = ctx.saved_tensors
         gradients = _ProductGradients(hidden, weight, *ctx.needs_input_grad[:2])
         factor = ((targets != IGNORED) * gradient).unsqueeze(1)
-        for start, stop in _chunks(weight, targets):
+        for start, stop in _chunks(weight.shape[0], targets):
             logits = F.linear(hidden, weight[start:stop]).float()
             dense = logits.sub_(log_total.unsqueeze(1)).exp_()
             here, column = _among(targets, start, stop)
@@ -211,7 +211,7 @@ class _Distillation(torch.autograd.Function):
         hard = torch.full_like(targets, -torch.inf, dtype=torch.float32)
         soft, known = hard.clone(), hard.clone()
         at_target, apart = torch.zeros_like(hard), torch.zeros_like(hard)
-        for start, stop in _chunks_of(words, targets):
+        for start, stop in _chunks(words, targets):
             logits = _logits(hidden, weight, start, stop)
             if share < 1:
                 hard = torch.logaddexp(hard, logits.logsumexp(dim=1))
@@ -240,7 +240,7 @@ class _Distillation(torch.autograd.Function):
         gradients = _ProductGradients(hidden, weight, *ctx.needs_input_grad[:2])
         factor = ((targets != IGNORED) * gradient).unsqueeze(1)
         words = hidden.shape[1] if weight is None else weight.shape[0]
-        for start, stop in _chunks_of(words, targets):
+        for start, stop in _chunks(words, targets):
             logits = _logits(hidden, weight, start, stop)
             hints = _logits(taught, teaching, start, stop) / temperature
             dense = (logits / temperature).sub_(soft.unsqueeze(1)).exp_()
@@ -281,11 +281,7 @@ def most_logits(device: torch.device) -> int:
     return CHUNK_LOGITS if device.type == "cpu" else GPU_CHUNK_LOGITS
 
 
-def _chunks(weight: Tensor, targets: Tensor) -> Iterator[tuple[int, int]]:
-    return _chunks_of(weight.shape[0], targets)
-
-
-def _chunks_of(words: int, targets: Tensor) -> Iterator[tuple[int, int]]:
+def _chunks(words: int, targets: Tensor) -> Iterator[tuple[int, int]]:
     """The (start, stop) of each chunk of the vocabulary's `words` entries."""
     size = _words_of_chunk(targets.numel(), most_logits(targets.device))
     for start in range(0, words, size):

@@ -21,7 +21,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.prune import BasePruningMethod
 
 from axsparse.models.layer import (
     Kind,
@@ -462,30 +461,6 @@ def _sharded(
     }
 
 
-def _copiable(layer: Layer) -> str:
-    """How a user's module becomes one that can be copied."""
-    given = [part for part in getattr(layer.build, "args", ()) if isinstance(part, nn.Module)]
-    found: dict[str, list[str]] = {}
-    for path, module in nn.ModuleList(given[:1]).named_modules():
-        hooks = module._forward_pre_hooks.values()
-        pruned = [repr(hook._tensor_name) for hook in hooks if isinstance(hook, BasePruningMethod)]
-        normed = [repr(hook.name) for hook in hooks if type(hook).__name__ == "WeightNorm"]
-        for function, names in (("prune.remove", pruned), ("remove_weight_norm", normed)):
-            if names:
-                place = f"{layer.name}{path.removeprefix('0')} with {', '.join(names)}"
-                found.setdefault(function, []).append(place)
-    calls = [
-        f"torch.nn.utils.{function}(module, name) for each module that has such a hook, here "
-        f"{' and '.join(places)}"
-        for function, places in found.items()
-    ]
-    return (
-        f"first call {', and '.join(calls)}"
-        if calls
-        else "give a module that copy.deepcopy can copy"
-    )
-
-
 def _module_of(layer: Layer) -> nn.Module:
     """The module on the meta device, or in memory if it cannot be built there."""
     with preserved_rng(), warnings.catch_warnings():
@@ -501,7 +476,7 @@ def _module_of(layer: Layer) -> nn.Module:
             suggestion = "; correct the function that makes the module"
             if made.startswith("axsparse."):  # a module of ours, or a copy of one of the user's
                 is_ours = made.startswith("axsparse.models.zoo.")
-                suggestion = "" if is_ours else f"; {_copiable(layer)}"
+                suggestion = "" if is_ours else "; give a module that copy.deepcopy can copy"
             raise ConfigError(
                 f"layer {layer.name}: its build raised {one_line(reason)}{suggestion}"
             ) from reason
@@ -568,26 +543,14 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
                 "out, and normalize the rows that the forward has looked up"
             )
     for name, parameter in module.named_parameters():
-        where = f"layer {layer.name}: parameter {name!r}"
-        if is_lazy(parameter):
-            raise ConfigError(
-                f"{where} has no shape yet; give its module all sizes, instead of a lazy one"
-            )
-        if not parameter.is_floating_point():
-            raise ConfigError(
-                f"{where} is {parameter.dtype}; parameters are real floating point: keep complex "
-                "numbers as torch.view_as_real makes them, integers as a buffer"
-            )
-        if parameter.dtype == torch.float64:
-            raise ConfigError(
-                f"{where} is torch.float64, and is trained in fp32 at most; convert the module "
-                "(module.float())"
-            )
-        if not can_be_stored(parameter):
+        is_real = not is_lazy(parameter) and parameter.is_floating_point()
+        if not is_real or parameter.dtype == torch.float64 or not can_be_stored(parameter):
             kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
+            kind = "lazy" if is_lazy(parameter) else kind
             raise ConfigError(
-                f"{where} is {kind}, which has no dense values of the run's precision; make it "
-                "dense, of numbers of at least a byte"
+                f"layer {layer.name}: parameter {name!r} is {kind}; parameters have all sizes and "
+                "are dense, of real numbers of 8 to 32 bits: convert it (module.float(), to_dense, "
+                "torch.view_as_real), or make it a buffer"
             )
     for slot in slots(module):
         where, tensor = f"layer {layer.name}: buffer {slot.name!r}", slot.tensor

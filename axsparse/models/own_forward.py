@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
 from axsparse.models.module_buffers import replaced, slots
-from axsparse.models.sequential import OwnValues, plainly_named, reject_compiled, structure
+from axsparse.models.sequential import OwnValues, reject_unfit, structure
 from axsparse.models.stand_ins import (
     Part,
     PartModule,
@@ -65,8 +65,7 @@ def from_module(
 
     Raises ConfigError for a module that has no such forward.
     """
-    reject_compiled(module)
-    module = plainly_named(module)
+    reject_unfit(module)
     inputs = _as_wide(example(2), module)
     modes = [(child, child.training) for child in module.modules()]
     buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]
@@ -684,11 +683,6 @@ def _reject_other_result(
 
 def _as_wide(inputs: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
     """The inputs on the CPU, floating-point ones in the type of the parameters."""
-    if any(tensor.is_meta for _, tensor in _state(module)):
-        raise ConfigError(
-            f"model: {type(module).__name__} is on the meta device, where nothing has values; "
-            "make it with its values, or declare its layers (docs/howto/own-models.md)"
-        )
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     return [each.to(dtype) if each.is_floating_point() else each for each in inputs]
 

@@ -17,11 +17,6 @@ from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import bytes_of, digest_of
 from axsparse.runtime.errors import ConfigError
 
-COMPILING = "_compiling"
-"""The attribute of a module with what torch.compile has made for it."""
-UNFILLED = 0xA5
-"""The bytes of a tensor from the meta device that has no values yet."""
-
 
 def from_sequential(
     modules: nn.Sequential | Iterable[nn.Module],
@@ -39,18 +34,18 @@ def from_sequential(
     parameters is the head, and all others are blocks; `kinds` overrides this for the layers that it
     names. If the first module is an embedding, its rows are the vocabulary.
 
-    The model starts at the values of the modules, which are not changed by training. Modules
-    made under `torch.device("meta")` take no memory: then each stage initialises its own
-    layers by their `reset_parameters`, from the run's seed.
+    The model starts at the values of the modules, which are not changed by training.
 
-    Raises ConfigError if two modules share a parameter or buffer, if some are on the meta
-    device and others are not, or if one there has no `reset_parameters`; and for an
-    `nn.Sequential` that does more than to call its modules one after the other.
+    Raises ConfigError if two modules share a parameter or buffer, if one is compiled or on the meta
+    device, and for an `nn.Sequential` that does more than to call its modules one after the other.
     """
-    reject_compiled(modules)
+    if isinstance(modules, nn.Module):
+        reject_unfit(modules)
     if isinstance(modules, nn.Sequential):
         _reject_more(modules)
-    layers = {layer: plainly_named(module) for layer, module in _by_name(modules).items()}
+    layers = _by_name(modules)
+    for module in layers.values():
+        reject_unfit(module)
     for layer in kinds:
         if layer not in layers:
             raise ConfigError(
@@ -59,24 +54,21 @@ def from_sequential(
             )
     _reject_shared(layers)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]
-    starts_itself = _are_on_meta(layers)
     made = []
     for layer, module in layers.items():
-        build = partial(_started, module, layer) if starts_itself else partial(structure, module)
         by_place: Kind = "head" if layer in full[-1:] else "block"
         by_type: Kind = "embedding" if isinstance(module, nn.Embedding) else by_place
-        made.append(Layer(layer, build, kind=kinds.get(layer, by_type)))
+        made.append(Layer(layer, partial(structure, module), kind=kinds.get(layer, by_type)))
     named = {
         f"{layer}.{name}": t for layer, module in layers.items() for name, t in _tensors(module)
     }
-    start = None if starts_itself else OwnValues(named)
     first = next(iter(layers.values()), None)
     return Model(
         made,
         loss,
         name=name,
         metrics=metrics,
-        start=start,
+        start=OwnValues(named),
         example=example,
         vocab_size=first.num_embeddings if isinstance(first, nn.Embedding) else None,
         container=_container(modules),
@@ -130,14 +122,9 @@ class OwnValues:
         return None if tensor is None else tensor.detach().cpu()
 
     def snapshot(self) -> list[object]:
-        """The values, by their hashes, hooks and modes of all tensors, to be compared."""
+        """The values, by their hashes, and which of them are trained."""
         return [
-            (
-                xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy().data),
-                each.requires_grad,
-                *(_contents(vars(each)), [*map(id, (each._backward_hooks or {}).values())]),
-                [*map(id, (each._post_accumulate_grad_hooks or {}).values())],
-            )
+            (xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy().data), each.requires_grad)
             for each in self._tensors.values()
         ]
 
@@ -188,37 +175,6 @@ def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def _are_on_meta(layers: Mapping[str, nn.Module]) -> bool:
-    """Whether the modules are on the meta device; ConfigError if only some are, or if one of them
-    cannot initialise itself."""
-    places = {
-        layer: {tensor.is_meta for _, tensor in _tensors(module)}
-        for layer, module in layers.items()
-    }
-    if not any(True in place for place in places.values()):
-        return False
-    for layer, place in places.items():
-        if False in place:
-            raise ConfigError(
-                f"sequential: {layer} has values and other modules are on the meta device; "
-                "make all of them under torch.device('meta'), or none"
-            )
-        for child in layers[layer].modules():
-            owned = [*child.parameters(recurse=False), *child.buffers(recurse=False)]
-            if owned and _reset(child) is None:
-                raise ConfigError(
-                    f"sequential: {layer} is on the meta device and {type(child).__name__} has no "
-                    "reset_parameters; write one, or make the modules with their values"
-                )
-    return True
-
-
-def _reset(module: nn.Module) -> Callable[[], None] | None:
-    """The method that initialises a module's own tensors, by torch's convention; None without."""
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    return reset if callable(reset) else None
-
-
 def structure(module: nn.Module) -> nn.Module:
     """A copy of a module on the meta device, with all that the user has set; its tensors are not
     copied for this, and neither are hooks of other objects, such as recorders."""
@@ -230,11 +186,7 @@ def structure(module: nn.Module) -> nn.Module:
         empty[id(buffer)] = buffer.detach().to("meta")
         vars(empty[id(buffer)]).update(vars(buffer))
     shared = {id(hook): hook for hook in _hooks(module) if not _holds_module(hook)}
-    made = copy.deepcopy(module, {**empty, **shared})
-    for given, child in zip(module.modules(), made.modules(), strict=True):
-        compiling = vars(child).get(COMPILING) or _compiling_in_place(given)
-        if compiling is not None:
-            child._compiled_call_impl = compiling(child._call_impl)
+    made: nn.Module = copy.deepcopy(module, {**empty, **shared})
     return made
 
 
@@ -256,15 +208,6 @@ def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     return found
 
 
-def _compiling_in_place(module: nn.Module) -> Callable[..., Any] | None:
-    """The call by which torch.compile compiled a module in place (`compile()`), which a copy of
-    the module loses; None without."""
-    compiled: Any = module._compiled_call_impl
-    names = () if compiled is None else compiled.__code__.co_freevars
-    cells = dict(zip(names, getattr(compiled, "__closure__", None) or (), strict=True))
-    return cells["self"].cell_contents if "self" in cells else None
-
-
 def _hooks(module: nn.Module) -> Iterator[object]:
     for child in module.modules():
         for kind in ("_forward", "_forward_pre", "_backward", "_backward_pre"):
@@ -281,40 +224,23 @@ def _holds_module(hook: object) -> bool:
     )
 
 
-def plainly_named(module: nn.Module) -> nn.Module:
-    """A module whose names are those without torch.compile: each submodule that was compiled is
-    replaced, in copies that share all tensors, by the original, which `structure` compiles
-    again."""
-    if is_compiled(module):
-        original: Any = plainly_named(module._orig_mod)  # type: ignore[arg-type]
-        view: nn.Module = copy.copy(original)
-        vars(view)[COMPILING] = module.dynamo_ctx
-        for kind, hooks in vars(module).items():
-            if kind.endswith("_hooks") and hooks:
-                vars(view)[kind] = type(hooks)({**vars(view)[kind], **hooks})
-        return view
-    children = {
-        name: None if child is None else plainly_named(child)
-        for name, child in module._modules.items()
-    }
-    if all(child is module._modules[name] for name, child in children.items()):
-        return module
-    view = copy.copy(module)
-    vars(view)["_modules"] = children
-    return view
-
-
 def is_compiled(module: object) -> bool:
     """Whether torch.compile has returned it; a name, since the class would import the compiler."""
     return type(module).__name__ == "OptimizedModule"
 
 
-def reject_compiled(modules: object) -> None:
-    """ConfigError for a model that is compiled as one."""
-    if is_compiled(modules) or getattr(modules, "_compiled_call_impl", None) is not None:
+def reject_unfit(module: nn.Module) -> None:
+    """ConfigError for a module that is compiled, or has no values."""
+    for child in module.modules():
+        if is_compiled(child) or child._compiled_call_impl is not None:
+            raise ConfigError(
+                f"model: {type(module).__name__} is compiled, and stages run copies of its layers; "
+                "give it as it was before torch.compile, and set pipeline.compile: true"
+            )
+    if any(tensor.is_meta for _, tensor in _tensors(module)):
         raise ConfigError(
-            "model: is compiled as one, and stages run its layers; give the module as it was "
-            "before torch.compile, and set pipeline.compile: true"
+            f"model: {type(module).__name__} is on the meta device, where nothing has values; "
+            "make it with its values, or declare its layers (docs/howto/own-models.md)"
         )
 
 
@@ -327,52 +253,23 @@ def given_module(layer: Layer) -> nn.Module | None:
 
 
 def snapshot(model: Model) -> list[object]:
-    """Values, modes, hooks, numbers and submodules of the modules that a model copies, to be
-    compared; empty if it copies none."""
+    """Values and modes of the modules that a model copies, to be compared; empty if it copies
+    none."""
     if not isinstance(model.start, OwnValues):
         return []
+    return [*model.start.snapshot(), *_modes(model)]
+
+
+def _modes(model: Model) -> list[bool]:
     given = [module for layer in model.layers if (module := given_module(layer)) is not None]
-    children = [_contents(vars(child)) for module in given for child in module.modules()]
-    return [*model.start.snapshot(), *children]
-
-
-def _contents(attributes: Mapping[Any, object]) -> list[object]:
-    """Numbers, texts and what mappings hold, by their names; other objects may change by use."""
-    return [
-        (name, value if isinstance(value, bool | int | float | str) else [*map(id, value.values())])
-        for name, value in attributes.items()
-        if isinstance(value, bool | int | float | str | Mapping)
-    ]
+    return [child.training for module in given for child in module.modules()]
 
 
 def is_in_evaluation(model: Model) -> bool:
     """Whether a model is made of modules that are all in evaluation mode, as from_pretrained
     returns them: a run then trains all."""
-    given = [module for layer in model.layers if (module := given_module(layer)) is not None]
-    modes = [child.training for module in given for child in module.modules()]
+    modes = _modes(model)
     return bool(modes) and not any(modes)
-
-
-def _started(module: nn.Module, layer: str) -> nn.Module:
-    """A newly initialised copy of a module; ConfigError for a tensor that stays without values."""
-    fresh = structure(module).to_empty(device=torch.empty(0).device)
-    for _, tensor in _tensors(fresh):
-        if not tensor.is_meta:
-            torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(UNFILLED)
-    # Submodules first, as in construction: a module may change the start values of its submodules.
-    for child in reversed(list(fresh.modules())):
-        reset = _reset(child)
-        if reset is not None:
-            reset()
-    for name, tensor in _tensors(fresh):
-        if tensor.is_meta or not tensor.numel():
-            continue
-        if bool((bytes_of(tensor.detach()) == UNFILLED).all()):
-            raise ConfigError(
-                f"layer {layer}: {name} was made on the meta device, and no reset_parameters gives "
-                "it values; give it values there, or make the modules with their values"
-            )
-    return fresh
 
 
 # -- the way back ------------------------------------------------------------------------

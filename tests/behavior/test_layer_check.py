@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from axsparse.data.dataset import ArrayDataset, Dataset
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.own_forward import from_module
-from axsparse.models.sequential import from_sequential, plain_model
+from axsparse.models.sequential import from_sequential
 from axsparse.runtime.errors import ConfigError
 from axsparse.training import layer_check
 from axsparse.training.layer_check import is_checked
@@ -408,48 +408,6 @@ WAYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
     "bf16": ((2, 1), {"precision": "bf16"}),
     "fp16, exact sums": ((1, 2), {"precision": "fp16", "samo": {"gradient": "exact"}}),
 }
-
-
-def compiled_linear(*, in_place: bool = False) -> Any:
-    module = after(lambda _, x: x * 2)
-    if in_place:
-        module.compile(backend=counted)
-        return module
-    return torch.compile(module, backend=counted)
-
-
-def counted(graph: Any, _: Any) -> Any:
-    GRAPHS.append(graph)
-    return graph
-
-
-GRAPHS: list[Any] = []
-
-
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
-@pytest.mark.parametrize(("is_watched", "in_place"), [(False, False), (True, False), (False, True)])
-def test_what_the_user_compiled_stays_compiled_under_its_own_names(
-    *, is_watched: bool, in_place: bool, layout: tuple[int, int]
-) -> None:
-    torch.manual_seed(7)
-    if is_watched:
-        module: nn.Module = Listed(compiled_linear(), compiled_linear())
-        model = from_module(module, summed_loss, lambda samples: (torch.randn(samples, WIDTH),))
-    else:
-        inner = nn.Sequential(compiled_linear(in_place=in_place))
-        module = nn.Sequential(compiled_linear(in_place=in_place), inner, linear(CLASSES))
-        model = from_sequential(module, summed_loss)
-    start = {name.replace("_orig_mod.", ""): each for name, each in module.state_dict().items()}
-    built = model.layers[0].build().to_empty(device="cpu")
-    torch.compiler.reset()
-    GRAPHS.clear()
-    built(torch.randn(2, WIDTH))
-    assert GRAPHS
-
-    ranks = train_in_process(*layout, model, tiny_config(**BATCH), vector_data())
-
-    assert {name for _, trace in ranks for name in trace.weights} == start.keys()
-    assert plain_model(model, {}, start).state_dict().keys() == start.keys()
 
 
 @pytest.mark.parametrize(("name", "way"), each_once(list(FINE), list(WAYS)))

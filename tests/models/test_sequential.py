@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 from support.allocated import peak_of_torch
-from support.images import assert_same_in_1_to_4_stages, image_config, image_data
+from support.images import assert_same_in_1_to_4_stages, image_config
 from support.runs import summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.models.layer import Model
+from axsparse.models.layer import Layer
 from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential, structure
 from axsparse.runtime.errors import ConfigError
@@ -105,14 +105,7 @@ LATE: dict[str, Callable[[Any], object]] = {
     "values": doubled,
     "data": lambda modules: modules[0].weight.data.fill_(1.0),
     "frozen": lambda modules: modules[0].requires_grad_(False),
-    "hook": lambda modules: modules[0].register_forward_hook(lambda *_: None),
-    "gradients": lambda modules: modules[0].weight.register_hook(lambda gradient: gradient),
     "evaluation": lambda modules: modules[1].eval(),
-    "attribute": lambda modules: setattr(modules[3][1], "p", 0.5),
-    "parameter": lambda modules: setattr(
-        modules[0], "weight", nn.Parameter(modules[0].weight.detach())
-    ),
-    "module": lambda modules: setattr(modules[3], "1", nn.Dropout(0.1)),
 }
 
 
@@ -123,7 +116,7 @@ def test_what_is_set_after_the_trainer_is_made_is_refused(
     modules = sequential()
     model = from_sequential(modules, summed_loss)
 
-    with pytest.raises(ConfigError, match=r"modes or hooks have changed since .* change them bef"):
+    with pytest.raises(ConfigError, match=r"values or modes have changed since .* change them bef"):
         train_in_process(
             *(1, 1, model, image_config(), vector_data()), before=lambda _: change(modules)
         )
@@ -208,70 +201,16 @@ def test_what_a_user_has_set_is_there_while_a_run_trains_and_in_its_model() -> N
     assert "1.kernel" in model.state_dict()
 
 
-def on_meta() -> Model:
-    with torch.device("meta"):
-        return from_sequential(
-            [
-                nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True)),
-                nn.Sequential(nn.AdaptiveAvgPool2d(3), nn.Flatten(), nn.LayerNorm(36)),
-                nn.Sequential(nn.Linear(36, 8), nn.Tanh()),
-                nn.Linear(8, 7),
-            ],
-            summed_loss,
-        )
-
-
-def test_modules_on_the_meta_device_start_as_torch_would_whatever_the_layout() -> None:
-    torch.manual_seed(1)
-    ranks = assert_same_in_1_to_4_stages(on_meta(), image_config(), image_data(8))
-    torch.manual_seed(2)
-    [(_, again)] = train_in_process(1, 1, on_meta(), image_config(), image_data(8))
-
-    assert again.losses == ranks[0][1].losses
-    assert profile(on_meta()).start == ""
-
-
-def test_start_values_on_the_meta_device_are_torchs() -> None:
-    with torch.device("meta"):
-        model = from_sequential([nn.MultiheadAttention(8, 2), nn.Linear(8, 400)], lambda *x: x[0])
-
-    torch.manual_seed(3)
-    attention, linear = (layer.build() for layer in model.layers)
-
-    assert attention.get_parameter("out_proj.bias").tolist() == [0.0] * 8
-    assert attention.get_parameter("in_proj_weight").abs().max() <= (6 / (8 + 24)) ** 0.5
-    bound = linear.get_parameter("weight").abs().max().item()
-    assert bound == pytest.approx(8**-0.5, rel=0.01)
+def small() -> nn.Module:
+    return nn.Linear(256, 256, bias=False)
 
 
 def test_a_layer_is_held_in_fp32_until_it_has_masters_and_no_longer() -> None:
-    with torch.device("meta"):
-        parts = [nn.Linear(256, 256, bias=False) for _ in range(4)]
-        model = from_sequential([nn.Sequential(*parts), nn.Linear(256, 5)], summed_loss)
+    layer = Layer("all", lambda: nn.Sequential(*(small() for _ in range(4))))
     types = StateFormat(torch.bfloat16, torch.bfloat16, ("mean", "square"))
     options = StateOptions(types, seed=1, masks=None)
 
-    peak = peak_of_torch(lambda: build_layers(model.layers[:1], {}, options))
+    peak = peak_of_torch(lambda: build_layers([layer], {}, options))
 
     # Weights and gradients in bf16, masters and two moments.
     assert peak < (2 + 2 + 4 + 4 + 4 + 1) * 4 * 256 * 256
-
-
-class Frequencies(nn.Linear):
-    """A buffer that is computed in `__init__` alone, as in rotary embeddings."""
-
-    def __init__(self, *, persistent: bool) -> None:
-        super().__init__(3, 3)
-        self.register_buffer("table", torch.arange(3) / 3, persistent=persistent)
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_a_buffer_on_the_meta_device_that_nothing_fills_is_refused(persistent: bool) -> None:
-    with torch.device("meta"):
-        model = from_sequential([nn.Linear(3, 3), Frequencies(persistent=persistent)], summed_loss)
-
-    assert model.layers[0].build()
-    with pytest.raises(
-        ConfigError, match=r"^layer 1: table was made on the meta device, and no res"
-    ):
-        model.layers[1].build()
