@@ -222,6 +222,7 @@ def planned_model(
         optimizer_of(config.optimizer),
         model,
         on_host=cluster.is_of_hosts,
+        sees_inputs=criterion is not None and criterion.sees_inputs,
         sees_gradients=criterion is not None and criterion.sees_gradients,
     )
     return PlannedModel(dense, targets, notes)

@@ -26,7 +26,7 @@ from axsparse.planner.stage_memory import (
     no_bytes,
     value_bytes,
 )
-from axsparse.pruning.input_statistics import METHODS
+from axsparse.pruning.input_statistics import METHODS, STATISTICS
 from axsparse.runtime.communication import NO_SUM
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -124,7 +124,7 @@ def calibration_memory(
     pruning, dense = model.config.pruning, replace(stored, moments=(), replicas=1)
     ties, kept, on_host = model.profile.ties, model.kept, model.on_host
     last_pruned = model.profile.layers[model.last_pruned].name
-    method, heals = METHODS.get(pruning.method), pruning.heal != "none"
+    method, heals = STATISTICS.get(pruning.method), pruning.heal != "none"
     drawn = 0.0
     moments: list[tuple[float, float]] = []
     for layer in layers:
@@ -221,6 +221,8 @@ class ProfiledModel:
     """Whether the memory that is planned is the host's, where the copies for checkpoints are."""
     has_masks: bool = False
     """Whether a run that resumes has its masks already, so that none are drawn from samples."""
+    sees_inputs: bool = False
+    """Whether a custom score takes inputs, so that `custom` draws masks from samples."""
     sees_gradients: bool = False
     """Whether a custom score takes gradients, as snip's does."""
     full: ProfiledModel | None = None
@@ -428,7 +430,7 @@ class ProfiledModel:
         stored = state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half)
         calibration = CalibrationMemory()
         pruning = config.pruning
-        samples = pruning.method in METHODS or pruning.heal != "none"
+        samples = pruning.method in METHODS or self.sees_inputs or pruning.heal != "none"
         draws = samples and config.pruning.mask is None
         if draws and self.kept and not self.has_masks:
             calibration = calibration_memory(full, uncut, stored)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from inspect import Signature, signature
 from typing import Literal, TypeAlias
 
@@ -46,6 +47,15 @@ the shape of the weights, zero where they are pruned; the tensor's alone, summed
 
 There is one for `gradual`, `iterative`, and `custom` with `pruning.at_step` above 0.
 
+A function with a third argument `inputs` also gets the norm of each input of the linear layer that
+multiplies the matrix: √(Σ x[j]²) over all tokens of the calibration samples, (inputs,) in fp32 on
+the CPU. This one scores entries as Wanda does, which then selects within each row:
+
+    def by_wanda(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
+        return weight.abs() * inputs
+
+There are inputs for `custom` with `pruning.at_step` 0 (`calibration` explains how they come).
+
 A run uses it with `ax.Trainer(…, score=by_magnitude)` and `pruning.method: custom`, or with a
 method that prunes over time.
 """
@@ -78,8 +88,17 @@ class Criterion:
     @property
     def sees_gradients(self) -> bool:
         """Whether the score takes the gradient of its tensor."""
-        found = _signature(self.score) if callable(self.score) else None
-        return found is not None and "gradient" in found.parameters
+        return callable(self.score) and _takes(self.score, "gradient")
+
+    @property
+    def sees_inputs(self) -> bool:
+        """Whether the score takes the norms of its layer's inputs."""
+        return callable(self.score) and _takes(self.score, "inputs")
+
+    def given(self, **arguments: Tensor) -> Criterion:
+        """A criterion whose custom score also gets these arguments."""
+        assert callable(self.score)
+        return replace(self, score=partial(self.score, **arguments))
 
     def scores(self, name: str, shape: Shape, weight: Weight) -> tuple[Tensor, Keys]:
         """The flat fp32 scores of a tensor, without NaN, and the keys that put them in order.
@@ -195,23 +214,34 @@ def _reject_arguments(config: Config, score: Score) -> None:
     found = _signature(score)
     if found is None:
         return
-    takes_gradient = "gradient" in found.parameters
+    given = {"gradient", "inputs"} & set(found.parameters)
     try:
-        found.bind("", None, **({"gradient": None} if takes_gradient else {}))
+        found.bind("", None, **dict.fromkeys(given))
     except TypeError as error:
         raise ConfigError(
-            f"score: {error}; it is called with a tensor's name, its weights, and gradient if it "
-            "has an argument of that name"
+            f"score: {error}; it is called with a tensor's name, its weights, and gradient or "
+            "inputs if it has an argument of that name"
         ) from error
     draws_later = pruning.method in ("gradual", "iterative") or (
         pruning.method == "custom" and pruning.at_step > 0
     )
-    if takes_gradient and not draws_later:
+    has = {"gradient"} if draws_later else {"inputs"} if pruning.method == "custom" else set()
+    if not given <= has:
         raise ConfigError(
-            f"{config.where('pruning.method')}: {pruning.method} has no gradients when it draws "
-            "masks, and the score given to Trainer takes one; choose custom with pruning.at_step "
-            "above 0, gradual or iterative"
+            f"score: it takes {' and '.join(sorted(given))}; there are gradients for custom with "
+            "pruning.at_step above 0, gradual and iterative, and inputs for custom with "
+            "pruning.at_step 0"
         )
+    if "inputs" in given and pruning.distribution == "global":
+        raise ConfigError(
+            f"{config.where('pruning.distribution')}: global, but a score that takes inputs draws "
+            "masks tensor by tensor before the first step; choose uniform or erk"
+        )
+
+
+def _takes(score: Score, argument: str) -> bool:
+    found = _signature(score)
+    return found is not None and argument in found.parameters
 
 
 def _signature(score: Score) -> Signature | None:

@@ -50,10 +50,15 @@ class WandaStatistics:
         """Count the inputs of one microbatch, (tokens, inputs)."""
         self._squares += x.float().square().sum(0)
 
+    @property
+    def norms(self) -> Tensor:
+        """√(Σ x[j]²) of each input."""
+        return self._squares.sqrt()
+
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
         """The bool mask and the weights, zero where the mask is False, both in the shape of the
         fp32 matrix; called once, after all microbatches."""
-        score = weight.abs() * self._squares.sqrt()
+        score = weight.abs() * self.norms
         if isinstance(how_many, tuple):
             mask = n_of_m(score.cpu(), *how_many).to(weight.device)
         else:
@@ -188,6 +193,11 @@ METHODS: dict[str, Method] = {
     "sparsegpt": SparseGptStatistics,
 }
 """The methods that calibration samples decide, by their names in the settings."""
+STATISTICS: dict[str, Method] = {**METHODS, "custom": WandaStatistics}
+"""The statistics that a method gathers; `custom` does so if its score takes `inputs`, and then
+selects by itself."""
+
+
 # -- products -----------------------------------------------------------------------------
 #
 # A layer may multiply by a weight in any module, so that products themselves are watched: an
@@ -220,6 +230,13 @@ class ProductStatistics:
         if self._weight.dim() == 3:
             names = [f"{self._name}[{number}]" for number in range(len(self._each))]
         return [name for name, tokens in zip(names, self._tokens, strict=True) if not tokens]
+
+    @property
+    def norms(self) -> Tensor:
+        """`WandaStatistics.norms` of a matrix alone, one for all of its outputs."""
+        [own] = self._each
+        assert isinstance(own, WandaStatistics)
+        return own.norms if self._is_last else own.norms.unsqueeze(1)
 
     def add(self, inputs: Tensor, matrix: Tensor, offsets: Sequence[int] | None) -> None:
         """Count a product of inputs, (tokens, inputs), with one matrix, (inputs, outputs).

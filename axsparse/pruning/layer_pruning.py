@@ -1,8 +1,9 @@
 """Prunes one layer: gathers statistics of its matrices' inputs, draws their masks, and puts the
 kept entries into its weights.
 
-`input_statistics` has the methods that look at inputs, of whatever multiplies by a weight; methods
-that look at weights alone gather nothing.
+`input_statistics` has the methods that look at inputs, of whatever multiplies by a weight. A score
+of the user's own may decide by the norms that Wanda gathers (`criteria.Score`), and methods that
+look at weights alone gather nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.healing import FITTED, KEPT, MASK, changed_value
 from axsparse.pruning.input_statistics import (
     METHODS,
+    STATISTICS,
     HowMany,
     ProductStatistics,
     WatchedProducts,
@@ -73,11 +75,11 @@ class LayerPruning:
     """The settings that decide the masks of a layer."""
 
     method: str
-    """One of `input_statistics.METHODS`, or a method that looks at weights alone."""
+    """One of `input_statistics.STATISTICS`, or a method that looks at weights alone."""
     targets: Targets
     criterion: Criterion
-    """The criterion of a method that looks at weights alone. Its pattern, if it has one, replaces
-    sparsities."""
+    """The criterion of the masks if its score is custom and takes inputs. Its pattern, if it has
+    one, replaces sparsities."""
     ties: Mapping[str, str]
 
     def check(self, layers: Sequence[Layer]) -> None:
@@ -89,13 +91,13 @@ class LayerPruning:
                 f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
                 f"{min(twice)} is used in two; name it in pruning.exclude"
             )
-        if self.method not in METHODS:
+        if not self._sees_inputs:
             return
         for layer in layers:
             module = layer.build() if layer.init is None else on_meta(layer)
             for parameter, weight in module.named_parameters():
                 name = layer.full_name(parameter)
-                is_seen = weight.dim() == 2 or name in self.targets.stacks
+                is_seen = weight.dim() == 2 or name in self._stacks
                 if name in self.targets.shapes and not is_seen:
                     raise ConfigError(
                         f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
@@ -110,7 +112,7 @@ class LayerPruning:
         kept = {}
         for name in self.targets.shapes:
             number, shape = self.targets.matrices(name)
-            kept[name] = number * METHODS[self.method].kept(shape, self._how_many(name))
+            kept[name] = number * STATISTICS[self.method].kept(shape, self._how_many(name))
         return kept
 
     def draw(
@@ -123,11 +125,11 @@ class LayerPruning:
         weights = {
             tensor.name: tensor.parameter.detach()
             for tensor in built.state.owned
-            if tensor.name in self.targets.shapes and self.method in METHODS
+            if tensor.name in self.targets.shapes and self._sees_inputs
         }
         gathered = {
             name: ProductStatistics(
-                METHODS[self.method], name, weight, self.targets.input_dims.get(name, 1)
+                STATISTICS[self.method], name, weight, self.targets.input_dims.get(name, 1)
             )
             for name, weight in weights.items()
         }
@@ -161,8 +163,10 @@ class LayerPruning:
     ) -> None:
         """Draw the mask of a matrix and put its kept entries into `weight`; what it takes is
         freed."""
-        if statistics is None:
+        if self.criterion.sees_inputs or statistics is None:
             criterion = replace(self.criterion, input_dims=self.targets.input_dims)
+            if statistics is not None:
+                criterion = criterion.given(inputs=statistics.norms.cpu())
             shape = tuple(before.shape)
             mask = criterion.mask(name, shape, before.cpu, masks.kept[name])
             mask = mask.view(shape).to(before.device)
@@ -174,6 +178,16 @@ class LayerPruning:
         if statistics is not None and statistics.changes_weights:
             # Indices of two dimensions take less memory than a stack's three.
             masks.drawn[f"{KEPT}{name}"] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
+
+    @property
+    def _stacks(self) -> Sequence[str]:
+        """The tensors that are a matrix for each expert, if their inputs decide."""
+        return self.targets.stacks if self.method in METHODS else ()
+
+    @property
+    def _sees_inputs(self) -> bool:
+        """Whether the method looks at inputs, and not at weights alone."""
+        return self.method in METHODS or self.criterion.sees_inputs
 
     def _how_many(self, name: str) -> HowMany:
         if self.criterion.pattern is not None:

@@ -461,7 +461,7 @@ def _first_masks(
     ties, pruning = plan.profile.ties, plan.config.pruning
     heals = pruning.heal != "none"
     is_shown = run_dir is not None and plan.coords.replica == 0 == plan.coords.tp_rank
-    if pruning.method in METHODS or heals:
+    if pruning.method in METHODS or plan.criterion.sees_inputs or heals:
         size = min(pruning.calibration_samples, plan.config.batch.microbatch_size)
         held_out = _alone(data.training, size).training(0)
         calibration = _calibration(plan, own, options, transport, data, held_out)

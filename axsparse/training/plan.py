@@ -249,6 +249,7 @@ def plan_run(
         model,
         on_host=on_host,
         has_masks=saved is not None,
+        sees_inputs=criterion.sees_inputs,
         sees_gradients=criterion.sees_gradients,
     )
     grid, row, choice = _layout(config, planned_model, transport.size, grid, budget)

@@ -426,6 +426,10 @@ def own_optimizer(moments: Any = ("velocity",), apply: Any = apply_velocity) -> 
     return ax.Optimizer(moments, update_velocity, None, apply)
 
 
+def by_inputs(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
+    return weight.abs() * inputs
+
+
 def scored(score: Any, model: Model | None = None, **pruning: Any) -> None:
     """A training whose masks are drawn by a score."""
     base = {"method": "custom", "sparsity": 0.7, "calibration_samples": 6}

@@ -312,6 +312,9 @@ def test_memory_for_calibration_is_predicted_until_a_run_has_its_masks() -> None
     # The activations of a sample are 12 tokens of width 32 in fp32.
     assert many > 10_000 * 12 * 32 * 4 > few
     assert resumed == predicted("magnitude", 10, saved=kept)
+    by_inputs: Any = lambda name, weight, inputs: weight * inputs  # noqa: E731
+    assert predicted("custom", 10_000, score=by_inputs) == many
+    assert predicted("custom", 10_000, score=by_inputs, saved=kept) == resumed
 
 
 @pytest.mark.parametrize(
