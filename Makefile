@@ -11,7 +11,7 @@
 # make test-browser  open reports, the plan page and the site in a headless Chromium, which is
 #                    installed where there is none (Debian, as root)
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
-# make fuzz    set up, read 100,000 broken manifests, mask files and settings, train 5,000 drawn models
+# make fuzz    set up, read 100,000 broken manifests, mask files and settings
 # make bench   set up and measure every layer in minutes, against the last committed result
 # make bench-smollm2  prune SmolLM2 135M by three methods, heal it, judge it (six hours of two cores)
 # make bench-peers    set up .venv-peers and measure axsparse beside DDP, FSDP2, DeepSpeed and others
@@ -62,7 +62,7 @@ test: $(VENV)/test.stamp
 	$(TEST) -m "not exhaustive and not fault" $(value ARGS)
 
 test-all: $(VENV)/test.stamp
-	AXSPARSE_MODELS=$${AXSPARSE_MODELS-40} $(TEST) $(value ARGS)
+	$(TEST) $(value ARGS)
 
 golden: $(VENV)/test.stamp
 	$(BIN)/python tests/golden/golden.py $(value ARGS)
@@ -82,7 +82,7 @@ test-browser: $(VENV)/test.stamp $(VENV)/browser.stamp
 	  tests/behavior/test_pages_in_a_browser.py $(value ARGS)
 
 fuzz: $(VENV)/test.stamp
-	AXSPARSE_FUZZ=100000 AXSPARSE_MODELS=5000 $(BIN)/python -m pytest tests/fuzz -s --hypothesis-show-statistics $(value ARGS)
+	AXSPARSE_FUZZ=100000 $(BIN)/python -m pytest tests/fuzz -s --hypothesis-show-statistics $(value ARGS)
 
 test-faults: $(VENV)/test.stamp $(OPENMPI)/test.stamp
 	$(BIN)/python -m pytest -m fault $(FAULTS) $(value ARGS)

@@ -27,7 +27,7 @@ LONGEST = (
     *("test_page_blocks.py", "test_held_memory.py", "test_state_equivalence.py"),
     *("test_mpirun.py", "test_programs.py", "test_equivalence.py", "test_on_device.py"),
     *("test_train.py", "test_resume.py", "test_hf_models.py", "test_run_faults.py"),
-    *("test_generated_models.py", "test_wheel.py", "test_errors.py", "test_teacher.py"),
+    *("test_wheel.py", "test_errors.py", "test_teacher.py"),
     *("test_public_face.py", "test_prune_folder.py"),
 )
 """Files that would keep one process busy while the others have come to the end, longest first."""

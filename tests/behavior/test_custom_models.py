@@ -223,7 +223,7 @@ def test_replicas_are_compared_when_it_is_asked_for(every: int) -> None:
     assert len(trace.losses) == 4
 
 
-# -- found by the generator of `tests/fuzz/` ---------------------------------------------------
+# -- sparse gradients, and a stage that trains nothing ------------------------------------------
 
 
 def test_an_embedding_whose_gradients_are_sparse_trains_as_one_with_dense_gradients() -> None:

@@ -16,7 +16,6 @@ from support.exhaustive import by_default
 from support.resuming import Layout, Ran, note_state, ran, records_of, same, same_state, settings
 from support.runs import (
     FEW_MICROBATCHES,
-    mlp,
     random_init,
     summed_loss,
     tiny_config,
@@ -361,46 +360,6 @@ def test_buffers_of_every_type_go_on(
         )
         assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), name
         assert torch.equal(*(t.reshape(-1).view(torch.uint8) for t in (found, wanted))), name
-
-
-def test_all_replicas_go_on_with_the_first_ones_statistics(tmp_path: Path) -> None:
-    config = config_of(batch={"global_batch_size": 12, "microbatch_size": 3})
-    stopped = ran(
-        (1, 2), config, tmp_path / "run", stop_after=STOP, model=normalised, data=vector_data()
-    )
-
-    loaded = ran(
-        (2, 2),
-        settings(config, train={"steps": STOP}),
-        tmp_path / "run",
-        resume="auto",
-        model=normalised,
-        data=vector_data(),
-    )
-
-    assert loaded.losses == {}
-    assert stopped.buffers
-    same_state(loaded, stopped)
-
-
-def test_a_skipped_step_and_its_scale_are_not_forgotten(tmp_path: Path) -> None:
-    """A sample that is no number overflows the second step; the scale halves and stays so."""
-    config = config_of(
-        precision="fp16",
-        loss_scale={"initial": 256.0, "growth_interval": 4, "floor": 4.0},
-        batch={"global_batch_size": 10, "microbatch_size": 5},
-    )
-
-    reference = resumes(
-        tmp_path,
-        config,
-        model=lambda _: mlp(),
-        data=vector_data(infinite=3),
-        before=(1, 1),
-        after=(2, 1),
-    )
-
-    assert len(set(reference.scales.values())) > 1
 
 
 def evaluations(run: Path) -> list[tuple[int, float]]:

@@ -239,15 +239,6 @@ def test_a_fused_loss_has_the_loss_and_the_gradients_of_chunks(
     assert fused == [TOKENS], "more logits than it may keep are computed by chunks"
 
 
-@pytest.mark.usefixtures("chunked")
-def test_an_evaluation_has_the_loss_of_training() -> None:
-    hidden, weight, targets = case()
-    with torch.no_grad():
-        evaluated = linear_cross_entropy(hidden, weight, targets)
-
-    assert torch.equal(evaluated, linear_cross_entropy(hidden, weight, targets))
-
-
 # -- the divergence from a teacher ---------------------------------------------------------------
 
 
@@ -287,16 +278,6 @@ def test_the_divergence_in_chunks_is_that_of_full_logits(
     theirs = gradients(expected, hidden, weight, factor=0.125)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
-
-
-@pytest.mark.usefixtures("chunked")
-def test_who_agrees_with_the_teacher_has_nothing_to_learn() -> None:
-    hidden, weight, targets = case()
-    logits = (100 * F.linear(hidden, weight)).detach()
-
-    loss = distillation((logits,), (logits,), targets, share=1.0, temperature=1.0)
-
-    assert abs(float(loss)) < 1e-3 * TOKENS
 
 
 @pytest.mark.parametrize(

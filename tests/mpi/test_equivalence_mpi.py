@@ -20,8 +20,7 @@ from support.cases import (
     steps,
 )
 from support.on_mpi import by_first_rank, on_mpi
-from support.planner_cases import planned_bytes
-from support.runs import tiny_config, train_here
+from support.runs import train_here
 
 from axsparse.runtime.grid import Grid
 
@@ -120,23 +119,3 @@ def test_a_run_on_mpi_is_what_its_judge_says(row: Row) -> None:
 
     hold(row, rank, trace, references)
     assert subject is not FEW or trace.weights
-
-
-@pytest.mark.exhaustive  # as in test_tensor_parallel.py, by MPI's counts
-@pytest.mark.skipif(SIZE == 1, reason="one rank has nobody to send to")
-@pytest.mark.parametrize("stages", sorted({1, SIZE // 2} - {0}))
-def test_members_hold_and_send_what_plans_count(stages: int) -> None:
-    sent = []
-    for count in (2, 3):
-        config = tiny_config(**steps(count, model={"num_heads": 4}))
-        model = FEW.model(config)
-        with on_mpi() as transport:
-            grid = Grid(stages, 1, SIZE // stages)
-            trainer, _ = train_here(transport, grid, model, config, FEW.data())
-        state, planned = planned_bytes(trainer, model)
-        assert trainer.state_bytes().total == state
-        assert trainer.tp_group is not None
-        sent.append(trainer.tp_group.bytes_sent)
-
-    # The first step also compares the gradients of members.
-    assert sent[1] - sent[0] == planned > 0

@@ -7,7 +7,6 @@ import re
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,20 +16,13 @@ from support.collective_contract import (
     a_group_counts_and_adds_in_the_order_it_was_made_with,
     operations_in_flight_may_be_polled_in_any_order,
 )
-from support.cuda_on_cpu import COMPRESS, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
-from support.devices import AVAILABLE, LateDevice, gloo_backend, on_host, pretend
+from support.devices import LateDevice, gloo_backend
 from support.link_contract import CONTRACT
-from support.on_mpi import by_first_rank, on_mpi
+from support.on_mpi import on_mpi
 from support.runs import (
     all_here,
-    assert_bitwise,
     tiny_config,
-    tiny_gpt,
-    token_data,
-    train_here,
-    train_in_process,
 )
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
@@ -38,11 +30,9 @@ from axsparse.runtime.gpu import nccl
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
 from axsparse.runtime.gpu.nccl import Rendezvous
 from axsparse.runtime.gpu.rank_gpus import Gpu
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 from axsparse.samo.backend import Backend
 from axsparse.training import placement as placing
-from axsparse.training.placement import Placement
 
 SIZE = MPI.COMM_WORLD.size
 COLLECTIVE = (
@@ -75,43 +65,6 @@ def test_a_staged_collective_keeps_the_contract_over_mpi(
     promise(transport)
     transport.world = hosts
     transport.close()
-
-
-def compiled(kernels: Sequence[str], folder: Path) -> Path:
-    """The folder, with kernels for launchers to take."""
-    EmulatedLauncher(kernels, folder)
-    return folder
-
-
-@needs_a_neighbour
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not AVAILABLE, reason="this torch knows no device written in Python")
-@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler to run kernels on a CPU")
-def test_members_on_devices_have_the_bits_of_one_stage_by_way_of_the_hosts(tmp_path: Path) -> None:
-    """Their words, arrivals and sums travel over MPI."""
-    config = tiny_config(
-        optimizer={"name": "sgd", "momentum": 0.9},
-        train={"steps": 2},
-    )
-    model, data, grid = tiny_gpt(config), token_data(), Grid(SIZE // 2, 1, 2)
-    own = [name for name in (*COMPRESS, *STEP) if "Fp32, Fp32" in name and "adamw" not in name]
-    kernels = [*own, *JUDGE, *HELPERS]
-    device = LateDevice(pretend())
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = by_first_rank(
-            lambda: train_in_process(1, 1, model, config, data, g_tensor=2)[0][1]
-        )
-        folder = by_first_rank(lambda: compiled(kernels, tmp_path))
-        backend = Backend(pretend(), on_host(EmulatedLauncher(kernels, folder)))
-        transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), device, connections=None)
-        trainer, trace = train_here(
-            *(transport, grid, model, config, data),
-            placement=lambda reaching: Placement(reaching, backend, device),
-        )
-    transport.close()
-
-    assert trainer.tp_group is not None and trainer.tp_group.bytes_sent > 0
-    assert_bitwise(trace, expected)
 
 
 def test_groups_of_some_ranks_meet_however_many_groups_each_has_made() -> None:

@@ -1,16 +1,14 @@
-"""The documentation site, part by part and in full, and the notebook of examples/afternoon.py."""
+"""The documentation site, part by part and in full."""
 
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
-from support.mpirun import LONGEST_SECONDS
 from support.page_blocks import PAGES, ROOT
 
 import axsparse as ax
@@ -66,24 +64,6 @@ def test_every_page_has_a_place_on_the_site(site: Any) -> None:
 
     assert listed == made | {page for page in own if not page.startswith("decisions/0")}
     assert yaml.safe_load(config)["strict"] is True
-
-
-EXAMPLES = ROOT / "examples"
-NOTEBOOK = EXAMPLES / "afternoon.ipynb"
-
-
-def test_the_notebook_is_made_of_the_script() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import afternoon_notebook as made; print(made.notebook(), end='')"],
-        cwd=ROOT / "scripts",
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        check=True,
-    )
-
-    hint = "python scripts/afternoon_notebook.py makes it anew"
-    assert NOTEBOOK.read_text(encoding="utf-8") == done.stdout, hint
 
 
 def test_every_picture_of_the_pages_is_drawn(site: Any) -> None:

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 from support.allocated import peak_of
-from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, config_from, saved_with_pictures, write_llama
 from support.images import assert_equal_tensors, write_safetensors
-from support.resuming import dense_state, ran, settings
+from support.resuming import dense_state, ran
 from support.runs import (
     FEW_MICROBATCHES,
     mlp,
@@ -28,12 +27,8 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
-from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.models.layer import Model
-from axsparse.models.model_profile import profile
-from axsparse.models.start_weights import open_weights
-from axsparse.models.zoo.gpt import start_from_gpt2
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
     AxsparseError,
@@ -168,34 +163,6 @@ def note_last_loss(losses: list[float]) -> Any:
         vars(trainer)["evaluate"] = noting
 
     return look
-
-
-# -- and in again ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("form", by_default(["hf"], ["torch", "hf"]))
-def test_a_run_that_starts_from_it_starts_where_the_other_ended(form: Form, tmp_path: Path) -> None:
-    train = {"steps": STEPS, "eval_steps": 2, "eval_first": True}
-    config = tiny_config(train=train)
-    losses: list[float] = []
-    how: dict[str, Any] = {"validation": token_data(), "look": note_last_loss(losses)}
-    first = ran((1, 1), config, tmp_path / "first", **how)
-    out = tmp_path / ("out" if form == "hf" else "out.safetensors")
-    export(newest(tmp_path / "first"), form, out)
-
-    def model(config: Config) -> Model:
-        return start_from_gpt2(
-            tiny_gpt(config), open_weights(out), of_family(config.model, GptConfig)
-        )
-
-    still = settings(config, optimizer={"learning_rate": 1e-30, "weight_decay": 0.0})
-    second = ran((2, 1), still, tmp_path / "second", model=model, **how)
-
-    # Before the first step, after the last, and of the second run before its first one.
-    assert losses[0] != losses[1] == losses[2]
-    for name in profile(tiny_gpt(config)).shapes:
-        assert first.state[f"kept/{name}"].equal(second.state[f"kept/{name}"])
-        assert first.state[f"master/{name}"].equal(second.state[f"master/{name}"])
 
 
 # -- memory ---------------------------------------------------------------------------------
