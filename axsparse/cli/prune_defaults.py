@@ -119,7 +119,7 @@ def training_settings(config: Config, length: int, tokens: int) -> Iterator[str]
     for key, value in (
         ("schedule.warmup_steps", steps // WARM_UP),
         ("train.eval_every", max(1, steps // 4)),
-        ("checkpoint.every", "auto"),
+        ("checkpoint.every", max(1, steps // 8)),
     ):
         if _is_free(config, key):
             yield f"{key}={value}"

@@ -545,13 +545,9 @@ class CheckpointConfig(Section):
     """The checkpoints that a run saves in `checkpoints/` of its run directory, to be resumed
     from."""
 
-    every: Natural | Auto = 500
+    every: Natural = 500
     """Steps between two checkpoints; the last step is saved as well. 0 saves only when the run is
-    asked to stop (SIGUSR1, SIGTERM, SIGHUP). `auto` measures the cost of a save, and chooses the
-    interval that loses the least time with `mtbf_hours`."""
-    mtbf_hours: Annotated[float, Field(gt=0.0, le=1e6)] = 24.0
-    """Mean hours between two failures of the job, for `every: auto`: the mean hours of one host,
-    divided by the number of hosts."""
+    asked to stop (SIGUSR1, SIGTERM, SIGHUP)."""
     keep_last: Count = 3
     """Newest checkpoints that are kept; incomplete ones do not count. The newest one whose weights
     a later step has trained on stays as well."""

@@ -29,7 +29,6 @@ ONLY_WITH = (
     ("pruning.method", ("gradual",), ("initial_sparsity",)),
     ("pruning.heal", ("blocks",), ("heal_passes", "heal_batch", "heal_rate")),
     ("pipeline.schedule", ("message-driven",), ("prefer",)),
-    ("checkpoint.every", ("auto",), ("mtbf_hours",)),
     ("train.teacher", (), ("distillation_weight", "distillation_temperature")),
 )
 """A setting, the values with which others of its section have an effect (all but null if none are

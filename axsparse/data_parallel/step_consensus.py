@@ -29,8 +29,6 @@ class Flags:
     stop: bool = False
     writing: bool = False
     """Whether the rank is still writing its part of a checkpoint."""
-    save: bool = False
-    """Whether the rank finds it time to save."""
 
 
 NOTHING = Flags()

@@ -346,7 +346,6 @@ class Trainer:
                 *(directory, plan, entry, self.layers, self.pruner, self.statistics),
                 transport=transport,
                 note_progress=self.activity.note_progress,
-                says=self.recorder.say,
             )
         self._watchdog = open_watchdog(
             resolved.watchdog,
@@ -882,16 +881,11 @@ class Trainer:
         """`Step.train_step`, in which ranks also agree on stopping and on checkpoints under way."""
         saver = self._saver
         verdict = self._step.train_step(
-            lambda: (
-                NOTHING
-                if saver is None
-                else Flags(self._stop.is_set, saver.is_writing, saver.asks())
-            )
+            lambda: NOTHING if saver is None else Flags(self._stop.is_set, saver.is_writing)
         )
         self._is_stopped = verdict.notice.stop
         if saver is not None:
             saver.advance(any_writing=verdict.notice.writing)
-            saver.is_asked = verdict.notice.save
         return verdict
 
     def _call_back(self, name: str, when: str, step: int, value: object) -> None:

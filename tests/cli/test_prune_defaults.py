@@ -105,7 +105,7 @@ def test_a_training_is_as_long_as_its_texts_and_as_fast_as_its_width(order: Prun
 
     assert few == [
         *("batch.global_batch_size=8", "train.steps=279", "optimizer.learning_rate=0.001"),
-        *("schedule.warmup_steps=13", "train.eval_every=69", "checkpoint.every=auto"),
+        *("schedule.warmup_steps=13", "train.eval_every=69", "checkpoint.every=34"),
     ]
     assert many[:2] == ["batch.global_batch_size=128", "train.steps=511"]
     wide = config.model.model_copy(update={"hf": {"text_config": {"hidden_size": 4096}}})

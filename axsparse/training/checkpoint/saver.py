@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import shutil
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -44,7 +43,6 @@ from axsparse.training.checkpoint.checkpoint_folder import (
     LayerEntry,
     manifest_bytes,
 )
-from axsparse.training.checkpoint.interval import SaveInterval
 from axsparse.training.checkpoint.layer_files import LayerContents, TensorCopy, contents_of, deal
 from axsparse.training.checkpoint.verification import is_complete, read_entry
 from axsparse.training.plan import RunPlan
@@ -79,7 +77,7 @@ class _PendingCheckpoint:
 class Saver:
     """Saves one rank's part of the state; all ranks call the same methods at the same steps."""
 
-    # Reason: all that is saved, and who is told.
+    # Reason: all that is saved.
     def __init__(
         self,
         run_dir: RunDir,
@@ -91,7 +89,6 @@ class Saver:
         *,
         transport: Transport,
         note_progress: Callable[[], object],
-        says: Callable[[str], None],
     ) -> None:
         """Saves to a run directory, whose lock is released when this closes.
 
@@ -108,25 +105,18 @@ class Saver:
         )
         self.resumed_step = self.last_step if is_own else None
         """The step of the checkpoint of this folder that the run was resumed from; None without."""
-        self.is_asked = False
-        """Whether a rank has asked for a checkpoint after the last step, alike on all ranks."""
         self._plan, self._coords, self._config = plan, plan.coords, plan.config
         self._settings = plan.config.checkpoint
         self._data, self._layers, self._pruner, self._statistics = data, layers, pruner, statistics
-        self._transport, self._note_progress, self._says = transport, note_progress, says
+        self._transport, self._note_progress = transport, note_progress
         self._lock = run_dir.lock
         self._whole = set() if self.last_step is None else {self.last_step}
         self._pending: _PendingCheckpoint | None = None
         self._appeared: list[int] = []
         self._git: str | None = None
         self._mark: RunMark | None = None
-        self._interval: SaveInterval | None = None
         if self._coords.rank == 0:  # which writes manifests
             self._git, self._mark = checkout_commit(), RunMark.of(self.folder.parent)
-            if self._settings.every == "auto":
-                self._interval = SaveInterval(self._settings.mtbf_hours)
-        self._held_seconds = 0.0
-        """How long the checkpoint under way has held up this rank."""
         self._background = Background()
 
     def due(self, step: int, *, is_last: bool) -> bool:
@@ -134,11 +124,7 @@ class Saver:
         every = self._settings.every
         if not every or step == self.last_step or step == 0:
             return False
-        return is_last or (self.is_asked if every == "auto" else step % every == 0)
-
-    def asks(self) -> bool:
-        """Whether this rank finds it time to save (`checkpoint.every: auto`); once a step."""
-        return self._interval is not None and self._interval.asks() and self._pending is None
+        return is_last or step % every == 0
 
     @property
     def is_writing(self) -> bool:
@@ -153,9 +139,6 @@ class Saver:
         either of them cannot be written.
         """
         self.finish()
-        began = time.monotonic()
-        if self._interval is not None:
-            self._interval.begin()
         pruner = PrunerState(MethodState()) if self._pruner is None else self._pruner.state()
         layers = self._dealt_layers(pruner)
         # Of the tensor-parallel ranks of a stage the first one writes.
@@ -189,7 +172,6 @@ class Saver:
                 else:
                     tensor.value()
         queue.all_put()
-        self._held_seconds = time.monotonic() - began
 
     def advance(self, *, any_writing: bool) -> None:
         """Take the next step of a checkpoint that is under way, if no rank is at work on it.
@@ -200,19 +182,13 @@ class Saver:
         pending = self._pending
         if pending is None or any_writing:
             return
-        began = time.monotonic()
         if not pending.is_written:
             self._collect(pending)
-            self._held_seconds += time.monotonic() - began
             return
         try:
             commit = pending.committing
             together(self._transport, lambda: commit and self._result(commit, self.folder))
             self._appeared.append(pending.progress.step)
-            if self._interval is not None:
-                line = self._interval.end(self._held_seconds + time.monotonic() - began)
-                if line is not None:
-                    self._says(line)
         finally:
             self._pending = None
 
