@@ -7,17 +7,17 @@ import hashlib
 import json
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from axsparse.config.schema import Config, num_microbatches
-from axsparse.config.section import counted
-from axsparse.config.validate import BY_HAND, check_config, check_gpu_settings
+from axsparse.config.validate import check_config, check_gpu_settings
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.running_statistics import RunningStatistics
@@ -176,52 +176,19 @@ def check_settings(job: Job, config: Config, model: Model) -> Config:
     return config
 
 
-def reject_other_rules(optimizer: object, learning_rate: object) -> None:
-    """ConfigError for rules of wrong types, which would otherwise be found deep within."""
+def reject_arguments(optimizer: object, learning_rate: Any, starts: Mapping[str, bool]) -> None:
+    """ConfigError for rules of wrong types, which would otherwise be found deep within, and for
+    arguments of a trainer that exclude each other; `starts` says which of them are given."""
     if not isinstance(optimizer, Optimizer | None):
         raise ConfigError(
             f"Trainer: optimizer is {type(optimizer).__name__}; give an ax.Optimizer, or leave it "
             "out and set optimizer.name"
         )
     if learning_rate is not None:
-        if not callable(learning_rate):
-            raise ConfigError(
-                f"Trainer: learning_rate is {type(learning_rate).__name__}; give a number, or a "
-                "function of the number of a step"
-            )
         own_learning_rate(learning_rate, 0)
-
-
-OF_FILES = ("run_dir", "checkpoint.", "train.trace", "logging.")
-"""Beginnings of the keys of what a run writes."""
-
-
-def reject_other_starts(
-    config: Config, *, quiet: bool, has_learning_rate: bool, resume: str | None, overwrite: bool
-) -> None:
-    """ConfigError for settings that the arguments of a trainer leave without effect; for a quiet
-    run that is to resume another, and where there is no run to overwrite, or it is also to be
-    resumed."""
-    for beginnings, why in (
-        (OF_FILES if quiet else (), "quiet writes nothing"),
-        (("schedule.",) if has_learning_rate else (), "learning_rate is a function"),
-    ):
-        for key, origin in config.origins.items():
-            if key.startswith(beginnings) and origin in BY_HAND:
-                value = config.by_key()[key]
-                raise ConfigError(
-                    f"{config.where(key)}: {value} has no effect, since {why}; leave one of them "
-                    "out"
-                )
-    if quiet and resume is not None:
-        raise ConfigError(
-            "Trainer: resume goes on in a run directory, and quiet has none; leave one of them out"
-        )
-    if overwrite and (resume is not None or config.run_dir == "auto"):
-        why = "resume goes on with a run" if resume is not None else "run_dir is auto, a new one"
-        raise ConfigError(
-            f"Trainer: overwrite begins a run_dir anew, and {why}; leave one of them out"
-        )
+    given = [name for name, is_given in starts.items() if is_given]
+    if len(given) > 1:
+        raise ConfigError(f"Trainer: {' and '.join(given)} exclude each other; give one of them")
 
 
 # -- this process among the others --------------------------------------------------------
@@ -329,24 +296,11 @@ def open_run_directory(
     opened = open_run_dir(config, transport, resumed, overwrite=overwrite)
     together(transport, lambda: opened.begin(plan.config) if transport.rank == 0 else None)
     if transport.rank == 0:
-        notes = _with_stages(resumed, plan, config)
-        for line in (*notes, *changes):
+        for line in (*resumed.notes, *changes):
             _say(line)
     job.run_dir = opened.path
     job.stop.listen()
     return opened
-
-
-def _with_stages(resumed: RunDir, plan: RunPlan, config: Config) -> Sequence[str]:
-    """The lines about a resumed run, with the number of stages where `auto` takes another one."""
-    if resumed.checkpoint is None or config.layout.g_inter != "auto":
-        return resumed.notes
-    written = resumed.checkpoint.manifest.config["layout"]["g_inter"]
-    now = plan.coords.grid.g_inter
-    if written == now:
-        return resumed.notes
-    *others, goes_on = resumed.notes
-    return [*others, f"{goes_on}, in {counted(now, 'stage')}: {written} wrote it"]
 
 
 # -- the state of this rank's stage -------------------------------------------------------

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
-from axsparse.data.batches import Batches
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
@@ -42,7 +40,6 @@ from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.method_registry import choose_pruner
 from axsparse.pruning.methods.pruner import Pruner, StepContext
 from axsparse.runtime.errors import (
-    EXIT_CONFIG,
     ConfigError,
     StoppedError,
     TrainingError,
@@ -55,7 +52,6 @@ from axsparse.runtime.files.run_folder import RunLock
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
-from axsparse.runtime.process import exit_in_c, flush_streams, write_line
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.offload import Offload
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer
@@ -71,8 +67,7 @@ from axsparse.training.build import (
     placed,
     prepare_process,
     profile_together,
-    reject_other_rules,
-    reject_other_starts,
+    reject_arguments,
     stage_link,
     stage_of_layers,
     stage_products,
@@ -217,19 +212,10 @@ class Trainer:
         and no signal stops it.
         """
         # The settings, this rank among the others, and what is to be trained.
-        together(job.transport, lambda: reject_other_rules(optimizer, learning_rate))
+        starts = {"quiet": quiet, "resume": resume is not None, "overwrite": overwrite}
+        together(job.transport, lambda: reject_arguments(optimizer, learning_rate, starts))
         job.run_dir = None
         config = check_settings(job, given.config, given.model)
-        together(
-            job.transport,
-            lambda: reject_other_starts(
-                config,
-                quiet=quiet,
-                has_learning_rate=learning_rate is not None,
-                resume=resume,
-                overwrite=overwrite,
-            ),
-        )
         self.placement, config = placed(job, config)
         self.transport = transport = self.placement.transport
         gpu, backoff, opener = self.placement.gpu, transport.backoff, cache(given.open_datasets)
@@ -414,28 +400,23 @@ class Trainer:
         """
         self._reject_closed("the loop")
         self._awaits_step = False
-        return self
+        return self._steps()
 
-    def __next__(self) -> int:
-        if self._failed:
-            self._reject_closed("the loop")
-        if self._closed:
-            raise StopIteration
-        if self._awaits_step:
-            raise ConfigError(
-                f"trainer: step {self.steps_done + 1} was not done; call trainer.step() in the loop"
-            )
-        try:
+    def _steps(self) -> Iterator[int]:
+        while not self._closed:
+            if self._awaits_step:
+                raise ConfigError(
+                    f"trainer: step {self.steps_done + 1} was not done; call trainer.step() in the "
+                    "loop"
+                )
             with self._call("step", in_callbacks=False):
                 has_next = self._next()
-        except StopIteration as reason:  # of the data, say: the loop would take it for its end
-            raise RuntimeError(
-                f"StopIteration between steps {self.steps_done} and {self.steps_done + 1}"
-            ) from reason
-        if not has_next:
-            raise StopIteration
-        self._awaits_step = True
-        return self.steps_done + 1
+            if not has_next:
+                return
+            self._awaits_step = True
+            yield self.steps_done + 1
+        if self._failed:
+            self._reject_closed("the loop")
 
     def _next(self) -> bool:
         """Do the work before the coming step; if none follows, end the run, and return False."""
@@ -483,14 +464,12 @@ class Trainer:
         self._reject_closed("train")
         with self._call("train", in_callbacks=False), self._ending_on_failure():
             given = (on_step, on_evaluation, on_checkpoint)
-            for name, callback in zip(CALLBACKS, given, strict=True):
-                if callback is not None and not callable(callback):
-                    raise ConfigError(
-                        f"train: {name} is {type(callback).__name__}; give a function of the "
-                        "number of steps and of the result"
-                    )
             self._callbacks = dict(zip(CALLBACKS, given, strict=True))
-            self._warn_of_no_evaluation(on_evaluation)
+            if on_evaluation is not None and not self._evaluates:
+                self.recorder.say(
+                    "warning: on_evaluation is never called: there are no validation data, or "
+                    "train.eval_steps is 0"
+                )
             while self._next():
                 self.step()
 
@@ -498,19 +477,10 @@ class Trainer:
     def _call(self, what: str, *, in_callbacks: bool = True, meets: bool = True) -> Iterator[None]:
         """One call of all ranks together, in the threads of the settings; the watchdog watches.
 
-        ConfigError in another call of this trainer, or in a callback unless `in_callbacks`; in a
-        fork of the process; and on all ranks if one makes another call, unless they have met.
+        ConfigError in another call of this trainer, or in a callback unless `in_callbacks`; and on
+        all ranks if one makes another call, unless they have met.
         """
         job, outer = self._job, self._under_way
-        if job.is_over:
-            write_line(f"error: {what}: the job has ended; call it before the program's exit")
-            flush_streams()
-            exit_in_c(EXIT_CONFIG)
-        if os.getpid() != job.process:
-            raise ConfigError(
-                f"{what}: process {os.getpid()} is a fork of {self.coords}, and no rank itself; "
-                f"call it in process {job.process}"
-            )
         is_own = (outer, what) == ("train", "step")
         if outer and not is_own and not (in_callbacks and outer in CALLBACKS):
             raise ConfigError(
@@ -641,8 +611,6 @@ class Trainer:
     def _release(self) -> None:
         """End threads, hooks (which would keep the model alive) and record; safe to call twice."""
         self._closed, self._handled = True, None
-        if os.getpid() != self._job.process:
-            return  # they are those of the process that this one is a fork of
         if self in self._job.in_progress:
             self._job.in_progress.remove(self)
         if self._saver is not None:
@@ -653,17 +621,6 @@ class Trainer:
         self.recorder.close()
         if self._watchdog is not None:
             self._watchdog.close()
-
-    def _warn_of_no_evaluation(self, on_evaluation: OnEvaluation | None) -> None:
-        if on_evaluation is None:
-            return
-        if self.config.train.eval_steps == 0:
-            why = "train.eval_steps is 0; set it, or leave on_evaluation out"
-        elif self.data.validation is None:
-            why = "there are no validation data; give Datasets(training, validation)"
-        else:
-            return
-        self.recorder.say(f"warning: on_evaluation is never called: {why}")
 
     def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""
@@ -706,12 +663,11 @@ class Trainer:
         change. None if there is no validation data. ConfigError on all ranks if one makes another
         call meanwhile.
         """
-        validation = self.data.validation
-        if validation is None or self.config.train.eval_steps == 0:
+        if not self._evaluates:
             return None
         with self._call("evaluate"):
             self.activity.at("evaluation", self.steps_done)
-            self.last_evaluation = self._evaluated(validation, self.config.train.eval_steps)
+            self.last_evaluation = self._evaluated(self.config.train.eval_steps)
         return self.last_evaluation
 
     def save(self) -> Path:
@@ -917,7 +873,13 @@ class Trainer:
                 folder = path_of(self._saver.folder, step)
                 self._call_back("on_checkpoint", "of step", step, folder)
 
-    def _evaluated(self, validation: Batches, number: int | Literal["all"]) -> Evaluation:
+    @property
+    def _evaluates(self) -> bool:
+        return self.data.validation is not None and self.config.train.eval_steps != 0
+
+    def _evaluated(self, number: int | Literal["all"]) -> Evaluation:
+        validation = self.data.validation
+        assert validation is not None, "there is something to evaluate on"
         with self.statistics.of_first_replica():
             return evaluate(
                 self.engine,
@@ -930,10 +892,10 @@ class Trainer:
 
     def _loss_at_masks(self) -> float | None:
         """The loss before or after a change of the masks, if it is asked for."""
-        validation, number = self.data.validation, self.config.pruning.eval_steps
-        if validation is None or number == 0:
+        number = self.config.pruning.eval_steps
+        if self.data.validation is None or number == 0:
             return None
-        return self._evaluated(validation, number).loss
+        return self._evaluated(number).loss
 
     def _recorded_evaluation(self) -> None:
         with self._within("on_evaluation"):

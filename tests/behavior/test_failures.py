@@ -281,17 +281,6 @@ assert pool.map(abs, [-1]) == [1]
 pool.terminate()
 pool.join()
 """
-FORK = """
-child = os.fork()
-if not child:
-    try:
-        trainer.model()
-    except Exception as error:
-        assert f": process {os.getpid()} is a fork of rank " in str(error)
-        assert " and no rank itself; call it in process " in str(error)
-        sys.exit(5)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
-"""
 IN_A_DAEMON = """
 began = threading.Event()
 def wait(step, result):
@@ -367,18 +356,11 @@ WAYS_OUT = [
         "trainer.save_hf('x')",
         apart("returns from on_step", "calls save_hf() after step 2"),
     ),
-    (
-        "exit",
-        "0",
-        "trainer.model()",
-        (78, "model: the job has ended; call it before the program's exit"),
-    ),
     ("callback", "1", "trainer.train()", within("train")),
     ("callback", "1", "trainer.step()", within("step")),
     ("callback", "1", "next(iter(trainer))", within("step")),
     ("callback", "1", "trainer.close()", within("close")),
     ("callback", "all", "trainer.evaluate(); trainer.save(); trainer.model()", FINE),
-    ("callback", "all", FORK, FINE),
     ("callback", "all", "threading.Thread(target=sys.exit, args=[3]).start()", FINE),
     ("read", "all", "os.fork() or os.execv('/bin/true', ['true'])", FINE),
     ("callback", "all", POOL, FINE),
@@ -389,10 +371,7 @@ WAYS_OUT = [
 def test_what_is_over_is_over_and_every_way_out_is_clean(
     where: str, who: str, code: str, end: tuple[int, str], tmp_path: Path
 ) -> None:
-    # The fork that tests start Python by ends MPI itself, and so in a fork of that fork.
-    python = sys.executable if code == FORK else None
-    words = ["-c", ENDS, where, who, code]
-    job = run_mpirun(2, words, cwd=tmp_path, timeout=100, python=python)
+    job = run_mpirun(2, ["-c", ENDS, where, who, code], cwd=tmp_path, timeout=100)
 
     returncode, line = end
     assert job.returncode == returncode, str(job)
