@@ -465,21 +465,6 @@ class LossScaleConfig(Section):
         return self
 
 
-class SpikesConfig(Section):
-    """The reaction to a finite loss that jumps."""
-
-    rule: Literal["none", "skip"] = "none"
-    """`none`: a spike is a step like any other. `skip`: such a step updates nothing."""
-    ratio: Annotated[float, Field(gt=1.0)] = 2.0
-    """A step is a spike if exp(loss), the perplexity of a text, is more than this many times the
-    usual one, which means a loss more than ln(ratio) above the median of recent good steps."""
-    window: Annotated[int, Field(ge=2, le=10_000)] = 50
-    """Good steps that the median is taken of; nothing is a spike before there are so many, or so
-    many since the masks changed."""
-    patience: Count = 5
-    """Spikes in a row after which the run ends; with 1 it ends at the first."""
-
-
 class ScheduleConfig(Section):
     """How the learning rate moves: linear warm-up, then decay."""
 
@@ -633,7 +618,6 @@ class Config(Section):
     """How weights follow gradients."""
     loss_scale: LossScaleConfig = LossScaleConfig()
     """The reaction to a loss or gradients that are not finite."""
-    spikes: SpikesConfig = SpikesConfig()
     """The reaction to a loss that jumps."""
     schedule: ScheduleConfig = ScheduleConfig()
     """How the learning rate moves."""

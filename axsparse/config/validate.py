@@ -23,7 +23,6 @@ ONLY_WITH = (
     ("optimizer.name", ("sgd",), ("momentum", "nesterov")),
     ("schedule.decay", ("cosine", "linear"), ("decay_steps", "final_ratio")),
     ("schedule.decay", ("step",), ("step_every", "step_factor")),
-    ("spikes.rule", ("skip",), ("ratio", "window", "patience")),
     ("pruning.method", ("early-bird", "gradual", "iterative"), ("interval", "until_step")),
     ("pruning.method", ("early-bird",), ("threshold", "metric", "on_no_convergence")),
     ("pruning.method", ("gradual",), ("initial_sparsity",)),

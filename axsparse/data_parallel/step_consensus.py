@@ -61,8 +61,6 @@ class StepResult:
     """Global norm over kept entries, before clipping."""
     finite: bool
     """Whether the loss and all gradients are finite; if not, no rank updates."""
-    spike: bool = False
-    """Whether the loss is finite but suspiciously large (`spikes`); then no rank updates."""
     culprit: str | None = None
     """The first tensor, in model order, whose gradient is not finite."""
     bad_loss: int | None = None

@@ -1,10 +1,6 @@
 """How far a run is: its steps count in `Progress`, and its checkpoints store that object.
 
-A step is skipped if its loss or a gradient is not finite, or if its loss is a number that is too
-large to believe, a spike. A step spikes if its mean loss L exceeds the median M of the last
-`window` good steps by more than ln(ratio), that is if exp(L) > ratio · exp(M). A difference in nats
-means the same at a loss of 10 and at one of 0.1; a ratio of losses would miss spikes at first and
-see too many at the end. The median is hardly moved by a single bad step.
+A step is skipped if its loss or a gradient is not finite.
 
 Dynamic loss scaling (Micikevicius et al. 2018) keeps small fp16 gradients from becoming zero. The
 backward starts from the loss scale instead of 1, the update divides by it. A skipped step halves
@@ -16,13 +12,11 @@ compression before gradients are checked, and affects nothing.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from statistics import median
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from axsparse.config.schema import Config, SpikesConfig
+from axsparse.config.schema import Config
 from axsparse.pruning.methods.pruner import MaskUpdate
 from axsparse.samo.optim.optimizer import LearningRate, learning_rate, own_learning_rate
 
@@ -35,41 +29,6 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 class _Counters(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-@dataclass(frozen=True)
-class Spike:
-    """A step whose loss is too large."""
-
-    step: int
-    """The number of the step, from 1."""
-    loss: float
-    usual: float
-    """The median loss of the good steps before it."""
-
-    def __str__(self) -> str:
-        return f"spike: the loss is {self.loss:.4g}, the usual one {self.usual:.4g}"
-
-
-class SpikeHistory(_Counters):
-    """The recent losses by which the next one is found to be a spike, alike on every rank."""
-
-    losses: Annotated[list[float], Field(max_length=10_000)] = []
-    in_a_row: Count = 0
-
-    def decide(self, settings: SpikesConfig, step: int, loss: float) -> Spike | None:
-        """The spike that a finite loss is; None if the loss is good, which is then remembered."""
-        if settings.rule == "none":
-            return None
-        recent = self.losses[-settings.window :]
-        if len(recent) == settings.window:
-            usual = median(recent)
-            if loss - usual > math.log(settings.ratio):
-                self.in_a_row += 1
-                return Spike(step, loss, usual)
-        self.losses = [*recent, loss][-settings.window :]
-        self.in_a_row = 0
-        return None
 
 
 class FirstBad(_Counters):
@@ -112,7 +71,6 @@ class Progress(_Counters):
     """Steps since the last good one that were skipped at the smallest scale or for their loss."""
     not_finite: Count = 0
     """Number of steps skipped because loss or gradient was not finite."""
-    spiked: Count = 0
     last_good: Count = 0
     """The last step that updated the weights; 0 before the first. Its loss was computed with the
     weights of the step before: weights that were saved before this step are known to train, later
@@ -122,7 +80,6 @@ class Progress(_Counters):
     (`samo/fixed_point.py`); empty where sums are not exact."""
     first_bad: FirstBad | None = None
     """The first of the steps in a row that were skipped at the smallest loss scale."""
-    spikes: SpikeHistory = Field(default_factory=SpikeHistory)
     best: BestEntry | None = None
     """The best evaluation; None before the first, and if none is looked for."""
 
@@ -183,7 +140,6 @@ class Progress(_Counters):
         if change.changed:
             self.masks_changed = self.step
             # Losses of a network with other masks say nothing about this one.
-            self.spikes.losses.clear()
             self.best = None
 
     def rescale(self, config: Config, *, finite: bool, loss_is_finite: bool = True) -> None:

@@ -48,7 +48,7 @@ from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
 from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.plan import RunPlan
-from axsparse.training.progress import FirstBad, Progress, Spike
+from axsparse.training.progress import FirstBad, Progress
 
 MOST_NAMED = 4
 """A warning names at most this many parameters or buffers."""
@@ -111,19 +111,16 @@ class Step:
     def train_step(self, notice: Callable[[], Flags] = lambda: NOTHING) -> StepResult:
         """Train on the next batch; the loss and norm returned were measured before the update.
 
-        If the loss or a gradient is not finite anywhere, or the loss spikes, no rank updates.
-        All ranks receive what `notice` returns with the agreement; it is called when everything
-        else is computed. TrainingError on all ranks once too many steps in a row could not update,
-        or once replicas are found to have other weights.
+        If the loss or a gradient is not finite anywhere, no rank updates. All ranks receive what
+        `notice` returns with the agreement; it is called when everything else is computed.
+        TrainingError on all ranks once too many steps in a row could not update, or once replicas
+        are found to have other weights.
         """
         self.check_layers()
         step = self.progress.step + 1
         verdict = self._gradients(self._next_batch(), notice)
         reject_drifted_weights(verdict, step, self._coords.grid)
-        spike = None
         if verdict.finite:
-            spike = self.progress.spikes.decide(self._config.spikes, step, verdict.loss)
-        if verdict.finite and spike is None:
             with self.phases("collective"):
                 self.statistics.finish()
             self._clip_and_update(verdict)
@@ -131,9 +128,9 @@ class Step:
             self.statistics.undo()
             self.restore_weights()
         self._warn_of_own_buffers()
-        self.skips.record(step, verdict, spike)
+        self.skips.record(step, verdict)
         self.progress.end_step()
-        return replace(verdict, spike=spike is not None)
+        return verdict
 
     @torch.inference_mode(mode=False)
     @torch.enable_grad()
@@ -462,22 +459,12 @@ class SkippedSteps:
     reason: str | None = None
     """Why the last step updated nothing; None if it did update."""
 
-    def record(self, step: int, verdict: StepResult, spike: Spike | None) -> None:
+    def record(self, step: int, verdict: StepResult) -> None:
         """Take note of step number `step`, and let the loss scale follow it.
 
         TrainingError on all ranks once too many steps in a row could not update.
         """
         self.reason = None
-        if spike is not None:
-            patience = self.plan.config.spikes.patience
-            if self.progress.spikes.in_a_row >= patience:
-                raise self._given_up(
-                    f"step {spike.step}: {spike}, and {patience} steps in a row were skipped for "
-                    "that (spikes.patience)"
-                )
-            self.reason = str(spike)
-            self.progress.spiked += 1
-            return
         if verdict.finite:
             self.progress.last_good = step
         else:

@@ -816,7 +816,7 @@ class Trainer:
             loss_scale=scale,
             weights_digest=verdict.digest,
             skip_reason=self._step.skips.reason,
-            skipped_steps=self.progress.not_finite + self.progress.spiked,
+            skipped_steps=self.progress.not_finite,
         )
         maxima = {
             "model_state_bytes": self.state_bytes().total,
@@ -1027,13 +1027,11 @@ def reject_bad_end(steps_done: int, last: Evaluation | None, pruner: Pruner | No
 
 def last_lines(progress: Progress, saver: Saver | None) -> Iterator[str]:
     """How many steps were skipped, if any were, and where the result is."""
-    skipped = {
-        "with numbers that were not finite": progress.not_finite,
-        "for a spike of the loss": progress.spiked,
-    }
-    if any(skipped.values()):
-        said = (f"{count} skipped {why}" for why, count in skipped.items() if count)
-        yield f"of {progress.step} steps: {', '.join(said)}"
+    if progress.not_finite:
+        yield (
+            f"of {progress.step} steps: {progress.not_finite} skipped with numbers that were not "
+            "finite"
+        )
     if saver is None:
         return
     run = saver.shown.parent

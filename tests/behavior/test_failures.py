@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import socket
-import sys
 import time
 from pathlib import Path
 
@@ -206,7 +205,7 @@ def test_a_call_that_one_rank_makes_alone_ends_the_job(
 
 
 ENDS = """
-import atexit, os, sys, threading
+import os, sys, threading
 import numpy as np
 import axsparse as ax
 from support.runs import mlp, tiny_config, vector_data
@@ -232,8 +231,6 @@ data = Read(inputs[0], targets), vector_data()
 config = tiny_config(train={"steps": 6, "eval_steps": 1})
 # What all ranks do is done in a run that listens to signals.
 place = {"run_dir": "run"} if who == "all" else {"quiet": True}
-if where == "exit":
-    atexit.register(act)
 trainer = ax.Trainer(mlp(), data, config, g_inter=2, **place)
 if where == "before":
     act()

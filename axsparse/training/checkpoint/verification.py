@@ -216,7 +216,7 @@ FREE = (
 TOLD = (
     *("optimizer.learning_rate", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay"),
     *("optimizer.clip_norm", "optimizer.nesterov", "schedule.", "loss_scale.", "train.threads"),
-    *("spikes.", "samo.gradient", "pruning.rewarm_steps"),
+    *("samo.gradient", "pruning.rewarm_steps"),
 )
 """Keys that may change and are printed if they do, since later steps then compute other values."""
 START = ("model.from", "model.weights", "model.new", "train.teacher")

@@ -243,8 +243,6 @@ def test_no_flipped_bit_goes_unseen() -> None:
         ("progress/loss_scale", 0.0, "progress.loss_scale: "),
         ("progress/loss_scale", 1e300, "progress.loss_scale: "),
         ("progress/exponents", {"block0.fc.weight": 401}, "progress.exponents.block0.fc.weight: "),
-        ("progress/spikes", {"losses": [float("nan")]}, "progress.spikes.losses.0: |it: "),
-        ("progress/spikes", {"losses": [1.0] * 10_001}, "progress.spikes.losses: "),
         ("progress/first_bad", {"step": 1, "what": "a\x1b[2J"}, "progress.first_bad.what: "),
         ("method_state/distances", "x", "method_state.distances"),
         ("extra", 1, "extra: "),
