@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from axsparse.cli.parser import override
-from axsparse.cli.prune_order import BLOCKWISE, Heal, PruneOrder, Schedule, goes_by_layers
+from axsparse.cli.prune_order import BLOCKWISE, ONE_BY_ONE, Heal, PruneOrder, Schedule
 from axsparse.config.hf_config import BUNDLED
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import Config, PruningConfig
@@ -79,24 +79,41 @@ def chosen(order: PruneOrder) -> PruneOrder:
     rule = rule_of(sparsity)
     asks = any(text.startswith(("train.steps=", "train.teacher=")) for text in order.settings)
     heal = order.heal or ("train" if asks else rule.heal)
-    can_rise = heal == "train" and goes_by_layers(config) and config.pruning.pattern is None
+    can_rise = heal == "train" and config.pruning.pattern is None
     schedule = order.schedule or (rule.schedule if can_rise else "once")
     if schedule == "gradual" and not (can_rise and sparsity > BLOCKWISE):
         raise ConfigError(
             f"--schedule: gradual rises from {BLOCKWISE:g} while the model trains, and this "
             f"is --heal {heal} to {sparsity:g}; choose once, or --heal train, more --sparsity, and "
-            "no pattern, mask file or method that sees the full model"
+            "no pattern"
         )
     settings = []
     if order.method is not None or _is_free(config, "pruning.method"):
         first = BLOCKWISE if schedule == "gradual" else sparsity
         method = order.method or ("wanda" if first <= WANDA_UP_TO else "sparsegpt")
         settings.append(f"pruning.method={method}")
-    heals = heal == "blocks" or (heal == "train" and goes_by_layers(config))
-    settings.append(f"pruning.heal={'blocks' if heals else 'none'}")
+    settings.append(f"pruning.heal={'none' if heal == 'none' else 'blocks'}")
     if schedule == "gradual" and order.heal is None:
         settings.append(override("train.teacher", order.source))
-    return replace(order, heal=heal, schedule=schedule, settings=(*settings, *order.settings))
+    order = replace(order, heal=heal, schedule=schedule, settings=(*settings, *order.settings))
+    reject_full_model(order.configured())
+    return order
+
+
+def reject_full_model(config: Config) -> None:
+    """ConfigError for masks that cannot be drawn for one layer after the other."""
+    pruning = config.pruning
+    if (
+        pruning.method not in ONE_BY_ONE
+        or pruning.distribution == "global"
+        or pruning.mask is not None
+        or config.layout.g_tensor > 1
+    ):
+        raise ConfigError(
+            f"prune: each layer is pruned by itself, by {', '.join(ONE_BY_ONE)}; leave "
+            "pruning.distribution, pruning.mask and layout.g_tensor out, or prune by axsparse "
+            "train with model.from, and export"
+        )
 
 
 def training_settings(config: Config, length: int, tokens: int) -> Iterator[str]:

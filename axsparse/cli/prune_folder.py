@@ -2,10 +2,8 @@
 
 Tokens are prepared, the model is pruned and healed one layer at a time, with held-out samples that
 are evaluated before and after, and the folder is written from the layers' files; no rank ever has
-the full model. Such a folder may then be trained, with its masks or while they rise. Where masks
-need the full model at once, the steps are the same as the commands': the dense model is evaluated,
-the pruned one is built, saved, trained, evaluated and exported. A page in Markdown reports the
-result. A second start with the same arguments skips the steps that are done.
+the full model. Such a folder may then be trained, with its masks or while they rise. A page in
+Markdown reports the result. A second start with the same arguments skips the steps that are done.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +30,6 @@ from axsparse.cli.prune_order import (
     FACTS,
     PRUNED,
     PruneOrder,
-    goes_by_layers,
 )
 from axsparse.config.hf_config import read_json
 from axsparse.config.schema import Config, sample_length
@@ -54,12 +50,11 @@ from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.job import Job
 from axsparse.runtime.machine import peak_memory_bytes
 from axsparse.samo.optim.optimizer import optimizer_of
-from axsparse.training.build import HEALED, PrunedLayers, prune_layers
+from axsparse.training.build import PrunedLayers, prune_layers
 from axsparse.training.checkpoint.verification import steps_in
-from axsparse.training.evaluation import Evaluation
 from axsparse.training.export import CARD, Weights, export, export_folder, with_card
 from axsparse.training.plan import RunPlan
-from axsparse.training.trainer import Trainer, build
+from axsparse.training.trainer import build
 
 UNTRAINED = (
     *("optimizer.name=sgd", "optimizer.momentum=0", "optimizer.nesterov=false"),
@@ -91,11 +86,8 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
         together(transport, lambda: _prepare(order) if is_first else None)
     order, asked = together(transport, partial(_with_settings, order))
     together(transport, lambda: order.adopt(asked) if is_first else None)
-    by_layers = goes_by_layers(asked)
-    if is_first and not by_layers:
-        _say_plan(order, asked, None)
     try:
-        facts = (_prune_by_layers if by_layers else _prune_at_once)(job, order, asked, seconds)
+        facts = (_trained if order.heal == "train" else _pruned)(job, order, asked, seconds)
     except StoppedError as stopped:
         saved = str(stopped).partition("; ")[0]
         raise StoppedError(f"{saved}; the same command continues") from None
@@ -129,40 +121,8 @@ def _with_settings(order: PruneOrder) -> tuple[PruneOrder, Config]:
     return order, order.configured()
 
 
-# -- layer by layer -----------------------------------------------------------------------
-
-
-def _prune_by_layers(job: Job, order: PruneOrder, asked: Config, seconds: Seconds) -> Facts:
-    """Prune and heal one layer at a time, perhaps train, and write the folder."""
-    if order.heal != "train":
-        return _pruned(job, order, asked, seconds, order.out)
-    transport = job.transport
-    path, pruned = order.work / FACTS, order.work / PRUNED
-    # Steps of a training stand for the folder that it has begun with.
-    if not together(transport, lambda: steps_in(order.work / "run")):
-        found = _pruned(job, order, asked, seconds, pruned)
-
-        def keep() -> None:
-            if transport.rank == 0:
-                with writing(f"--out: {path}", "free the disk"), new_path(path) as unfinished:
-                    unfinished.write_text(json.dumps(asdict(found)), encoding="utf-8")
-
-        together(transport, keep)
-    known = Facts(**together(transport, lambda: read_json(path)))
-    settings = [
-        override("model.from", pruned),
-        *("pruning.heal=none", f"data.sequence_length={order.length(asked)}"),
-        *_masks_of(order, asked, known),
-    ]
-    config = together(transport, partial(order.configured, *settings))
-    together(transport, partial(check_config, config))
-    trainer = _built(job, config, resume="auto")
-    trained = _finished(job, order, trainer, seconds)
-    return replace(trained, before=known.before, pruned=known.after, blocks=known.blocks)
-
-
-def _pruned(job: Job, order: PruneOrder, asked: Config, seconds: Seconds, folder: Path) -> Facts:
-    """Prune and heal one layer at a time, and write a folder."""
+def _pruned(job: Job, order: PruneOrder, asked: Config, seconds: Seconds) -> Facts:
+    """Prune and heal one layer at a time, and write the folder, or the one that is trained."""
     transport = job.transport
     is_first = transport.rank == 0
     settings = (*order.of_layers(asked), *UNTRAINED)
@@ -194,7 +154,9 @@ def _pruned(job: Job, order: PruneOrder, asked: Config, seconds: Seconds, folder
     def write() -> int:
         if not is_first:
             return 0
-        dtype = (lambda _: torch.float32) if order.heal == "train" else _dtype_of(start)
+        folder, dtype = order.out, _dtype_of(start)
+        if order.heal == "train":
+            folder, dtype = order.work / PRUNED, lambda _: torch.float32
         return export_folder(done.plan.config, done.plan.profile, read, folder, dtype)
 
     with timed(seconds, "export"):
@@ -243,10 +205,6 @@ def _announce(
             block_seconds / plan.config.batch.microbatch_size,
             transport.size,
         )
-    _say_plan(order, asked, work)
-
-
-def _say_plan(order: PruneOrder, asked: Config, work: Work | None) -> None:
     for line in plan_lines(order, asked, work):
         say(f"axsparse: {line}")
 
@@ -268,60 +226,43 @@ def _state_of(order: PruneOrder, done: PrunedLayers, kept: Mapping[str, int]) ->
     return run.state_bytes(run.profile.layers, kept)
 
 
-def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:
-    """The settings by which a training keeps the zeros of a folder, or makes more and more."""
-    zeros = f"{1 - facts.kept / facts.entries:.4f}"
-    if order.schedule == "once":
-        return ["pruning.method=zeros", f"pruning.sparsity={zeros}", "pruning.layers=[]"]
-    initial = BLOCKWISE if asked.pruning.layers else zeros
-    return [*rising(asked), f"pruning.initial_sparsity={initial}"]
-
-
-# -- the full model ----------------------------------------------------------------------
-
-
-def _prune_at_once(job: Job, order: PruneOrder, asked: Config, seconds: Seconds) -> Facts:
-    """Evaluate the dense model, build the pruned one, perhaps train it, and export it."""
+def _trained(job: Job, order: PruneOrder, asked: Config, seconds: Seconds) -> Facts:
+    """Prune and heal one layer at a time, train, and write the folder."""
     transport = job.transport
-    length = f"data.sequence_length={order.length(asked)}"
-    dense = together(transport, partial(order.configured, "samo.enabled=false", length, *UNTRAINED))
-    still = () if order.heal == "train" else UNTRAINED
-    pruned = together(transport, partial(order.configured, length, *still))
-    for config in (dense, pruned):
-        together(transport, partial(check_config, config))
-    with timed(seconds, "dense evaluation"):
-        trainer = _built(job, dense, quiet=True)
-        before = _evaluated(trainer).loss
-        trainer.close()
-    with timed(seconds, "pruning and healing"):
-        trainer = _built(job, pruned, resume="auto")
-        if trainer.steps_done == 0:
-            trainer.save()
-        if transport.rank == 0:
-            shutil.rmtree(order.work / "run" / HEALED, ignore_errors=True)
-    return replace(_finished(job, order, trainer, seconds), before=before)
+    is_first, path, run = transport.rank == 0, order.work / FACTS, order.work / "run"
+    # Steps of a training stand for the folder that it has begun with.
+    if not together(transport, lambda: steps_in(run)):
+        found = _pruned(job, order, asked, seconds)
 
+        def keep() -> None:
+            if is_first:
+                with writing(f"--out: {path}", "free the disk"), new_path(path) as unfinished:
+                    unfinished.write_text(json.dumps(asdict(found)), encoding="utf-8")
 
-# -- a trained model ----------------------------------------------------------------------
-
-
-def _finished(job: Job, order: PruneOrder, trainer: Trainer, seconds: Seconds) -> Facts:
-    """Train if the order says so, evaluate, and export; nothing is said of the dense model."""
-    transport = job.transport
-    if order.heal == "train":
-        with timed(seconds, "training"):
-            trainer.train()
+        together(transport, keep)
+    before = Facts(**together(transport, lambda: read_json(path)))
+    settings = [
+        override("model.from", order.work / PRUNED),
+        *("pruning.heal=none", f"data.sequence_length={order.length(asked)}"),
+        *_masks_of(order, asked, before),
+    ]
+    config = together(transport, partial(order.configured, *settings))
+    together(transport, partial(check_config, config))
+    model = together(transport, lambda: named_model(config))
+    trainer = build(job, model, partial(open_datasets, config), config, resume="auto")
+    with timed(seconds, "training"):
+        trainer.train()
     with timed(seconds, "evaluation"):
-        evaluation = _evaluated(trainer)
+        evaluation = trainer.evaluate()
     targets, state = trainer.plan.targets, trainer.state_bytes().total
     assert targets is not None, "something is pruned"
+    assert evaluation is not None, "`PruneOrder.adopt` rejects train.eval_steps 0"
     trainer.close()
 
     def write() -> tuple[int, int]:
-        if transport.rank:
+        if not is_first:
             return 0, 0
         dtype = _dtype_of(named_model(order.configured()).start)
-        run = order.work / "run"
         done = export(run, "hf", order.out, force=True, dtype=dtype, card=False)
         weights = Weights(done.checkpoint, trained=False)
         kept = sum(int(weights.dense(name).count_nonzero()) for name in targets.shapes)
@@ -329,26 +270,24 @@ def _finished(job: Job, order: PruneOrder, trainer: Trainer, seconds: Seconds) -
 
     with timed(seconds, "export"):
         nbytes, kept = together(transport, write)
-    return Facts(
-        math.nan,
-        evaluation.loss,
-        sum(map(math.prod, targets.shapes.values())),
-        kept,
-        nbytes,
-        state,
-        held_out=evaluation.samples,
+    return replace(
+        before,
+        after=evaluation.loss,
+        pruned=before.after,
+        entries=sum(map(math.prod, targets.shapes.values())),
+        kept=kept,
+        export_bytes=nbytes,
+        state_bytes=state,
     )
 
 
-def _built(job: Job, config: Config, *, quiet: bool = False, resume: str | None = None) -> Trainer:
-    model = together(job.transport, lambda: named_model(config))
-    return build(job, model, partial(open_datasets, config), config, quiet=quiet, resume=resume)
-
-
-def _evaluated(trainer: Trainer) -> Evaluation:
-    evaluation = trainer.evaluate()
-    assert evaluation is not None, "`PruneOrder.adopt` rejects train.eval_steps 0"
-    return evaluation
+def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:
+    """The settings by which a training keeps the zeros of a folder, or makes more and more."""
+    zeros = f"{1 - facts.kept / facts.entries:.4f}"
+    if order.schedule == "once":
+        return ["pruning.method=zeros", f"pruning.sparsity={zeros}", "pruning.layers=[]"]
+    initial = BLOCKWISE if asked.pruning.layers else zeros
+    return [*rising(asked), f"pruning.initial_sparsity={initial}"]
 
 
 def _prepare(order: PruneOrder) -> None:

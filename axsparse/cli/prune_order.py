@@ -196,16 +196,3 @@ class PruneOrder:
             "--schedule": self.schedule,
             **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
         }
-
-
-def goes_by_layers(config: Config) -> bool:
-    """Whether each layer is pruned by itself; otherwise masks need all of them, or change later, or
-    tensor-parallel ranks share every layer."""
-    pruning = config.pruning
-    return (
-        pruning.method in ONE_BY_ONE
-        and pruning.distribution != "global"
-        and pruning.mask is None
-        and pruning.at_step == 0
-        and config.layout.g_tensor == 1
-    )
