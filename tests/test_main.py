@@ -123,7 +123,7 @@ def test_a_command_of_several_words_says_which_may_follow(axsparse: Axsparse, gr
     assert all(words.split()[1] in screen for words in all_parsers() if words.startswith(group))
 
 
-@pytest.mark.parametrize("words", [["plan"], ["data", "prepare"], ["checkpoint", "show"]])
+@pytest.mark.parametrize("words", [["plan"], ["data", "prepare"], ["checkpoint", "verify"]])
 def test_help_of_a_command_is_had_by_its_name_as_well(axsparse: Axsparse, words: list[str]) -> None:
     said = axsparse("help", *words)
 

@@ -1,15 +1,14 @@
-"""`axsparse checkpoint verify | show | prune`: checks, lists or removes checkpoints of a run."""
+"""`axsparse checkpoint verify | prune`: checks or removes checkpoints of a run."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from axsparse.cli.parser import CommandParser, integer, say
-from axsparse.runtime.console import format_bytes, format_count
+from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, writing
 from axsparse.runtime.files.run_folder import RunLock
 
@@ -18,7 +17,7 @@ from axsparse.runtime.files.run_folder import RunLock
 DESCRIPTION = """\
 Look at the checkpoints of a run. DIR is a run directory, or one checkpoint in it:
 
-  axsparse checkpoint show runs/my_run
+  axsparse checkpoint verify runs/my_run
   axsparse checkpoint verify runs/my_run/checkpoints/step-500
   axsparse checkpoint prune runs/my_run --keep-last 1
 """
@@ -29,7 +28,6 @@ def parser() -> CommandParser:
     text = "remove checkpoints, never the newest whole one; other jobs must not use the run"
     for name, work, purpose in (
         ("verify", _verify, "read every file and compare its size and hash with the manifest"),
-        ("show", _show, "say what the manifests say"),
         ("prune", _prune, text),
     ):
         subparser = group.add_subcommand(name, work, help=purpose, description=purpose)
@@ -64,38 +62,6 @@ def _verify(arguments: argparse.Namespace) -> None:
         say(f"  {folder}: not finished, never used; goes with the next checkpoint")
     if failures:
         raise failures[0]
-
-
-def _show(arguments: argparse.Namespace) -> None:
-    """Print the contents of the manifests, without reading the files that they name."""
-    from axsparse.training.checkpoint import verification
-
-    for checkpoint in _checkpoints(arguments.path):
-        manifest = verification.open_checkpoint(checkpoint).manifest
-        progress = manifest.progress
-        said = {**verification.flat(manifest.config), **manifest.versions}
-        parameters = [p for layer in manifest.layers.values() for p in layer.parameters.values()]
-        kept = sum(entry.kept for entry in parameters)
-        numel = sum(math.prod(entry.shape) for entry in parameters)
-        say(f"{checkpoint}")
-        say(
-            f"  step {progress.step}, {progress.updates} updates, loss scale "
-            f"{progress.loss_scale:g}, {manifest.data.position} samples of {manifest.data.name}"
-        )
-        if progress.best is not None:
-            say(
-                f"  lowest validation loss so far {progress.best.loss:.4f}, after step "
-                f"{progress.best.step}"
-            )
-        say(
-            f"  {len(manifest.layers)} layers, {format_count(numel)} parameters, "
-            f"{format_count(kept)} kept, {format_bytes(manifest.nbytes)}"
-        )
-        say(
-            f"  {said.get('precision')}, {said.get('optimizer.name')}, pruning "
-            f"{said.get('pruning.method')}, seed {said.get('seed')}; axsparse "
-            f"{said.get('axsparse')}, torch {said.get('torch')}"
-        )
 
 
 def _prune(arguments: argparse.Namespace) -> None:

@@ -138,9 +138,6 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         for lock in locks:
             lock.release()
         raise
-    best = None if checkpoint is None or path is None else checkpoint.manifest.progress.best
-    if best is not None and best.step not in steps:
-        notes = [*notes, f"the best checkpoint, step-{best.step}, is not there any more"]
     if checkpoint is not None:
         all_steps = config.train.steps
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
@@ -216,7 +213,6 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
             ) from reason
         has_mark = _is_run(path, where)
         if overwrite or not _contains_run(path):  # otherwise not even a lock file is left there
-            _reject_broken_link(path / CHECKPOINTS, where)
             lock = RunLock(path)
             if overwrite and has_mark:
                 _clear(path)
@@ -241,15 +237,6 @@ def _is_run(path: Path, where: str) -> bool:
             "has marked as its own, and a run replaces nothing that it has not written; choose "
             "another --run-dir"
         ) from reason
-
-
-def _reject_broken_link(path: Path, where: str) -> None:
-    """OutputError for a link to a folder that is not there, such as one on a disk that is away."""
-    if path.is_symlink() and not path.is_dir():
-        raise OutputError(
-            f"{where}: {path} is a link to {path.readlink()}, which is no folder; mount or make "
-            "it, or choose another --run-dir"
-        )
 
 
 def _clear(path: Path) -> None:

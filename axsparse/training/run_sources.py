@@ -119,26 +119,20 @@ def run_sources(
         )
     of_data = data.settings if isinstance(data, Tokens) else {}
     whole = load_settings(config, of_model, of_data, settings)
-    if isinstance(model, nn.Module) != (loss is not None):
-        kind = type(model).__name__
+    kind = type(model).__name__
+    if isinstance(model, nn.Module) and loss is None:
+        way = "give loss=, which returns the summed loss of the outputs and the targets"
+        if hasattr(model, "save_pretrained"):
+            way = "save it by save_pretrained(FOLDER), and give ax.hf(FOLDER)"
+        raise ConfigError(f"Trainer: {kind} has no loss; {way}")
+    if loss is not None and not isinstance(model, nn.Module):
         raise ConfigError(
-            f"Trainer: {kind} has no loss; "
-            + (
-                "save it by save_pretrained(FOLDER), and give ax.hf(FOLDER)"
-                if hasattr(model, "save_pretrained")
-                else "give loss=, which returns the summed loss of the outputs and the targets"
-            )
-            if loss is None
-            else f"Trainer: loss is for an nn.Module, and model is {kind}; leave it out, since "
-            "such a model has its loss"
-        )
-    if isinstance(model, Model) and model.loss is None:
-        raise ConfigError(
-            "Trainer: the model's loss is None; give a function that returns the summed loss of "
-            "the outputs and the targets"
+            f"Trainer: loss is for an nn.Module, and model is {kind}; leave it out, since such a "
+            "model has its loss"
         )
     given = model.loss if isinstance(model, Model) else loss
-    if given is not None and (isinstance(given, type) or not callable(given)):
+    is_needed = isinstance(model, Model | nn.Module)
+    if is_needed and (isinstance(given, type) or not callable(given)):
         shown = given.__name__ if isinstance(given, type) else repr(given)
         raise ConfigError(
             f"Trainer: loss is {shown}, which is no function of outputs and targets; give one that "

@@ -56,25 +56,6 @@ def test_verify_names_what_is_damaged_after_all_is_read(run: Path, axsparse: Axs
     assert axsparse("checkpoint", "verify", folder / "step-3")[0] == 66
 
 
-def test_show_says_what_was_saved_without_reading_it(run: Path, axsparse: Axsparse) -> None:
-    path = run / "checkpoints" / "step-2"
-    os.truncate(path / "0000-embed.safetensors", 10)
-
-    code, out, _ = axsparse("checkpoint", "show", path)
-
-    assert code == 0
-    lines = out.splitlines()
-    assert lines == [
-        str(path),
-        "  step 2, 2 updates, loss scale 1, 24 samples of random",
-        "  4 layers, 27.9k parameters, 8.2k kept, 111 kB",
-        lines[3],
-    ]
-    assert lines[3].startswith(
-        "  fp32, adamw, pruning magnitude, seed 11; axsparse 0.1.0, torch 2."
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "left"),
     [

@@ -232,16 +232,6 @@ def test_the_config_of_a_run_means_the_directory_that_it_is_in(
     assert configure(other / "config.yaml").run_dir != str(other)
 
 
-def test_a_run_overwrites_nothing_while_the_disk_of_its_checkpoints_is_away(run: Path) -> None:
-    (run / "checkpoints").rename(run.with_name("away"))
-    (run / "checkpoints").symlink_to(run.with_name("disk"))
-
-    with pytest.raises(OutputError, match=r"checkpoints is a link to \S+/disk, which is no folder"):
-        make_run_dir(loaded(run), overwrite=True)
-
-    assert (run / "metrics.jsonl").stat().st_size and (run / "checkpoints").is_symlink()
-
-
 @pytest.mark.parametrize("resume", ["auto", "the run"])
 @pytest.mark.parametrize(
     ("lost", "error", "said"),

@@ -322,12 +322,10 @@ def test_pruning_checkpoints_by_hand_leaves_the_best(
     said = f"lowest validation loss 0.5000 after step 5, kept in {tmp_path}/checkpoints/step-5"
     assert said in capsys.readouterr().out
 
-    for words in (["prune", str(tmp_path), "--keep-last", "1"], ["show", str(tmp_path)]):
-        asked = checkpoint.parser().parse_args(words)
-        asked.work(asked)
+    asked = checkpoint.parser().parse_args(["prune", str(tmp_path), "--keep-last", "1"])
+    asked.work(asked)
 
     assert saved_steps(tmp_path / "checkpoints") == [6, 5]
-    assert "lowest validation loss so far 0.5000, after step 5" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
