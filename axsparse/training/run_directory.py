@@ -368,7 +368,6 @@ def rewind_metrics(path: Path, progress: Progress | None) -> None:
     """
     if not path.exists():
         return
-    path = path.resolve()  # a link stays
     with (
         new_path(path) as unfinished,
         path.open(encoding="utf-8", errors="replace") as old,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 from collections.abc import Callable
@@ -33,7 +32,6 @@ from support.resuming import ran
 from support.runs import mlp, tiny_config, vector_data
 
 import axsparse
-from axsparse.cli import checkpoint as checkpoint_command
 from axsparse.config.load import configure, to_yaml
 from axsparse.config.schema import FIELDS, Config
 from axsparse.config.validate import check_config
@@ -157,9 +155,6 @@ def test_checkpoints(checkpoint: Restored, tmp_path: Path, rng: Random) -> None:
 
     def read() -> None:
         found = open_checkpoint(folder)
-        with contextlib.redirect_stdout(io.StringIO()):
-            asked = checkpoint_command.parser().parse_args(["show", str(folder)])
-            asked.work(asked)
         verify(found)
         with contextlib.suppress(OutputError):
             export(folder, "torch", folder.parent / "out.safetensors", force=True)

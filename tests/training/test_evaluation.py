@@ -33,7 +33,6 @@ from axsparse.models.layer import MetricFunction, Model, count_top1
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.exchange import exact_sum
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.evaluation import Evaluation
@@ -164,46 +163,6 @@ def test_sums_are_exact_however_they_are_divided(values: list[float], cuts: list
         assert Fraction(part[0]) + Fraction(part[1]) == sum(map(Fraction, values[a:b]))
     total, _ = exact_sum([term for part in parts for term in part])
     assert total == float(sum(map(Fraction, values)))
-
-
-@pytest.mark.parametrize(
-    ("g_inter", "alone", "moment", "what"),
-    [
-        (
-            2,
-            0,
-            0,
-            r"rank 1 calls step\(\) after step 0, and rank 0 calls evaluate\(\) after step 0",
-        ),
-        (
-            3,
-            1,
-            2,
-            r"rank 1 calls evaluate\(\) after step 2, and rank 0 calls step\(\) after step 2",
-        ),
-    ],
-)
-def test_a_stage_that_evaluates_alone_is_told_that_all_do(
-    g_inter: int, alone: int, moment: int, what: str
-) -> None:
-    world: LocalWorld[None] = LocalWorld(g_inter)
-
-    def body(rank: int) -> None:
-        trainer = build(
-            Job(LocalTransport(world, rank)),
-            classifier(),
-            lambda: Datasets(TRAINING, VALIDATION),
-            settings_of(check_layers=False),  # which all ranks would begin together
-            grid=Grid(g_inter, 1),
-            quiet=True,
-        )
-        for step in range(4):
-            if step == moment and rank == alone:
-                trainer.evaluate()
-            trainer.step()
-
-    with pytest.raises(ConfigError, match=f"^{what}; make the same trainers on all ranks"):
-        world.run(body)
 
 
 def test_top1_counts_samples_whose_class_has_the_largest_logit() -> None:

@@ -93,21 +93,6 @@ def test_rank_0_makes_the_directory_and_all_ranks_know_it(
     assert makers == ["quick"]
 
 
-def test_all_ranks_hear_that_the_directory_cannot_be_made(tmp_path: Path) -> None:
-    RunMark.of(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("{}")
-
-    def body(transport: Transport) -> str:
-        with pytest.raises(OutputError) as caught:
-            opened_here(transport, loaded(tmp_path), None)
-        return str(caught.value)
-
-    first, *others = on_ranks(3, body)
-
-    assert "holds another run's" in first
-    assert others == [first] * 2
-
-
 def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_path: Path) -> None:
     found = opened(loaded(tmp_path / "new"), None)
 
@@ -259,15 +244,6 @@ def test_a_run_of_which_a_part_is_missing_is_neither_begun_anew_nor_changed(
     assert after == before
 
 
-def test_a_mark_that_was_cut_short_marks_nothing(run: Path) -> None:
-    (run / "run.json").write_bytes(b"")
-
-    with pytest.raises(ConfigError, match=r"has metrics.jsonl and .*, but no whole run.json"):
-        opened(loaded(run))
-    with pytest.raises(OutputError, match="that no run of axsparse has marked as its own"):
-        opened(loaded(run), str(checkpoint(run, 5)))
-
-
 def test_another_directory_than_that_of_the_run_to_go_on_with_is_refused(
     run: Path, tmp_path: Path
 ) -> None:
@@ -305,17 +281,6 @@ def test_files_of_the_user_in_folders_of_a_run_stay(run: Path) -> None:
     assert (gone / "notes.txt").exists() and checkpoint_folder.unfinished(gone.parent) == [
         run / "checkpoints" / "step-2.tmp"
     ]
-
-
-def test_records_behind_a_link_stay_there(run: Path, tmp_path: Path) -> None:
-    (run / "metrics.jsonl").rename(tmp_path / "log.jsonl")
-    (run / "metrics.jsonl").symlink_to(tmp_path / "log.jsonl")
-
-    rewind_metrics(run / "metrics.jsonl", open_checkpoint(checkpoint(run, 4)).manifest.progress)
-
-    assert (run / "metrics.jsonl").is_symlink()
-    records = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    assert max(record["step"] for record in records) == 4
 
 
 def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(

@@ -306,15 +306,6 @@ def test_another_run_directory_does_not_have_the_best_of_the_first(tmp_path: Pat
         ax.load(tmp_path / "c", step="best")
 
 
-def test_what_was_found_before_a_pruning_counts_no_more(tmp_path: Path) -> None:
-    losses = {1: 0.1, 2: 0.1, 3: 3.0, 4: 2.0, 5: 2.5, 6: 2.5}
-
-    there = train(tmp_path, config_of(pruning={"at_step": 2}), losses)
-
-    assert there[3] == [2, 1]  # every second step is saved
-    assert there[7] == [6, 4]
-
-
 def test_pruning_checkpoints_by_hand_leaves_the_best(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from axsparse.runtime.errors import AxsparseError, MissingInputError
 from axsparse.training.checkpoint import checkpoint_folder
@@ -236,27 +233,17 @@ def test_no_flipped_bit_goes_unseen() -> None:
     [
         ("format", 2, "format: "),
         ("progress/step", -1, "progress.step: "),
-        ("progress/step", 2**53, "progress.step: "),
-        ("progress/step", 4.5, "progress.step: "),
         ("progress/step", True, "progress.step: "),
         ("progress/loss_scale", float("nan"), "progress.loss_scale: |it: "),
-        ("progress/loss_scale", 0.0, "progress.loss_scale: "),
-        ("progress/loss_scale", 1e300, "progress.loss_scale: "),
-        ("progress/exponents", {"block0.fc.weight": 401}, "progress.exponents.block0.fc.weight: "),
         ("progress/first_bad", {"step": 1, "what": "a\x1b[2J"}, "progress.first_bad.what: "),
         ("method_state/distances", "x", "method_state.distances"),
         ("extra", 1, "extra: "),
         ("layers/block0/file", "../block0.safetensors", "layers.block0.file: "),
-        ("layers/block0/file", "/block0.safetensors", "layers.block0.file: "),
-        ("layers/block0/file", ".safetensors", "layers.block0.file: "),
         ("layers/block0/file", "block0.safetensors\n", "layers.block0.file: "),
-        ("layers/block0/file", "block0.pt", "layers.block0.file: "),
         ("layers/block0/file", "other.safetensors", "is among its files or those of its layers"),
         ("layers/block0/parameters/block0.fc.weight/shape", [-1], "shape.0: "),
         ("layers/block0/parameters/block0.fc.weight/kept", 10**4000, "kept: |it: "),
         ("files/..", {"bytes": 1, "xxh3": HASH}, "files.*"),
-        ("files/0000-block0.safetensors/xxh3", "zz", "xxh3: "),
-        ("config", [], "config: "),
     ],
 )
 def test_a_forged_manifest_is_refused(path: str, value: object, words: str) -> None:
@@ -275,45 +262,6 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(AxsparseError):
         read_manifest(tmp_path)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=8,
-)
-PATHS = st.sampled_from(
-    [
-        *(f"progress/{name}" for name in values()["progress"]),
-        *(name for name in values() if name != "format"),
-        "method_state/distances",
-        "method_state/last_look",
-        "layers/block0",
-        "layers/block0/parameters",
-        "layers/block0/pruner",
-        "files/0000-block0.safetensors",
-    ]
-)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(data=st.binary(max_size=200) | st.builds(changed, PATHS, JSON))
-def test_whatever_is_there_is_a_manifest_or_one_line(data: bytes) -> None:
-    with contextlib.suppress(ValueError):
-        assert isinstance(parse_manifest(data), CheckpointManifest)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_a_damaged_manifest_is_one_line(data: st.DataObject) -> None:
-    """Cut, doubled, or with some bytes replaced, and signed again."""
-    good = json.dumps(values()).encode()
-    start = data.draw(st.integers(0, len(good)))
-    stop = data.draw(st.integers(start, len(good)))
-    text = good[:start] + data.draw(st.binary(max_size=6)) + good[stop:] + b"}"
-
-    with contextlib.suppress(ValueError):
-        parse_manifest(signed(text.decode(errors="replace")))
 
 
 def test_what_vanishes_while_it_is_looked_at_is_not_unfinished(
