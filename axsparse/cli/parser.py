@@ -115,10 +115,7 @@ def decimal(rule: str, passes: Callable[[float], bool]) -> Callable[[str], float
             value = float(text)
             if math.isfinite(value) and passes(value):
                 return value
-        percent = re.fullmatch(r"([2-9]|[1-9]\d|\d{1,2}\.?\d* ?(?=%))%?", text)
-        part = float(percent[1]) / 100 if percent else 1.0
-        suggestion = f"; write {part:g}" if percent and passes(part) else ""
-        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no {rule}{suggestion}")
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is no {rule}")
 
     return number
 

@@ -11,10 +11,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from axsparse.cli.parser import override
-from axsparse.cli.prune_order import BLOCKWISE, ONE_BY_ONE, Heal, PruneOrder, Schedule
+from axsparse.cli.prune_order import (
+    BLOCKWISE,
+    ONE_BY_ONE,
+    Heal,
+    PruneOrder,
+    Schedule,
+    final_sparsity,
+)
 from axsparse.config.hf_config import BUNDLED
 from axsparse.config.model_config import HfConfig
-from axsparse.config.schema import Config, PruningConfig
+from axsparse.config.schema import Config
 from axsparse.runtime.console import format_count, format_seconds
 from axsparse.runtime.errors import ConfigError
 
@@ -62,14 +69,6 @@ benchmarks/results/smollm2_healed.md."""
 def rule_of(sparsity: float) -> Rule:
     """The rule for a sparsity below 1."""
     return next(rule for rule in RULES if sparsity <= rule.up_to)
-
-
-def final_sparsity(pruning: PruningConfig) -> float:
-    """The sparsity that a pattern, or the settings, ask for."""
-    if pruning.pattern is None:
-        return pruning.sparsity
-    kept, of = map(int, pruning.pattern.split(":"))
-    return 1 - kept / of
 
 
 def chosen(order: PruneOrder) -> PruneOrder:

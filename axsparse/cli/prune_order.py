@@ -18,7 +18,7 @@ from axsparse.cli.parser import override
 from axsparse.config.hf_config import BUNDLED, read_json
 from axsparse.config.load import configure
 from axsparse.config.messages import shorten
-from axsparse.config.schema import Config, prunes, sample_length
+from axsparse.config.schema import Config, PruningConfig, prunes, sample_length
 from axsparse.models.start_weights import fingerprint, open_weights
 from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.files.atomic import new_path, remove_unfinished
@@ -165,13 +165,11 @@ class PruneOrder:
         if config.train.eval_steps == 0:
             raise ConfigError("train.eval_steps: 0 judges nothing; choose at least 1")
         asked = [text for text in self.settings if text.startswith("pruning.sparsity=")]
-        if asked and pruning.pattern is not None:
-            kept, of = map(int, pruning.pattern.split(":"))
-            if not math.isclose(pruning.sparsity, 1 - kept / of):
-                raise ConfigError(
-                    f"pruning.sparsity: {pruning.sparsity}, but pruning.pattern {pruning.pattern} "
-                    f"makes it {1 - kept / of:g}; leave one of them out"
-                )
+        if asked and not math.isclose(pruning.sparsity, final_sparsity(pruning)):
+            raise ConfigError(
+                f"pruning.sparsity: {pruning.sparsity}, but pruning.pattern {pruning.pattern} "
+                f"makes it {final_sparsity(pruning):g}; leave one of them out"
+            )
         decides = self._decides(config)
         path = self.work / ORDER
         if not (path.exists() and steps_in(self.work / "run")):
@@ -196,3 +194,11 @@ class PruneOrder:
             "--schedule": self.schedule,
             **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
         }
+
+
+def final_sparsity(pruning: PruningConfig) -> float:
+    """The sparsity that a pattern, or the settings, ask for."""
+    if pruning.pattern is None:
+        return pruning.sparsity
+    kept, of = map(int, pruning.pattern.split(":"))
+    return 1 - kept / of

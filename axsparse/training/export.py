@@ -208,7 +208,7 @@ def export_folder(
     profiled: ModelProfile,
     read: Callable[[str, str], Tensor | None],
     path: Path,
-    dtype: Callable[[str], torch.dtype] = lambda _: torch.float32,
+    dtype: Callable[[str], torch.dtype],
 ) -> int:
     """Write a Hugging Face folder of a model that starts from one, and return its bytes.
 
@@ -320,10 +320,6 @@ class Weights:
                 f"checkpoint {self.checkpoint.path}: {key!r} of its configuration is none of this "
                 "axsparse; export it with the version that wrote it"
             ) from reason
-
-    def is_trained(self, name: str) -> bool:
-        """Whether a parameter of this global name is there and was trained."""
-        return name in self.parameters and name not in self._untrained
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter in its shape, with zeros at pruned positions, in `self.dtype` or `dtype`."""

@@ -308,8 +308,8 @@ def settings_in(text: str) -> dict[str, str]:
 def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | None]:
     """The run directory, None if a new one is wanted, and the checkpoint that `resume` names.
 
-    The checkpoint is None if `resume` names a run, or none at all. A checkpoint that is not in the
-    directory of the configuration begins a separate run.
+    The checkpoint is None if `resume` names a run, or none at all. A checkpoint, or the newest one
+    of a run, that is not in the directory of the configuration begins a separate run.
     """
     if resume is None:
         return None, None
@@ -320,11 +320,7 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
         if not steps_in(named):
             raise MissingInputError(f"--resume {named}: has no checkpoint; name another run")
         if "run_dir" in config.origins and Path(config.run_dir).resolve() != named.resolve():
-            raise ConfigError(
-                f"{config.where('run_dir')}: {config.run_dir} is not {named}, in which --resume "
-                "would go on; leave one of them out, or name the checkpoint that another run "
-                f"starts from (--resume {path_of(named / CHECKPOINTS, steps_in(named)[0])})"
-            )
+            return None, path_of(named / CHECKPOINTS, steps_in(named)[0])
         return named, None
     if not named.is_dir():
         raise MissingInputError(

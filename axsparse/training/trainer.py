@@ -804,7 +804,13 @@ class Trainer:
         self.phases.begin_step()
         rate, before = self.learning_rate, self._bytes_sent()
         scale = self.progress.loss_scale
-        verdict = self._train_step()
+        saver = self._saver
+        verdict = self._step.train_step(
+            lambda: NOTHING if saver is None else Flags(self._stop.is_set, saver.is_writing)
+        )
+        self._is_stopped = verdict.notice.stop
+        if saver is not None:
+            saver.advance(any_writing=verdict.notice.writing)
         gradient_bytes, p2p_bytes = (
             after - start for after, start in zip(self._bytes_sent(), before, strict=True)
         )
@@ -831,17 +837,6 @@ class Trainer:
         self._call_back("on_step", "after step", self.steps_done, verdict)
         self._announce_checkpoints()
         self.activity.steps += 1
-        return verdict
-
-    def _train_step(self) -> StepResult:
-        """`Step.train_step`, in which ranks also agree on stopping and on checkpoints under way."""
-        saver = self._saver
-        verdict = self._step.train_step(
-            lambda: NOTHING if saver is None else Flags(self._stop.is_set, saver.is_writing)
-        )
-        self._is_stopped = verdict.notice.stop
-        if saver is not None:
-            saver.advance(any_writing=verdict.notice.writing)
         return verdict
 
     def _call_back(self, name: str, when: str, step: int, value: object) -> None:

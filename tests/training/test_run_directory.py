@@ -244,15 +244,6 @@ def test_a_run_of_which_a_part_is_missing_is_neither_begun_anew_nor_changed(
     assert after == before
 
 
-def test_another_directory_than_that_of_the_run_to_go_on_with_is_refused(
-    run: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=rf"is not {run}, in which .* \(--resume \S+step-5\)"):
-        opened(loaded(tmp_path / "other"), str(run))
-
-    assert opened(loaded(run), str(run)).path == run
-
-
 def test_a_best_checkpoint_that_somebody_removed_is_forgotten(run: Path) -> None:
     newest = open_checkpoint(checkpoint(run, 5))
     newest.manifest.progress.best = BestEntry(step=2, loss=1.0)
@@ -404,9 +395,10 @@ def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path, tmp_
         assert found.path.resolve() == run.resolve()
         assert found.checkpoint is not None and found.checkpoint.step == 5
     # A checkpoint begins a run of its own elsewhere.
-    elsewhere = opened(loaded(tmp_path / "other"), str(checkpoint(run, 2)))
-    assert elsewhere.path == tmp_path / "other"
-    assert elsewhere.checkpoint is not None and elsewhere.checkpoint.step == 2
+    for there, step in ((run, 5), (checkpoint(run, 2), 2)):
+        elsewhere = opened(loaded(tmp_path / f"other-{step}"), str(there))
+        assert elsewhere.path == tmp_path / f"other-{step}"
+        assert elsewhere.checkpoint is not None and elsewhere.checkpoint.step == step
 
 
 # -- records --------------------------------------------------------------------------------
