@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from axsparse.models.start_weights import start_from as start_from
     from axsparse.models.zoo.model_registry import named_model as named_model
     from axsparse.planner.plan_model import plan_for as plan_for
-    from axsparse.runtime.grid import Grid as Grid
     from axsparse.samo.optim.optimizer import Hyper as Hyper
     from axsparse.samo.optim.optimizer import Optimizer as Optimizer
     from axsparse.samo.optim.optimizer import StateBlock as StateBlock
@@ -53,7 +52,6 @@ _HOMES = {
     "Config": "axsparse.config.schema",
     "Dataset": "axsparse.data.dataset",
     "Datasets": "axsparse.data.dataset",
-    "Grid": "axsparse.runtime.grid",
     "Hyper": "axsparse.samo.optim.optimizer",
     "Layer": "axsparse.models.layer",
     "Model": "axsparse.models.layer",

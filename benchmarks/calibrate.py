@@ -151,9 +151,7 @@ def _profile(loaded: Config, steps: int, size: int, *, is_split: bool = False) -
         }
     )
     job = Job(LocalTransport(LocalWorld[None](1), 0))
-    trainer = build(
-        job, named_model(alone), lambda: open_datasets(alone), alone, grid=Grid(1, 1), quiet=True
-    )
+    trainer = build(job, named_model(alone), lambda: open_datasets(alone), alone, quiet=True)
     overhead = max(0, resident_memory_bytes() - trainer.state_bytes().total)
     phases = trainer.phases
     trainer.step()  # not timed, since it allocates and compiles

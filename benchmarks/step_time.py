@@ -30,7 +30,6 @@ from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.zoo.gpt import gpt
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.trainer import Trainer, build
@@ -169,7 +168,6 @@ def trainer_of(config: Config, *, quiet: bool = True) -> Trainer:
         gpt(settings, settings.sequence_length),
         lambda: datasets,
         config.with_origins("benchmarks", {}),
-        grid=Grid(1, 1),
         quiet=quiet,
     )
 

@@ -206,19 +206,6 @@ def resolve_grid(config: Config, ranks: int, num_layers: int) -> Grid:
     return Grid(g_inter, g_data, g_tensor)
 
 
-def check_grid(grid: Grid, ranks: int, num_layers: int) -> None:
-    """ConfigError if a grid of the Python API does not fit these ranks or layers."""
-    if grid.size != ranks:
-        raise ConfigError(
-            f"grid: {grid} are {grid.size} ranks, {ranks} are running; start {grid.size} ranks or "
-            "make another grid"
-        )
-    if grid.g_inter > num_layers:
-        raise ConfigError(
-            f"grid: {grid.g_inter} stages for {num_layers} layers; choose at most {num_layers}"
-        )
-
-
 def cluster_of(config: Config) -> Cluster | None:
     """The cluster by whose constants times are predicted, if the configuration names one.
 

@@ -24,7 +24,7 @@ import torch
 from axsparse.config.messages import shorten
 from axsparse.config.model_config import GptConfig
 from axsparse.config.schema import Config, num_microbatches, sample_length
-from axsparse.config.validate import check_batch, check_rounds, check_split
+from axsparse.config.validate import check_batch, check_rounds
 from axsparse.models.layer import Model, TensorShard
 from axsparse.models.model_profile import LayerInfo, ModelProfile, match, named_value
 from axsparse.models.start_weights import FromFile
@@ -33,7 +33,6 @@ from axsparse.planner.auto_layout import (
     LayoutDecision,
     Prediction,
     balanced,
-    check_grid,
     chosen_layout,
     cluster_of,
     fitting_dense_layers,
@@ -215,7 +214,6 @@ def plan_run(
     profile: ModelProfile,
     transport: Transport,
     *,
-    grid: Grid | None = None,
     score: Score | None = None,
     budget: MemoryBudget = UNLIMITED,
     saved: Mapping[str, int] | None = None,
@@ -226,7 +224,7 @@ def plan_run(
     """Decide every `auto` of a configuration that `check_config` lets pass.
 
     The result is the same on every rank but for its place. `profile` has the contents and costs of
-    the model's layers. A grid, a score, an optimizer and a schedule given in Python override the
+    the model's layers. A score, an optimizer and a schedule given in Python override the
     configuration's. `budget` is the memory of a rank, equal on all. `saved` has the kept entries of
     the pruned tensors in the checkpoint that the run is resumed from.
 
@@ -252,7 +250,7 @@ def plan_run(
         sees_inputs=criterion.sees_inputs,
         sees_gradients=criterion.sees_gradients,
     )
-    grid, row, choice = _layout(config, planned_model, transport.size, grid, budget)
+    grid, row, choice = _layout(config, planned_model, transport.size, budget)
     extra_in_flight = _extra_in_flight(config, profile, row)
     is_auto = config.samo.weights == "auto"
     if row is not None and row.weights == "gathered":
@@ -316,25 +314,14 @@ def plan_run(
 
 
 def _layout(
-    config: Config,
-    planned_model: ProfiledModel,
-    ranks: int,
-    given: Grid | None,
-    budget: MemoryBudget,
+    config: Config, planned_model: ProfiledModel, ranks: int, budget: MemoryBudget
 ) -> tuple[Grid, Candidate | None, LayoutDecision | None]:
     """The grid; its row, by which more settings are decided, None if that is not asked for or does
-    not fit; and the choice of the planner, None where the grid is given, in Python or by the
-    configuration."""
-    num_layers, choice = len(planned_model.profile.layers), None
-    if given is not None:
-        grid = given
-        check_grid(grid, ranks, num_layers)
-        check_split(config, grid.g_inter, num_layers)
-    else:
-        choice = chosen_layout(planned_model, cluster_of(config), ranks, budget)
-        if choice is not None:
-            config = config.with_values({"layout.g_inter": choice.row.layout.grid.g_inter})
-        grid = resolve_grid(config, ranks, num_layers)
+    not fit; and the choice of the planner, None where the configuration gives the grid."""
+    choice = chosen_layout(planned_model, cluster_of(config), ranks, budget)
+    if choice is not None:
+        config = config.with_values({"layout.g_inter": choice.row.layout.grid.g_inter})
+    grid = resolve_grid(config, ranks, len(planned_model.profile.layers))
     check_batch(config, grid)
     if choice is not None:
         return grid, choice.row, choice

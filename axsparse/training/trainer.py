@@ -49,7 +49,6 @@ from axsparse.runtime.errors import (
 from axsparse.runtime.exchange import meet, sum_by_owner, sum_of, together
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import RunLock
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
 from axsparse.samo.gradient_hooks import GradientCollector
@@ -196,7 +195,6 @@ class Trainer:
         job: Job,
         given: RunSources,
         *,
-        grid: Grid | None = None,
         score: Score | None = None,
         optimizer: Optimizer | None = None,
         learning_rate: LearningRate | None = None,
@@ -208,8 +206,7 @@ class Trainer:
         together.
 
         The arguments and errors are as in `__init__`. Data are opened on first and last stages
-        only. Without `grid`, the layout of the configuration decides. A quiet run saves nothing,
-        and no signal stops it.
+        only. A quiet run saves nothing, and no signal stops it.
         """
         # The settings, this rank among the others, and what is to be trained.
         starts = {"quiet": quiet, "resume": resume is not None, "overwrite": overwrite}
@@ -230,7 +227,6 @@ class Trainer:
         deciding = partial(
             plan_run,
             *(config, model, profile, transport),
-            grid=grid,
             score=score,
             budget=found_budget(config, transport, self.placement.memory),
             saved=None if found.checkpoint is None else found.checkpoint.manifest.pruned,

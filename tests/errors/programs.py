@@ -49,7 +49,6 @@ from axsparse.pruning import criteria, mask_file, targets
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError
 from axsparse.runtime.files import run_folder, safetensors
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.index import base as index_base
@@ -242,14 +241,14 @@ def build_with(**wrong: Any) -> None:
     world.run(lambda rank: build(Job(LocalTransport(world, rank)), **{**arguments, **wrong}))
 
 
-def resolved(ranks: int = 1, grid: Grid | None = None, **sections: Any) -> RunPlan:
+def resolved(ranks: int = 1, **sections: Any) -> RunPlan:
     """The resolved settings of a small GPT."""
     config = tiny_config(**sections)
     model = tiny_gpt(config)
     transport: Transport = LocalTransport(LocalWorld(ranks), 0)
     profiled = model_profile.profile(model, DTYPES[config.precision])
     loaded = config.with_origins("test", {})
-    return plan_run(loaded, model, profiled, transport, grid=grid)
+    return plan_run(loaded, model, profiled, transport)
 
 
 # -- models -----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from support.runs import mlp, tiny_config, vector_data
+from support.runs import mlp, tiny_config, vector_data, with_layout
 from support.warm_client import SESSION
 from torch import Tensor
 
@@ -243,8 +243,7 @@ def main(job: Job) -> None:
         job,
         mlp(),
         lambda: Datasets(vector_data()),
-        config.with_origins("broken", {"run_dir": "--run-dir"}),
-        grid=Grid(g_inter, g_data),
+        with_layout(config, Grid(g_inter, g_data)).with_origins("broken", {"run_dir": "--run-dir"}),
         resume=resume[0] if resume else None,
     )
     if (kind in IN_FORWARD and rank == 1) or (kind == "slow" and rank == 2):

@@ -13,7 +13,6 @@ from support.runs import mlp, tiny_config, vector_data
 
 from axsparse.data.dataset import Datasets
 from axsparse.runtime.communication import Op, Transport, wait
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.mpi.mpi_communication import MpiCollective
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
@@ -30,10 +29,11 @@ def communicators(transport: MpiTransport) -> list[MPI.Comm]:
 
 
 def test_a_trainer_that_is_gone_gives_its_communicators_back() -> None:
-    model, config, data = mlp(), tiny_config(train={"steps": 2}), Datasets(vector_data(), None)
+    model, data = mlp(), Datasets(vector_data())
+    config = tiny_config(train={"steps": 2}, layout={"g_inter": SIZE})
 
     def trainer(job: Job) -> Trainer:
-        built = build(job, model, lambda: data, config, grid=Grid(SIZE, 1), quiet=True)
+        built = build(job, model, lambda: data, config, quiet=True)
         built.step()
         return built
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.runs import tiny_gpt, token_data
+from support.runs import tiny_gpt, token_data, with_layout
 from torch import Tensor
 
 from axsparse.config.schema import Config
@@ -67,18 +67,17 @@ def ran(
     """Train, until a signal after a step if one is given; `order` draws an arrival order, `look`
     sees each trainer at the start, `placement` says where else than on the CPU, `own` is for
     `build`."""
-    world: LocalWorld[None] = LocalWorld(Grid(*layout).size, seed=order)
+    grid = Grid(*layout)
+    world: LocalWorld[None] = LocalWorld(grid.size, seed=order)
     found, failures = Ran(), list[AxsparseError]()
-    config = config.model_copy(update={"run_dir": str(run_dir)})
+    config = with_layout(config, grid).model_copy(update={"run_dir": str(run_dir)})
     source = config.with_origins("tiny", {"run_dir": "--run-dir"})
     datasets = Datasets(data or token_data(), validation)
 
     def body(rank: int) -> None:
         job = Job(LocalTransport(world, rank))
         job.placement = None if placement is None else placement(job.transport)
-        trainer = build(
-            job, model(config), lambda: datasets, source, grid=Grid(*layout), resume=resume, **own
-        )
+        trainer = build(job, model(config), lambda: datasets, source, resume=resume, **own)
         look(trainer)
         if stop_after == trainer.steps_done + 1 and rank == world.size - 1:
             hear_in_step(trainer, job)

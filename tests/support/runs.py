@@ -54,6 +54,12 @@ def job_alone() -> Job:
     return Job(LocalTransport(LocalWorld[None](1), 0))
 
 
+def with_layout(config: Config, grid: Grid) -> Config:
+    """The configuration of a run in this layout."""
+    axes = ("g_inter", "g_data", "g_tensor")
+    return config.with_values({f"layout.{axis}": getattr(grid, axis) for axis in axes})
+
+
 def tiny_config(**sections: Any) -> Config:
     """A GPT of four layers in fp32; keyword arguments override keys of entire sections."""
     settings: dict[str, Any] = {
@@ -194,7 +200,8 @@ def train_here(
     if placement is not None:
         job.placement = placement(job.transport)
     datasets = Datasets(data, validation)
-    trainer = build(job, model, lambda: datasets, config, grid=grid, quiet=quiet, **own)
+    config = with_layout(config, grid)
+    trainer = build(job, model, lambda: datasets, config, quiet=quiet, **own)
     before(trainer)
     trace = Trace()
 

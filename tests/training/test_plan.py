@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from support.runs import on_ranks, tiny_config, tiny_gpt
+from support.runs import on_ranks, tiny_config, tiny_gpt, with_layout
 
 import axsparse
 from axsparse.config.load import configure, to_yaml
@@ -37,10 +37,11 @@ def transport(ranks: int = 1, name: str = "local") -> Transport:
 
 
 def decided(config: Config, on: Transport, grid: Grid | None = None, **inputs: Any) -> RunPlan:
+    config = config if grid is None else with_layout(config, grid)
     model = tiny_gpt(config)
     profiled = profile(model, DTYPES[config.precision])
     given = config.with_origins("test", {})
-    return plan_run(given, model, profiled, on, grid=grid, **inputs)
+    return plan_run(given, model, profiled, on, **inputs)
 
 
 def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunPlan:
@@ -160,12 +161,11 @@ def test_rates_go_by_density_but_those_that_are_named() -> None:
 
 
 def test_what_is_asked_for_is_done() -> None:
-    """But fp32 training accumulates in fp32, and an explicit grid comes before the layout."""
+    """But fp32 training accumulates in fp32."""
     for stage in (0, 1):
         config = tiny_config(samo={"zero_stage": stage}, layout={"g_inter": 1})
         assert resolved(config, 2).config.samo.zero_stage == stage
     assert resolved(tiny_config(samo={"gradient": "half"})).state_format.gradient is torch.float32
-    assert resolved(config, 4, Grid(4, 1)).config.layout.g_inter == 4
 
 
 @pytest.mark.parametrize(

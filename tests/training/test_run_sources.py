@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 import torch
 from support.hf import write_llama
-from support.runs import mlp, on_ranks, tiny_config, tiny_gpt, token_data, vector_data
+from support.runs import (
+    mlp,
+    on_ranks,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    vector_data,
+    with_layout,
+)
 
 import axsparse as ax
 from axsparse.config.schema import Config
@@ -105,9 +113,8 @@ def opened(
 
     def body(transport: Transport) -> Data | AxsparseError:
         model = tiny_gpt(config)
-        loaded = config.with_origins("quick", {})
-        layout = Grid(g_inter, g_data)
-        run = plan_run(loaded, model, profile(model), transport, grid=layout)
+        loaded = with_layout(config, Grid(g_inter, g_data)).with_origins("quick", {})
+        run = plan_run(loaded, model, profile(model), transport)
         try:
             return open_data(run, loaded, transport, partial(factory, transport.rank))
         except AxsparseError as error:
