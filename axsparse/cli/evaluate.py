@@ -40,7 +40,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from axsparse.observe.metrics import perplexity
     from axsparse.training.saved_model import evaluate_saved, open_saved_model
 
-    saved = open_saved_model(arguments.run, arguments.step, trained=True)
+    saved = open_saved_model(arguments.run, arguments.step)
     # A run without evaluations does not open its validation data.
     train = saved.config.train.model_copy(update={"eval_steps": "all"})
     datasets = open_datasets(saved.config.model_copy(update={"train": train}))

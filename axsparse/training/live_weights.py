@@ -30,22 +30,21 @@ class LiveWeights:
     note_progress: Callable[[], object]
     """Called for each tensor."""
 
-    def collect(self, *, trained: bool, caches: bool) -> dict[str, Tensor] | None:
-        """All weights and buffers by global name, dense and on the CPU; None but on rank 0.
+    def collect(self, *, caches: bool) -> dict[str, Tensor] | None:
+        """All fp32 masters and buffers by global name, dense and on the CPU; None but on rank 0.
 
-        `trained` asks for the weights in the training precision instead of the fp32 masters.
         `caches` asks for the buffers that are not in the state dict as well. One tensor at a time
         is under way.
         """
         coords, transport = self.plan.coords, self.transport
-        own = dict(self._own(trained=trained, caches=caches))
+        own = dict(self._own(caches=caches))
         headers = [
             [name, str(header.dtype).removeprefix("torch."), header.shape]
             for name, (header, _) in own.items()
         ]
         texts = gather_texts(transport.world, transport.backoff, json.dumps(headers))
         if coords.replica != 0:
-            if not trained and self.plan.config.samo.zero_stage:
+            if self.plan.config.samo.zero_stage:
                 for _, value in own.values():  # replica 0 waits for the shares of the others
                     value()
             return None
@@ -68,24 +67,21 @@ class LiveWeights:
         return copies
 
     def _own(
-        self, *, trained: bool, caches: bool
+        self, *, caches: bool
     ) -> Iterator[tuple[str, tuple[TensorHeader, Callable[[], Tensor]]]]:
         """The tensors of this stage by name, in the same order on all of its replicas, and what
         makes each when its turn comes."""
         for layer in self.layers:
             state = layer.state
-            dtype = self.plan.dtype if trained else torch.float32
             for local, parameter in layer.module.named_parameters():
                 name, shape = layer.spec.full_name(local), tuple(parameter.shape)
-                value: Callable[[], Tensor] = partial(parameter.detach().to, "cpu", dtype)
+                value: Callable[[], Tensor] = partial(self._given, name, parameter.detach())
                 if name in self.plan.profile.ties:
                     continue
-                if not trained and not parameter.requires_grad:
-                    value = partial(self._given, name, parameter.detach())
                 if name in state.by_full_name:
                     shape = state.by_full_name[name].full_shape
-                    value = partial(state.dense_weight if trained else state.dense_master, name)
-                yield name, (TensorHeader(dtype, shape), value)
+                    value = partial(state.dense_master, name)
+                yield name, (TensorHeader(torch.float32, shape), value)
             for slot in slots(layer.module):
                 if slot.persists or caches:
                     now = slot.tensor.detach()

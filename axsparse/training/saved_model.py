@@ -47,16 +47,14 @@ class SavedModel:
     """The modules of the model's layers, in order. Both uses of a tied weight are one tensor."""
 
 
-def open_saved_model(run: Path, step: int | Literal["best"] | None, *, trained: bool) -> SavedModel:
-    """Read a model of a run, from the checkpoint of `step` or from the newest.
-
-    With `trained` the weights are those that training computes with, in its precision;
-    otherwise they are the fp32 masters.
+def open_saved_model(run: Path, step: int | Literal["best"] | None) -> SavedModel:
+    """Read a model of a run, from the checkpoint of `step` or from the newest, with the weights
+    that training computes with, in its precision.
 
     Raises ConfigError if the run trained a model of the user's own, which its configuration does
     not describe, and what `checkpoint_of` and `Weights` raise.
     """
-    weights = Weights(checkpoint_of(run, step), trained=trained)
+    weights = Weights(checkpoint_of(run, step), trained=True)
     config = weights.config().with_origins(run.name, {})
     model, profiled = configured_model(config, weights.shapes(), weights.checkpoint.path)
     modules = filled_modules(model, profiled.ties, weights.tensors())

@@ -696,13 +696,13 @@ class Trainer:
             self.activity.at("masks", self.steps_done)
             live.save(path)
 
-    def save_hf(self, path: str | Path, *, trained: bool = False, force: bool = False) -> None:
+    def save_hf(self, path: str | Path, *, force: bool = False) -> None:
         """Write the model as a Hugging Face folder, as `axsparse export --to hf` does.
 
-        The values are the fp32 masters, zero where pruned, or with `trained` the weights in the
-        training precision. `force` replaces an earlier folder. All ranks call this together,
-        before, between or after steps; rank 0 needs memory for the full model. Raises, on all ranks
-        alike, ConfigError for a model that transformers does not have, and OutputError.
+        The values are the fp32 masters, zero where pruned. `force` replaces an earlier folder. All
+        ranks call this together, before, between or after steps; rank 0 needs memory for the full
+        model. Raises, on all ranks alike, ConfigError for a model that transformers does not have,
+        and OutputError.
         """
 
         def write() -> None:
@@ -720,35 +720,35 @@ class Trainer:
                     self.recorder.say(note)
 
         with self._call("save_hf"):
-            found = self._collected(trained=trained)
+            found = self._collected()
             together(self.transport, write)
 
-    def state_dict(self, *, trained: bool = False) -> dict[str, Tensor] | None:
+    def state_dict(self) -> dict[str, Tensor] | None:
         """All weights and buffers as `ax.load` gives them for a checkpoint, on rank 0; None on
         the others. All ranks call this together, before, between or after steps."""
         with self._call("state_dict"):
-            return self._collected(trained=trained)
+            return self._collected()
 
-    def _collected(self, *, trained: bool, caches: bool = False) -> dict[str, Tensor] | None:
+    def _collected(self, *, caches: bool = False) -> dict[str, Tensor] | None:
         self.activity.at("weights", self.steps_done)
-        return self._live_weights.collect(trained=trained, caches=caches)
+        return self._live_weights.collect(caches=caches)
 
-    def model(self, *, trained: bool = False) -> nn.Module | None:
+    def model(self) -> nn.Module | None:
         """The model as a module of plain torch on the CPU, on rank 0; None on the others.
 
         If the model was made from a module of a user's class, the result is of that class, with all
         attributes that the user has set.
 
-        Its weights are copies of the fp32 masters, zero where pruned, or with `trained` of the
-        weights in the training precision. It is in evaluation mode, and its state dict has the
-        global names. All ranks call this together, before, between or after steps; rank 0 needs
-        memory for the full model. ConfigError for a layer that has a dot in its name.
+        Its weights are copies of the fp32 masters, zero where pruned. It is in evaluation mode, and
+        its state dict has the global names. All ranks call this together, before, between or after
+        steps; rank 0 needs memory for the full model. ConfigError for a layer that has a dot in its
+        name.
         """
         model = self.plan.model
         if model.container is None:
             reject_dotted_names(model)
         with self._call("model"):
-            tensors = self._collected(trained=trained, caches=True)
+            tensors = self._collected(caches=True)
         return None if tensors is None else plain_model(model, self.profile.ties, tensors)
 
     def state_bytes(self) -> StateBytes:

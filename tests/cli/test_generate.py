@@ -56,7 +56,7 @@ def likeliest(run: Path, prompt: str, room: int = LENGTH) -> str:
     """The text that a run's own modules continue in fp32, each token computed from all before."""
     tokenizers = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
     words = tokenizers.Tokenizer.from_file(str(run.parent / "tokens" / "tokenizer.json"))
-    saved, ids = open_saved_model(run, None, trained=False), words.encode(prompt).ids
+    saved, ids = open_saved_model(run, None), words.encode(prompt).ids
     while len(ids) < room:
         outputs: tuple[torch.Tensor, ...] = (torch.tensor([ids]),)
         for layer, module in zip(saved.model.layers, saved.modules, strict=True):

@@ -219,7 +219,7 @@ def test_texts_have_the_loss_that_the_run_reported(
     datasets = Datasets(token_data(), token_data(samples=31))
     said = reported(layout, config, tmp_path / "run", datasets)
 
-    saved = open_saved_model(tmp_path / "run", None, trained=True)
+    saved = open_saved_model(tmp_path / "run", None)
     progress: list[tuple[int, int]] = []
     found = evaluate_saved(saved, datasets, "all", lambda *batches: progress.append(batches))
 
@@ -232,17 +232,17 @@ def test_texts_have_the_loss_that_the_run_reported(
 def test_other_data_and_models_of_ones_own_are_refused(tmp_path: Path) -> None:
     config, run = tiny_config(train={"steps": 1}), tmp_path / "run"
     ran((1, 1), config, run, model=tiny_gpt)
-    saved = open_saved_model(run, 1, trained=True)
+    saved = open_saved_model(run, 1)
     with pytest.raises(DataError, match="data: random has samples 39, checkpoint"):
         evaluate_saved(saved, Datasets(token_data(39), token_data()), "all")
     with pytest.raises(ConfigError, match="evaluate: random has no validation data"):
         evaluate_saved(saved, Datasets(token_data()), "all")
     with pytest.raises(MissingInputError, match="has no checkpoint of step 7"):
-        open_saved_model(run, 7, trained=True)
+        open_saved_model(run, 7)
 
     ran((1, 1), config, tmp_path / "own", model=lambda _: mlp(), data=vector_data())
     with pytest.raises(ConfigError, match="is of a model of your own, not of the gpt of its conf"):
-        open_saved_model(tmp_path / "own", None, trained=True)
+        open_saved_model(tmp_path / "own", None)
     # As the message says.
     train = config.train.model_copy(update={"eval_steps": "all"})
     again = config.model_copy(update={"train": train})

@@ -225,22 +225,21 @@ assert "mpi4py.MPI" not in sys.modules
     ]
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_saved_folder_is_the_export_of_the_checkpoint(trained: bool, tmp_path: Path) -> None:
-    program = f"""
+def test_a_saved_folder_is_the_export_of_the_checkpoint(tmp_path: Path) -> None:
+    program = """
 import axsparse as ax
 trainer = ax.Trainer(
-    "gpt", None, {{"model": {{"num_layers": 2, "hidden_size": 32, "num_heads": 2,
-    "sequence_length": 12}}, "train.peak_flops": 1e9}}, precision="fp32", sparsity=0.5, steps=2,
+    "gpt", None, {"model": {"num_layers": 2, "hidden_size": 32, "num_heads": 2,
+    "sequence_length": 12}, "train.peak_flops": 1e9}, precision="fp32", sparsity=0.5, steps=2,
     g_inter=2, eval_steps=0, global_batch_size=4, microbatch_size=2, run_dir="run",
 )
 for _ in trainer:
     trainer.step()
-trainer.save_hf("saved", trained={trained})
+trainer.save_hf("saved")
 """
     assert (done := run_mpirun(2, ["-c", program], cwd=tmp_path)).returncode == 0, done
 
-    ax.export(tmp_path / "run", "hf", tmp_path / "exported", trained=trained)
+    ax.export(tmp_path / "run", "hf", tmp_path / "exported")
 
     files = sorted(path.name for path in (tmp_path / "exported").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "saved").iterdir())
