@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from axsparse.models.module_buffers import COUNT, BufferSlot, replaced, slots
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Op, shard_bounds
-from axsparse.samo.masks import bits_digest
 from axsparse.samo.shards import Replicas
 
 Tensors = list[Tensor]
@@ -110,28 +109,6 @@ class RunningStatistics:
         pairs = zip(chain(*self._layers), chain(*received), strict=True)
         with replaced(list(pairs)):
             yield
-
-    def different(self) -> list[tuple[int, str]]:
-        """The buffers that differ between replicas, other than running statistics of torch's
-        normalization layers: the number of the layer on this stage, and the buffer's name in it.
-
-        What a layer computes in training may depend on such a buffer. All replicas of a stage call
-        this together.
-        """
-        compared = [
-            (number, slot)
-            for number, layer in enumerate(self._layers)
-            for slot in layer
-            if not slot.is_statistic
-        ]
-        digests = torch.zeros(self._replicas.size, len(compared), dtype=torch.float64)
-        for column, (_, slot) in enumerate(compared):
-            digests[self._replicas.rank, column] = bits_digest(slot.tensor)
-        self._replicas.exchange(Op.ALL_REDUCE, digests.view(-1))
-        is_odd = (digests != digests[:1]).any(dim=0).tolist()
-        return [
-            (number, slot.name) for (number, slot), odd in zip(compared, is_odd, strict=True) if odd
-        ]
 
     def _received(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first replica's buffers of one layer; all types travel in one message."""

@@ -100,7 +100,6 @@ class Step:
         )
         """Whether the coming step compares the layers with plain torch first."""
         self._named: dict[str, set[str]] = {}
-        self._buffers_are_compared = self._coords.grid.g_data == 1
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
         self._reject_unequal(weights_digest(self.layers), UNEQUAL_WEIGHTS)
@@ -127,7 +126,6 @@ class Step:
         else:
             self.statistics.undo()
             self.restore_weights()
-        self._warn_of_own_buffers()
         self.skips.record(step, verdict)
         self.progress.end_step()
         return verdict
@@ -365,20 +363,6 @@ class Step:
         for replica, other in enumerate(others, 1):
             if other != first:
                 raise TrainingError(text.format(replica=replica, stage=self._coords.stage))
-
-    def _warn_of_own_buffers(self) -> None:
-        """Warn once of buffers that differ between replicas; checkpoints have the first one's."""
-        if self._buffers_are_compared:
-            return
-        self._buffers_are_compared = True
-        names = [
-            self.layers[number].spec.full_name(name) for number, name in self.statistics.different()
-        ]
-        self._name_once(
-            f"warning: {self._coords}: each replica has its own {{}}; checkpoints hold the first "
-            "replica's, so that a run that resumes goes on otherwise if training depends on them",
-            names,
-        )
 
     def _name_once(self, text: str, names: Sequence[str]) -> None:
         """Print a text in which "{}" stands for the names that it has not named before, if any."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
-from axsparse.samo.shards import ALONE, Replicas
+from axsparse.samo.shards import Replicas
 
 
 class Odd(nn.Module):
@@ -71,18 +71,3 @@ def test_a_failed_evaluation_gives_the_buffers_back() -> None:
         assert values(module) == values(Odd(rank))
 
     on_replicas(2, main)
-
-
-def test_replicas_hear_which_of_their_buffers_differ() -> None:
-    told = []
-
-    def main(rank: int, replicas: Replicas) -> None:
-        modules = [nn.Linear(2, 2), Odd(rank), Odd(7)]
-        modules[2].get_buffer("narrow")[rank] = 1.0
-        told.append(RunningStatistics(modules, replicas).different())
-
-    on_replicas(2, main)
-
-    odd = [(1, "flags"), (1, "narrow"), (1, "turned"), (2, "narrow")]
-    assert told == [odd, odd]
-    assert RunningStatistics([Odd(1)], ALONE).different() == []
