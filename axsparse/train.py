@@ -40,7 +40,7 @@ what a run leaves behind, in --run-dir:
   config.yaml     every setting as it ran, with versions
   metrics.jsonl   one object a step, and one an evaluation (axsparse report draws them)
   trace/          every moment of some steps, with train.trace=N (axsparse report draws the last)
-  checkpoints/    what --resume goes on from (axsparse checkpoint --help)
+  checkpoints/    what --resume goes on from
 
 Ctrl-C, SIGUSR1, SIGTERM or SIGHUP (a closed terminal) ends the step under way, saves, and exits
 with 75; a second one ends at once.

@@ -27,7 +27,6 @@ commands:
   data       turn text files into tokens (axsparse data --help)
   mask       say what a mask file holds (axsparse mask --help)
   prune      prune and heal a model, or say what a run would prune (axsparse prune --help)
-  checkpoint look at what a run saved (axsparse checkpoint --help)
   generate   continue a text with a trained model (axsparse generate --help)
   evaluate   measure a trained model on validation data (axsparse evaluate --help)
   export     write what was trained for other libraries (axsparse export --help)
@@ -114,7 +113,7 @@ def test_no_command_is_left_out() -> None:
     assert all(parser.prog == f"axsparse {words}" for words, parser in all_parsers().items())
 
 
-@pytest.mark.parametrize("group", ["config", "data", "checkpoint"])
+@pytest.mark.parametrize("group", ["config", "data"])
 def test_a_command_of_several_words_says_which_may_follow(axsparse: Axsparse, group: str) -> None:
     code, screen, errors = axsparse(group)
 
@@ -123,7 +122,7 @@ def test_a_command_of_several_words_says_which_may_follow(axsparse: Axsparse, gr
     assert all(words.split()[1] in screen for words in all_parsers() if words.startswith(group))
 
 
-@pytest.mark.parametrize("words", [["plan"], ["data", "prepare"], ["checkpoint", "verify"]])
+@pytest.mark.parametrize("words", [["plan"], ["data", "prepare"], ["config", "show"]])
 def test_help_of_a_command_is_had_by_its_name_as_well(axsparse: Axsparse, words: list[str]) -> None:
     said = axsparse("help", *words)
 

@@ -297,7 +297,6 @@ COMMANDS = {
     "data": Command("axsparse.cli.data", "turn text files into tokens"),
     "mask": Command("axsparse.cli.mask", "say what a mask file holds"),
     "prune": Command("axsparse.cli.prune", "prune and heal a model, or say what a run would prune"),
-    "checkpoint": Command("axsparse.cli.checkpoint", "look at what a run saved"),
     "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
     "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),
     "export": Command("axsparse.cli.export", "write what was trained for other libraries"),

@@ -74,6 +74,7 @@ def rule_of(sparsity: float) -> Rule:
 def chosen(order: PruneOrder) -> PruneOrder:
     """The order with a method, a healing and a schedule; ConfigError if they do not fit."""
     config = order.configured()
+    reject_full_model(config)
     sparsity = final_sparsity(config.pruning)
     rule = rule_of(sparsity)
     asks = any(text.startswith(("train.steps=", "train.teacher=")) for text in order.settings)
@@ -94,9 +95,7 @@ def chosen(order: PruneOrder) -> PruneOrder:
     settings.append(f"pruning.heal={'none' if heal == 'none' else 'blocks'}")
     if schedule == "gradual" and order.heal is None:
         settings.append(override("train.teacher", order.source))
-    order = replace(order, heal=heal, schedule=schedule, settings=(*settings, *order.settings))
-    reject_full_model(order.configured())
-    return order
+    return replace(order, heal=heal, schedule=schedule, settings=(*settings, *order.settings))
 
 
 def reject_full_model(config: Config) -> None:

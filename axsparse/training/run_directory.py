@@ -353,7 +353,7 @@ def _reject_older(run_dir: Path, named: Path) -> None:
     if newest > step:
         raise ConfigError(
             f"--resume {named}: the run has a later checkpoint, step-{newest}; give this one "
-            f"another --run-dir, or run `axsparse checkpoint prune {run_dir} --after {step}`"
+            "another --run-dir, or remove the later ones"
         )
 
 

@@ -489,8 +489,8 @@ class SkippedSteps:
         before = next((step for step in steps if step < self.progress.last_good), None)
         if before is not None:
             suggestion += (
-                f"; weights were good up to step {before}: axsparse checkpoint prune {run} --after "
-                f"{before}, then --resume auto"
+                f"; weights were good up to step {before}: go on from there by --resume "
+                f"{run}/{CHECKPOINTS}/step-{before} in another --run-dir"
             )
         return everywhere(TrainingError(f"{why}; {suggestion}"))
 

@@ -12,7 +12,6 @@ from support.exhaustive import by_default
 from support.resuming import ran
 from support.runs import FEW_MICROBATCHES, tiny_config
 
-from axsparse.cli import checkpoint
 from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.runtime.errors import TrainingError
 from axsparse.training.trainer import Trainer
@@ -50,17 +49,16 @@ def test_steps_that_are_skipped_leave_a_checkpoint_from_before_which_the_error_n
         loss_scale={"patience": 5},
     )
     with pytest.raises(TrainingError) as first:
-        ran((2, 1), config, tmp_path, look=ruined_after(4))
+        ran((2, 1), config, tmp_path / "run", look=ruined_after(4))
     with pytest.raises(TrainingError) as again:
-        ran((2, 1), config, tmp_path, resume="auto")
+        ran((2, 1), config, tmp_path / "run", resume="auto")
 
     good = 3 if every == 1 else 2
+    there = f"{tmp_path}/run/checkpoints/step-{good}"
     assert str(again.value).endswith(
-        f"or look at the data; weights were good up to step {good}: axsparse checkpoint prune "
-        f"{tmp_path} --after {good}, then --resume auto"
+        f"or look at the data; weights were good up to step {good}: go on from there by --resume "
+        f"{there} in another --run-dir"
     )
     assert str(first.value).startswith("step 5: ")
-    asked = checkpoint.parser().parse_args(["prune", str(tmp_path), "--after", str(good)])
-    asked.work(asked)
-    again_from = ran((1, 1), config, tmp_path, resume="auto")
+    again_from = ran((1, 1), config, tmp_path / "another", resume=there)
     assert list(again_from.losses) == list(range(good + 1, STEPS + 1))

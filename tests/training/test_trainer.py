@@ -17,7 +17,6 @@ from support.resuming import ran
 from support.runs import FEW_MICROBATCHES, mlp, tiny_config, tiny_gpt, token_data, vector_data
 
 import axsparse as ax
-from axsparse.cli import checkpoint
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.planner.stage_memory import SMALL_BLOCKS
@@ -306,17 +305,11 @@ def test_another_run_directory_does_not_have_the_best_of_the_first(tmp_path: Pat
         ax.load(tmp_path / "c", step="best")
 
 
-def test_pruning_checkpoints_by_hand_leaves_the_best(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(tmp_path, config_of(checkpoint={"every": 1, "keep_last": 9}))
+def test_the_end_names_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, config_of())
+
     said = f"lowest validation loss 0.5000 after step 5, kept in {tmp_path}/checkpoints/step-5"
     assert said in capsys.readouterr().out
-
-    asked = checkpoint.parser().parse_args(["prune", str(tmp_path), "--keep-last", "1"])
-    asked.work(asked)
-
-    assert saved_steps(tmp_path / "checkpoints") == [6, 5]
 
 
 @pytest.mark.parametrize(

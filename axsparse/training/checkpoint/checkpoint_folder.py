@@ -15,6 +15,7 @@ folder without it is no checkpoint.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import re
@@ -284,20 +285,10 @@ def outdated(
     return gone
 
 
-def kept_also(
-    folder: Path, progress: Progress, is_complete: Callable[[int], bool]
-) -> dict[int, str]:
-    """The steps whose checkpoints stay in addition to the newest ones, and why; `progress` is the
-    newest checkpoint's.
-
-    Weights that no later step has trained on may be ruined already. So the newest checkpoint whose
-    weights a later step has trained on stays as well.
-    """
-    kept = {}
-    if progress.best is not None:
-        kept[progress.best.step] = "has the lowest validation loss"
+def kept_also(folder: Path, progress: Progress, is_complete: Callable[[int], bool]) -> set[int]:
+    """The steps whose checkpoints stay in addition to the newest ones: the best, and the newest
+    whose weights a later step has trained on, since weights that none has trained on may be ruined
+    already; `progress` is the newest checkpoint's."""
+    best = [] if progress.best is None else [progress.best.step]
     trained_on = (step for step in saved_steps(folder) if step < progress.last_good)
-    confirmed = next(filter(is_complete, trained_on), None)
-    if confirmed is not None:
-        kept[confirmed] = "is the newest whose weights a later step has trained on"
-    return kept
+    return {*best, *itertools.islice(filter(is_complete, trained_on), 1)}
