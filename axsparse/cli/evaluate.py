@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import time
+import contextlib
+import sys
+from functools import partial
 from typing import Literal
 
 from axsparse.cli.parser import CommandParser, add_checkpoint, integer, say
-from axsparse.runtime.process import write_line
+from axsparse.runtime.console import make_console
 
 DESCRIPTION = """\
 Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is
@@ -18,8 +20,6 @@ taken, or one checkpoint in it; the data of its configuration must still be ther
 
 One process computes it on the CPU, in the precision and with the microbatches of the run.
 """
-EVERY_SECONDS = 5.0
-"""How often an evaluation says how far it is."""
 
 
 def parser() -> CommandParser:
@@ -38,28 +38,18 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
     from axsparse.data.sources import open_datasets
     from axsparse.observe.metrics import perplexity
-    from axsparse.training.saved_model import evaluate_saved, open_saved_model
+    from axsparse.training.evaluation import evaluate_saved, open_saved_model
 
     saved = open_saved_model(arguments.run, arguments.step)
     # A run without evaluations does not open its validation data.
     train = saved.config.train.model_copy(update={"eval_steps": "all"})
     datasets = open_datasets(saved.config.model_copy(update={"train": train}))
-    evaluation = evaluate_saved(saved, datasets, arguments.batches, _Progress().after_batch)
+    with contextlib.closing(make_console(sys.stderr)) as console:
+        show = partial(console.progress, text="batches")
+        evaluation = evaluate_saved(saved, datasets, arguments.batches, show)
     parts = [f"step {saved.checkpoint.step}: validation loss {evaluation.loss:.6g}"]
     if datasets.training.vocab_size:
         parts.append(f"perplexity {perplexity(evaluation.loss):.6g}")
     parts += [f"{name} {value:.6g}" for name, value in evaluation.metrics.items()]
     parts.append(f"({evaluation.samples} of {evaluation.available} samples)")
     say("  ".join(parts))
-
-
-class _Progress:
-    """Says on stderr, every few seconds, how many batches are done."""
-
-    def __init__(self) -> None:
-        self._said = time.monotonic()
-
-    def after_batch(self, done: int, total: int) -> None:
-        if time.monotonic() - self._said >= EVERY_SECONDS and done < total:
-            self._said = time.monotonic()
-            write_line(f"evaluated {done} of {total} batches")

@@ -1,18 +1,43 @@
-"""Evaluates a model on validation batches; the results are the same in every layout."""
+"""Evaluates a model on validation batches; the results are the same in every layout.
+
+`evaluate` is a part of training, `evaluate_saved` has the model of a checkpoint in one process.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
+import torch
+from torch import nn
+
+from axsparse.config.schema import Config
+from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, Prefetcher
-from axsparse.pipeline.engine import Engine
+from axsparse.data.dataset import Dataset, Datasets
+from axsparse.models.layer import Model
+from axsparse.models.sequential import filled_modules
+from axsparse.observe.phases import Phases
+from axsparse.pipeline.engine import Engine, Rank
+from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.pipeline.policy import Schedule
+from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import DataError, everywhere
+from axsparse.runtime.errors import ConfigError, DataError, everywhere
 from axsparse.runtime.exchange import exact_sum, sum_by_owner
-from axsparse.runtime.grid import RankCoords
+from axsparse.runtime.grid import Grid, RankCoords
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.backend import to_host
+from axsparse.samo.precision import DTYPES
+from axsparse.training.checkpoint.checkpoint_folder import DataEntry
+from axsparse.training.checkpoint.verification import (
+    Checkpoint,
+    checkpoint_of,
+    reject_other_data,
+)
+from axsparse.training.export import Weights, configured_model
 
 
 @dataclass(frozen=True)
@@ -76,3 +101,108 @@ def evaluate(
         samples=min(asked * batches.global_batch_size, batches.num_samples),
         available=batches.num_samples,
     )
+
+
+# -- the model of a checkpoint ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model with the weights of a checkpoint, on the CPU and in evaluation mode."""
+
+    checkpoint: Checkpoint
+    config: Config
+    model: Model
+    modules: list[nn.Module]
+    """The modules of the model's layers, in order. Both uses of a tied weight are one tensor."""
+
+
+def open_saved_model(run: Path, step: int | Literal["best"] | None) -> SavedModel:
+    """Read a model of a run, from the checkpoint of `step` or from the newest, with the weights
+    that training computes with, in its precision.
+
+    Raises ConfigError if the run trained a model of the user's own, which its configuration does
+    not describe, and what `checkpoint_of` and `Weights` raise.
+    """
+    weights = Weights(checkpoint_of(run, step), trained=True)
+    config = weights.config().with_origins(run.name, {})
+    model, profiled = configured_model(config, weights.shapes(), weights.checkpoint.path)
+    modules = filled_modules(model, profiled.ties, weights.tensors())
+    for module in modules.values():
+        module.requires_grad_(requires_grad=False)
+    return SavedModel(weights.checkpoint, config, model, list(modules.values()))
+
+
+def evaluate_saved(
+    saved: SavedModel,
+    datasets: Datasets,
+    number: int | Literal["all"],
+    after_batch: Callable[[int, int], object] = lambda _done, _wanted: None,
+) -> Evaluation:
+    """Evaluate on the first `number` global batches of the validation data, or on all.
+
+    `after_batch` is called with how many batches are done and how many are to be done. The model
+    must have its trained weights. Microbatches, precision and the number of threads are the run's,
+    so that on the same kind of machine the result is the same.
+
+    Raises ConfigError if there are no validation data, DataError if the data are not the run's.
+    """
+    config, model = saved.config, saved.model
+    validation = _validation_data(saved, datasets)
+    torch.set_num_threads(config.train.threads)
+    transport = LocalTransport(LocalWorld[object](1), 0)
+    coords = Grid(1, 1).coords(0)
+    stage = Stage(
+        [
+            LayerRunner(layer.name, module, is_recomputed=False)
+            for layer, module in zip(model.layers, saved.modules, strict=True)
+        ],
+        loss=model.loss,
+        metrics=model.metrics,
+        input_dtype=DTYPES[config.precision],
+        seed=config.seed,
+    )
+    engine = Engine(
+        Rank(coords, transport.backoff, Phases()),
+        stage,
+        transport.link(coords),
+        schedule=Schedule("message-driven", 0, "alternate"),
+        while_idle=lambda: None,
+    )
+    batches = Batches(
+        validation,
+        num_samples=len(validation),
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+        replica=0,
+        g_data=1,
+        seed=config.seed,
+        vocab_size=model.vocab_size,
+    )
+    return evaluate(
+        engine,
+        batches,
+        number,
+        tuple(model.metrics),
+        transport=transport,
+        coords=coords,
+        after_batch=after_batch,
+    )
+
+
+def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
+    training, validation = datasets.training, datasets.validation
+    data = DataEntry(
+        name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0
+    )
+    reject_other_data(saved.checkpoint, data)
+    if validation is None:
+        raise ConfigError(f"evaluate: {training.name} has no validation data; nothing to do")
+    check_data(
+        saved.config,
+        source=training.name,
+        words=saved.model.vocab_size,
+        vocab_size=training.vocab_size or 0,
+        num_samples=len(training),
+    )
+    return validation

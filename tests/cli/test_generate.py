@@ -17,7 +17,7 @@ from axsparse.data.sources import token_datasets
 from axsparse.data.tokenizers import SEPARATOR
 from axsparse.models.layer import as_tuple
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING
-from axsparse.training.saved_model import open_saved_model
+from axsparse.training.evaluation import open_saved_model
 
 pytest.importorskip("transformers", reason="pip install 'axsparse[test]'")
 

@@ -35,8 +35,7 @@ from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.exchange import exact_sum
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
-from axsparse.training.evaluation import Evaluation
-from axsparse.training.saved_model import evaluate_saved, open_saved_model
+from axsparse.training.evaluation import Evaluation, evaluate_saved, open_saved_model
 from axsparse.training.trainer import Trainer, build
 
 TRAINING, VALIDATION = vector_data(), vector_data(samples=29)
