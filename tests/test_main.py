@@ -25,7 +25,6 @@ commands:
   report     draw runs as a page for a browser (axsparse report --help)
   compare    say whether two runs are the same, bit by bit (axsparse compare --help)
   data       turn text files into tokens (axsparse data --help)
-  mask       say what a mask file holds (axsparse mask --help)
   prune      prune and heal a model, or say what a run would prune (axsparse prune --help)
   generate   continue a text with a trained model (axsparse generate --help)
   evaluate   measure a trained model on validation data (axsparse evaluate --help)
@@ -92,12 +91,12 @@ import os, signal, sys
 
 class Interrupting:
     def find_spec(self, name, *_):
-        if name == "axsparse.cli.mask":
+        if name == "axsparse.cli.export":
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Interrupting())
 from axsparse.__main__ import main
-main(["mask", "x"])
+main(["export", "x"])
 """
 
 
@@ -154,7 +153,7 @@ def test_one_of_many_ranks_speaks(axsparse: Axsparse, monkeypatch: pytest.Monkey
     assert axsparse("--help") == (0, "", "")
     assert axsparse("tran") == (78, "", "")
     assert axsparse("train") == (78, "", "")
-    for words in (["plan", "--gpus", "2"], ["mask", "none"], ["submit"], ["data"]):
+    for words in (["plan", "--gpus", "2"], ["submit"], ["data"]):
         assert axsparse(*words) == (0, "", "")
 
 

@@ -295,7 +295,6 @@ COMMANDS = {
     "report": Command("axsparse.cli.report", "draw runs as a page for a browser"),
     "compare": Command("axsparse.cli.compare", "say whether two runs are the same, bit by bit"),
     "data": Command("axsparse.cli.data", "turn text files into tokens"),
-    "mask": Command("axsparse.cli.mask", "say what a mask file holds"),
     "prune": Command("axsparse.cli.prune", "prune and heal a model, or say what a run would prune"),
     "generate": Command("axsparse.cli.generate", "continue a text with a trained model"),
     "evaluate": Command("axsparse.cli.evaluate", "measure a trained model on validation data"),

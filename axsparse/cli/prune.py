@@ -4,13 +4,13 @@ prune."""
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from axsparse.cli.mask import kept_table
 from axsparse.cli.parser import (
     CommandParser,
     add_configuration,
@@ -39,6 +39,7 @@ Or say which tensors a run prunes and how many of their entries stay in the end,
 dense, and why. No weights are read, and nothing is trained:
 
   axsparse prune --dry-run --config quickstart.yaml
+  axsparse prune --dry-run --config quickstart.yaml --set pruning.mask=runs/search
 """
 EPILOG = """\
 ways to heal:
@@ -181,7 +182,7 @@ def lines(config: Config) -> Iterator[str]:
         return
     masks = targets.mask_file
     yield f"pruned by {config.pruning.method if masks is None else masks.path}:"
-    yield from kept_table(targets.shapes, targets.kept())
+    yield from _kept_table(targets.shapes, targets.kept())
     for why, parameters in left_dense(profiled, targets, config.pruning).items():
         yield ""
         yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"
@@ -193,3 +194,24 @@ def lines(config: Config) -> Iterator[str]:
             name = names[0] if len(names) == 1 else pattern
             more = "" if len(names) == 1 else f"  ({len(names)} tensors)"
             yield f"  {name}  {' × '.join(map(str, shape))}{more}"
+
+
+def _kept_table(shapes: Mapping[str, tuple[int, ...]], kept: Mapping[str, int]) -> Iterator[str]:
+    """A row of the table for each pruned tensor, and one for all."""
+    from axsparse.planner.plan_report import table
+
+    rows = [
+        (name, " × ".join(map(str, shape)), math.prod(shape), kept[name])
+        for name, shape in shapes.items()
+    ]
+    rows.append(("total", "", sum(row[2] for row in rows), sum(kept[name] for name in shapes)))
+    yield from table(
+        {
+            "tensor": name,
+            "shape": shape,
+            "entries": f"{numel:,}",
+            "kept": f"{stay:,}",
+            "sparsity": f"{100 * (1 - stay / max(numel, 1)):.3f} %",
+        }
+        for name, shape, numel, stay in rows
+    )

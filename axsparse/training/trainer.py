@@ -685,7 +685,7 @@ class Trainer:
     def save_mask(self, path: str | Path) -> None:
         """Write which entries are kept now as a mask file, the same in every layout.
 
-        `pruning.mask` and `axsparse mask` read it. All ranks call this together, between steps.
+        `pruning.mask` reads it. All ranks call this together, between steps.
 
         Raises, on all ranks alike, ConfigError if nothing is pruned, OutputError.
         """

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
 from axsparse.cli.prune import lines
 from axsparse.config.load import configure
 
@@ -24,3 +30,17 @@ def test_a_dry_run_names_every_tensor_and_why_it_is_dense() -> None:
     assert "dense, 64 entries: named in pruning.exclude" in said
     assert "  embed.token.weight  16 × 8" in said
     assert any(line.endswith(" entries: vectors") for line in said)
+
+
+def test_a_dry_run_of_a_mask_file_has_its_kept_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    mask = torch.zeros(32, 8, dtype=torch.bool)
+    mask[:5, 0] = True
+    save_file({"block0.fc1.weight": mask}, "mask.safetensors")
+
+    said = list(lines(configure(None, [*SMALL, "pruning.mask=mask.safetensors"])))
+
+    assert said[0] == "pruned by mask.safetensors:"
+    assert said[2] == "block0.fc1.weight  32 × 8      256     5  98.047 %"
