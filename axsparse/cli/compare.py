@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from axsparse.training.checkpoint.verification import Checkpoint
 
 DESCRIPTION = """\
-Say whether two runs are the same, bit by bit, and if not, at which step, tensor and entry they
-first part. RUN is a run directory:
+Say whether two runs are the same, bit by bit, and if not, at which step and layer they first part.
+RUN is a run directory:
 
   axsparse compare runs/one runs/other
 
 The losses and norms of the steps that both have recorded are compared, the evaluations, and the
-checkpoints that both still have. Settings that differ are said first. Two runs of one configuration
-are the same under any number of stages, and with samo.gradient exact under any number of replicas
-(docs/explanation/bitwise.md).
+checkpoints that both still have (axsparse report shows the settings that differ). Two runs of one
+configuration are the same under any number of stages, and with samo.gradient exact under any number
+of replicas (docs/explanation/bitwise.md).
 
 exit codes, beside those of every command:
   0 the same, as far as both go   1 they differ
@@ -53,29 +53,11 @@ def _compare(arguments: argparse.Namespace) -> None:
     what = f"{counted(recorded, 'record')} and {counted(len(saved), 'checkpoint')}"
     if saved:
         what += f" ({'step' if len(saved) == 1 else 'steps'} {', '.join(map(str, saved))})"
-    differences = tuple(filter(None, (parted, apart)))
-    for line in (*_settings(one, other, is_same=not differences), *differences):
+    for line in filter(None, (parted, apart)):
         say(line)
-    if differences:
+    if parted or apart:
         exit_process(DIFFERENT)
     say(f"the same: {what}")
-
-
-def _settings(one: Path, other: Path, *, is_same: bool) -> Iterator[str]:
-    """A line with the settings that differ; for equal runs, the settings that must not differ."""
-    from axsparse.training.checkpoint.verification import FREE
-    from axsparse.training.run_directory import config_text, settings_in
-
-    mine, theirs = (settings_in(config_text(run)) for run in (one, other))
-    if not mine or not theirs:
-        return
-    differ = [
-        f"{key} is {mine.get(key, 'not there')} and {theirs.get(key, 'not there')}"
-        for key in {**mine, **theirs}
-        if mine.get(key) != theirs.get(key) and not key.startswith(FREE if is_same else "run_dir")
-    ]
-    if differ:
-        yield f"settings differ: {'; '.join(differ)}"
 
 
 def _records(one: Path, other: Path) -> tuple[int, str]:
@@ -131,43 +113,10 @@ def _differences(one: Checkpoint, other: Checkpoint) -> Iterator[str]:
     for field, value in progress[0].items():
         if value != progress[1][field]:
             yield f"progress.{field} is {value} and {progress[1][field]}"
-    for layer in mine.layers:
-        files = [
-            [name for name in (entry.file, entry.pruner) if name is not None]
-            for entry in (mine.layers[layer], theirs.layers[layer])
-        ]
-        if files[0] != files[1]:
-            yield f"layer {layer} is saved in {files[0]} and {files[1]}"
-            return
-        for name in files[0]:
-            # The manifest has a hash of every file, so that equal files need not be read.
-            if mine.files[name] != theirs.files[name]:
-                yield from _tensors(one.path / name, other.path / name)
-
-
-def _tensors(one: Path, other: Path) -> Iterator[str]:
-    """The tensors of two files that differ, and their first entries that do."""
-    import torch
-
-    from axsparse.runtime.files.safetensors import SafetensorsFile
-
-    mine, theirs = SafetensorsFile(one), SafetensorsFile(other)
-    if mine.shapes.keys() != theirs.shapes.keys():
-        odd = min(mine.shapes.keys() ^ theirs.shapes.keys())
-        yield f"{odd} is saved in one of them only"
-        return
-    for key in mine.shapes:
-        headers = mine.header(key), theirs.header(key)
-        if headers[0] != headers[1]:
-            yield f"{key} is {headers[0]} and {headers[1]}"
-            continue
-        left, right = mine.read(key).reshape(-1), theirs.read(key).reshape(-1)
-        # Bits are compared, so that a NaN is the same as itself, and -0 is not 0.
-        shape = (left.numel(), left.itemsize)
-        apart = (left.view(torch.uint8) != right.view(torch.uint8)).view(shape).any(1).nonzero()
-        if apart.numel():
-            first = int(apart[0])
-            yield (
-                f"{key} differs in {len(apart)} of {left.numel()} entries; the first is number "
-                f"{first}, {left[first].item()!r} and {right[first].item()!r}"
-            )
+    for name, layer in mine.layers.items():
+        if layer != theirs.layers[name]:
+            yield f"layer {name} keeps other entries"
+        # The manifest has a hash of every file, so that none is read.
+        for file in filter(None, (layer.file, layer.pruner)):
+            if mine.files[file] != theirs.files.get(file):
+                yield f"{file} of layer {name} differs"
