@@ -159,7 +159,7 @@ def _profile(loaded: Config, steps: int, size: int, *, is_split: bool = False) -
     for _ in range(steps):
         phases.start_spans()
         phases.begin_step()
-        trainer._train_step()  # `step` would end its own phases, and keep their seconds
+        trainer._step.train_step()  # `step` would end its own phases, and keep their seconds
         seconds = phases.end_step()
         compute.append(seconds["compute"])
         compress.append(seconds["compress"])

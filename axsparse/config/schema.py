@@ -545,16 +545,6 @@ class CheckpointConfig(Section):
     """GB (10⁹ bytes) of each rank's memory for copies on their way to the disk; a step waits for
     the disk only if a rank has more to save."""
 
-    @model_validator(mode="after")
-    def _keeps_steps_that_are_saved(self) -> CheckpointConfig:
-        if self.every == "auto" and self.keep_every:
-            raise BrokenRule(
-                "keep_every",
-                f"{self.keep_every}, but checkpoint.every auto saves at steps that no number "
-                "divides; set checkpoint.every to a number, or leave keep_every 0",
-            )
-        return self
-
 
 class WatchdogConfig(Section):
     """When a run counts as hung, and a rank as slow."""

@@ -196,7 +196,7 @@ def state_format(
 def copied_bytes(config: Config) -> float:
     """Bytes of host memory that a rank's checkpoint copies may take while training continues."""
     saves = config.checkpoint
-    saves_before_the_end = saves.every == "auto" or 0 < saves.every < config.train.steps
+    saves_before_the_end = 0 < saves.every < config.train.steps
     return saves.staging_memory * 1e9 if saves_before_the_end else 0.0
 
 

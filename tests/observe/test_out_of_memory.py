@@ -69,7 +69,7 @@ def test_state_and_steps_that_do_not_fit_say_so_and_what_was_predicted(
 
     def train() -> None:
         trainer = build(job_alone(), tiny_gpt(config), lambda: Datasets(token_data()), config)
-        monkeypatch.setattr(trainer, "_train_step", full)
+        monkeypatch.setattr(trainer._step, "train_step", full)
         trainer.train()
 
     with pytest.raises(TrainingError) as caught:
