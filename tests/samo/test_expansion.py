@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 import torch
+from support.runs import on_ranks
 from torch import Tensor, nn
 
-from axsparse.runtime.communication import Op
+from axsparse.runtime.communication import Transport
 from axsparse.samo.expansion import Expansion, LayerGather
 from axsparse.samo.index.base import FullIndex, make_index
 from axsparse.samo.layer_state import LayerState
@@ -192,131 +193,103 @@ def test_the_state_of_a_layer_is_freed_with_its_last_reference(expansion: Expans
     assert gone() is None
 
 
+# -- weights that two replicas gather (ZeRO stage 3) -----------------------------------------------
+
 HALF = torch.bfloat16
 GATHERED = [(500, 600), (7,)]
 KEPT = 300_000 // 2
-
-
-class NoPause:
-    pauses = 0
-
-    def reset(self) -> None: ...
-
-    def pause(self) -> None:
-        self.pauses += 1
+VALUES = torch.randn(KEPT + 7, generator=torch.Generator().manual_seed(1))
+DENSE = torch.zeros(300_000, dtype=HALF)
+DENSE[1::2] = round_to(VALUES, HALF)[:KEPT]
 
 
 @dataclass
-class Arrival:
-    """An all-gather that is complete at the second poll."""
+class GatheredStage:
+    """Three layers of the same values on one of two replicas."""
 
-    group: Others
-    buffer: Tensor
-    bounds: Sequence[int]
-    polls: int = 0
+    transport: Transport
 
-    def poll(self) -> bool:
-        self.polls += 1
-        if self.polls == 2:
-            theirs = self.group.values[self.bounds[1] : self.bounds[2]]
-            self.buffer[self.bounds[1] :] = theirs
-        return self.polls > 1
-
-
-@dataclass
-class Others:
-    """The group of replica 0 of 2; the other one has `values`."""
-
-    values: Tensor = field(default_factory=lambda: torch.empty(0))
-    size: int = 2
-    rank: int = 0
-    bytes_sent: int = 0
-    started: list[int] = field(default_factory=list)
-    """The entries of each gather."""
-
-    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Arrival:
-        assert op is Op.ALL_GATHER
-        assert bounds is not None
-        assert bounds[1] < bounds[2], "the other replica has a share"
-        self.started.append(buffer.numel())
-        return Arrival(self, buffer, bounds)
-
-
-def gathered_stage(group: Others, layers: int = 3) -> tuple[Expansion, list[LayerState], Tensor]:
-    """Layers of the same values, and the kept weights of each."""
-    group.values = values = torch.randn(KEPT + 7, generator=torch.Generator().manual_seed(1))
-    expansion = Expansion(HALF, torch.device("cpu"), LayerGather(group, NoPause()))
-    built = []
-    for number in range(layers):
-        tensors = [
-            TensorState(
-                f"{number}.{shape}",
-                nn.Parameter(torch.zeros(shape, dtype=HALF)),
-                make_index(torch.arange(torch.Size(shape).numel()) % 2 >= len(shape) - 1, "mask"),
-                decays=True,
+    def __post_init__(self) -> None:
+        self.group, backoff = self.transport.collective("replicas", [0, 1]), self.transport.backoff
+        self.expansion = Expansion(HALF, HOST, LayerGather(self.group, backoff))
+        self.layers = []
+        for number in range(3):
+            tensors = [
+                TensorState(
+                    f"{number}.{shape}",
+                    nn.Parameter(torch.zeros(shape, dtype=HALF)),
+                    make_index(torch.arange(math.prod(shape)) % 2 >= len(shape) - 1, "mask"),
+                    decays=True,
+                )
+                for shape in GATHERED
+            ]
+            replicas = Replicas(self.group, backoff, shard=True, gather=True)
+            types = StateFormat(HALF, HALF, ADAMW.moments)
+            layer = LayerState(
+                f"{number}", tensors, types, replicas=replicas, expansion=self.expansion
             )
-            for shape in GATHERED
-        ]
-        replicas = Replicas(group, NoPause(), shard=True, gather=True)
-        types = StateFormat(HALF, HALF, ADAMW.moments)
-        built.append(
-            LayerState(f"{number}", tensors, types, replicas=replicas, expansion=expansion)
-        )
-        for tensor in tensors:
-            part = values[tensor.offset : tensor.offset + tensor.kept]
-            built[-1].optimizer_state.write_master(tensor, 0, part)
-    group.values = round_to(values, HALF)
-    return expansion, built, group.values
+            for tensor in tensors:
+                part = VALUES[tensor.offset : tensor.offset + tensor.kept]
+                layer.optimizer_state.write_master(tensor, 0, part)
+            self.layers.append(layer)
 
+    @property
+    def gathers(self) -> int:
+        """How many gathers have begun."""
+        own = len(self.layers[0].shares.own) * HALF.itemsize
+        return self.group.bytes_sent // own
 
-def dense(values: Tensor) -> Tensor:
-    full = torch.zeros(300_000, dtype=HALF)
-    full[1::2] = values[:KEPT]
-    return full.view(GATHERED[0])
+    def check(self, layer: LayerState) -> None:
+        layer.expand()
+        assert torch.equal(layer.owned[0].parameter.view(-1), DENSE)
 
 
 def test_the_gradients_memory_has_the_weights_until_a_backward_ends() -> None:
-    expansion, layers, values = gathered_stage(group := Others())
+    def on_rank(transport: Transport) -> None:
+        stage = GatheredStage(transport)
+        for is_backward in (False, True):
+            with stage.expansion.in_use(is_backward=is_backward):
+                for layer in reversed(stage.layers) if is_backward else stage.layers:
+                    stage.check(layer)
+        assert stage.gathers == 0
+        assert not any(layer.has_weights for layer in stage.layers)
 
-    for is_backward in (False, True):
-        with expansion.in_use(is_backward=is_backward):
-            for layer in reversed(layers) if is_backward else layers:
-                layer.expand()
-                assert torch.equal(layer.owned[0].parameter, dense(values))
-        assert group.started == []
-    assert not any(layer.has_weights for layer in layers)
+        first = stage.layers[0]
+        first.gradient.fill_(7)
+        with first.expanded():
+            stage.check(first)
+        assert stage.gathers == 1
+        first.collect_weights()
+        own, others = first.shares.own, torch.ones(KEPT + 7, dtype=torch.bool)
+        others[own.start : own.stop] = False
+        assert torch.equal(first.gradient[~others], round_to(VALUES, HALF)[~others])
+        assert (first.gradient[others] == 7).all()
 
-    layers[0].gradient.fill_(7)
-    with layers[0].expanded():
-        assert torch.equal(layers[0].owned[0].parameter, dense(values))
-    assert group.started == [KEPT + 7]
-    layers[0].collect_weights()
-    own = layers[0].shares.own
-    assert torch.equal(layers[0].gradient[own.start : own.stop], values[own.start : own.stop])
-    assert (layers[0].gradient[own.stop :] == 7).all()
+    on_ranks(2, on_rank)
 
 
 def test_the_next_layers_gather_is_under_way_and_every_pass_gathers_all() -> None:
-    expansion, layers, values = gathered_stage(group := Others())
-    for layer in layers:
-        layer.reclaim_gradient()
+    def on_rank(transport: Transport) -> None:
+        stage = GatheredStage(transport)
+        for layer in stage.layers:
+            layer.reclaim_gradient()
 
-    with expansion.in_use(is_backward=True):
-        assert len(group.started) == 1
-        layers[2].expand()
-        assert len(group.started) == 2, "one more while this layer computes"
-        assert torch.equal(layers[2].owned[0].parameter, dense(values))
-    assert len(group.started) == 3, "layers that had no backward here have one on other replicas"
+        with stage.expansion.in_use(is_backward=True):
+            assert stage.gathers == 1
+            stage.check(stage.layers[2])
+            assert stage.gathers == 2, "one more while this layer computes"
+        assert stage.gathers == 3, "layers that had no backward here have one on other replicas"
 
-    def backwards_in_a_forward() -> None:
-        with expansion.in_use():
-            layers[2].expand()
-            layers[0].expand()
+        def backwards_in_a_forward() -> None:
+            with stage.expansion.in_use():
+                stage.check(stage.layers[2])
+                stage.check(stage.layers[0])
 
-    with pytest.raises(AssertionError, match="not expected"):
-        backwards_in_a_forward()
-    with expansion.in_use():
-        for layer in layers:
-            layer.expand()
-            assert torch.equal(layer.owned[0].parameter, dense(values))
-    assert expansion._layer is None
+        with pytest.raises(AssertionError, match="not expected"):
+            backwards_in_a_forward()
+        with stage.expansion.in_use():
+            for layer in stage.layers:
+                stage.check(layer)
+        assert present(stage.expansion) is None
+
+    on_ranks(2, on_rank)
