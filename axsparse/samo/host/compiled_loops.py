@@ -1,8 +1,8 @@
-"""Loops in machine code: read from a cache of the user, or compiled by a helper process.
+"""Loops in machine code: read from a cache of the user, or compiled by another process.
 
 A loop is a Python function over arrays and numbers that numba can compile. A rank never loads
-numba: the helper does (`loop_compiler.py`), and writes each loop's object file to a folder that all
-runs of the user share. A rank loads object files by llvmlite. A file's name says all that its
+numba: another process does (`loop_compiler.py`), and writes a loop's object file to a folder that
+all runs of the user share. A rank loads object files by llvmlite. A file's name says all that its
 content depends on: the source, the processor, the versions of numba and llvmlite, the loop and the
 types of its arguments.
 """
@@ -73,7 +73,7 @@ class Loop:
     """
 
     def __init__(self, module: str, name: str) -> None:
-        """`module` is loaded by the helper process only, so it may import numba."""
+        """`module` is loaded by the compiling process only, so it may import numba."""
         self._module, self._name = module, name
         self._functions: dict[tuple[Kind, ...], Any] = {}
         self._lock = threading.Lock()
@@ -103,7 +103,7 @@ class Loop:
                 if code is None:
                     with alone(cache_folder() / "lock"):
                         if (code := _read(path)) is None:
-                            _HELPER.compile(self._module, self._name, kinds, path)
+                            _compile(self._module, self._name, kinds, path)
                             code = _read(path)
                 if code is None:
                     raise CompileError(f"{path}: the compiled loop is not there")
@@ -298,56 +298,15 @@ def _forget_pages_of_llvm() -> None:
 # -- compiling ---------------------------------------------------------------------------------
 
 
-class _Helper:
-    """The process that compiles; it starts when asked and ends by itself when idle."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-
-    def compile(self, module: str, name: str, kinds: Sequence[Kind], path: Path) -> None:
-        """Have a loop compiled and written to a file. Raises CompileError."""
-        job = json.dumps({"module": module, "name": name, "kinds": kinds, "path": str(path)})
-        with self._lock:
-            answer = self._ask(job) or self._ask(job)  # the process may just have ended
-        if answer != "done":
-            raise CompileError(answer or "the process that compiles loops has ended")
-
-    def _ask(self, job: str) -> str:
-        """The answer to a job; empty if the process has ended."""
-        if self._process is not None and self._process.poll() is not None:
-            self.close()
-        if self._process is None:
-            self._process = self._start()
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(f"{job}\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline().strip()
-        except BrokenPipeError:
-            answer = ""
-        if not answer:
-            self.close()
-        return answer
-
-    def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()
-
-    @staticmethod
-    def _start() -> subprocess.Popen[str]:
-        paths = os.pathsep.join(path for path in sys.path if path)
-        return subprocess.Popen(
-            [sys.executable, "-m", "axsparse.samo.host.loop_compiler"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, "PYTHONPATH": paths},
-        )
-
-
-_HELPER = _Helper()
-atexit.register(_HELPER.close)
+def _compile(module: str, name: str, kinds: Sequence[Kind], path: Path) -> None:
+    """Have another process compile a loop and write it to a file. Raises CompileError."""
+    done = subprocess.run(
+        [sys.executable, "-m", "axsparse.samo.host.loop_compiler"],
+        input=json.dumps({"module": module, "name": name, "kinds": kinds, "path": str(path)}),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"the compiler ended with {done.returncode}"]
+        raise CompileError(said[-1])

@@ -1,8 +1,7 @@
-"""The process that compiles loops for `compiled_loops.py`: the only one that loads numba.
+"""The process that compiles a loop for `compiled_loops.py`: the only one that loads numba.
 
-It reads jobs from its standard input, one a line in JSON, writes each loop's object file, and
-answers `done` or what is wrong. It ends when its input does, or when nothing has been asked for a
-while.
+It reads a job in JSON from its standard input and writes the loop's object file; or it ends with
+the reason why not, in one line.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import hashlib
 import importlib
 import json
 import re
-import select
 import sys
 import tempfile
 from pathlib import Path
@@ -23,10 +21,9 @@ from numba import types
 from numba.core import codegen, config
 from numba.np import numpy_support
 
+from axsparse.runtime.errors import one_line
 from axsparse.samo.host.compiled_loops import Kind, flat_types
 
-IDLE = 20.0
-"""Seconds without a job after which the process ends."""
 LIBRARY = {"memcpy", "memmove", "memset", "sqrtf"}
 """Functions outside of an object file that it may call; every process with Python has them."""
 FREED = re.compile(r"^declare void @NRT_MemInfo_call_dtor\(([^ )]+).*$", re.MULTILINE)
@@ -40,19 +37,13 @@ _support: Any = numpy_support
 
 
 def main() -> None:
-    """Compile the requested loops."""
-    while select.select([sys.stdin], [], [], IDLE)[0]:
-        line = sys.stdin.readline()
-        if not line:
-            return
-        job = json.loads(line)
-        path = Path(job["path"])
-        try:
-            _write(path, _object(job["module"], job["name"], _tuples(job["kinds"]), path))
-            answer = "done"
-        except Exception as error:  # of any kind, the caller has to learn of it
-            answer = f"{type(error).__name__}: " + " ".join(str(error).split())
-        print(answer, flush=True)
+    """Compile the requested loop."""
+    job = json.load(sys.stdin)
+    path = Path(job["path"])
+    try:
+        _write(path, _object(job["module"], job["name"], _tuples(job["kinds"]), path))
+    except Exception as error:  # of any kind, the caller has to learn of it
+        sys.exit(one_line(error))
 
 
 def _write(path: Path, code: bytes) -> None:

@@ -16,7 +16,6 @@ from axsparse.samo.host import compiled_loops
 from axsparse.samo.host.compiled_loops import (
     CompileError,
     Loop,
-    _Helper,
     cache_folder,
     can_compile,
     cpu_features,
@@ -38,13 +37,10 @@ assert not {"numba"} & sys.modules.keys(), "numba is loaded"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty cache, and a separate compiling process."""
+    """An empty cache."""
     monkeypatch.setenv("AXSPARSE_CACHE", str(tmp_path))
-    helper = _Helper()
-    monkeypatch.setattr(compiled_loops, "_HELPER", helper)
     cache_folder.cache_clear()
     yield tmp_path / "loops"
-    helper.close()
     cache_folder.cache_clear()
 
 
@@ -64,7 +60,7 @@ def test_a_second_start_compiles_nothing_and_a_broken_file_is_compiled_again(fol
     [path] = folder.glob("*.o")
     content = path.read_bytes()
 
-    with mock.patch.object(_Helper, "compile", side_effect=AssertionError):
+    with mock.patch.object(compiled_loops, "_compile", side_effect=AssertionError):
         assert_divides(divide())
     for broken in (b"", content[:100], content[:-1] + b"\0\0"):
         path.write_bytes(broken)
@@ -74,9 +70,9 @@ def test_a_second_start_compiles_nothing_and_a_broken_file_is_compiled_again(fol
 
 
 def test_of_ranks_that_start_at_once_one_compiles_and_the_others_find_it(folder: Path) -> None:
-    compiling = compiled_loops._HELPER.compile
+    compiling = compiled_loops._compile
     with (
-        mock.patch.object(_Helper, "compile", side_effect=compiling) as compiles,
+        mock.patch.object(compiled_loops, "_compile", side_effect=compiling) as compiles,
         ThreadPoolExecutor(3) as ranks,
     ):
         for each in [ranks.submit(assert_divides, divide()) for _ in range(3)]:
@@ -86,19 +82,12 @@ def test_of_ranks_that_start_at_once_one_compiles_and_the_others_find_it(folder:
     assert len([*folder.glob("*.o")]) == 1
 
 
-def test_what_cannot_be_compiled_says_why_and_a_process_that_has_ended_is_started_again(
-    folder: Path,
-) -> None:
+@pytest.mark.usefixtures("folder")
+def test_what_cannot_be_compiled_says_why() -> None:
     with pytest.raises(CompileError, match=r"AttributeError: .*has no attribute 'missing'"):
         Loop(MODULE, "missing").load(())
     with pytest.raises(CompileError, match="TypingError"):
         divide().load(("none", "none", "none", "none"))
-    helper = compiled_loops._HELPER
-    assert helper._process is not None
-    helper._process.kill()
-    helper._process.wait()
-
-    assert_divides(divide())
 
 
 def test_a_rank_does_not_load_numba() -> None:
