@@ -31,6 +31,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from axsparse.runtime.files.atomic import new_path
+
 Array: TypeAlias = NDArray[Any]
 Kind: TypeAlias = "str | tuple[Kind, ...]"
 """The type of an argument: a character of numpy and a number of dimensions, such as `f1`, or `f1A`
@@ -102,11 +104,7 @@ class Loop:
                 code = _read(path)
                 if code is None:
                     with alone(cache_folder() / "lock"):
-                        if (code := _read(path)) is None:
-                            _compile(self._module, self._name, kinds, path)
-                            code = _read(path)
-                if code is None:
-                    raise CompileError(f"{path}: the compiled loop is not there")
+                        code = _read(path) or _compiled(self._module, self._name, kinds, path)
                 self._functions[kinds] = _function(key, code, kinds)
             return self._functions[kinds]
 
@@ -298,15 +296,18 @@ def _forget_pages_of_llvm() -> None:
 # -- compiling ---------------------------------------------------------------------------------
 
 
-def _compile(module: str, name: str, kinds: Sequence[Kind], path: Path) -> None:
-    """Have another process compile a loop and write it to a file. Raises CompileError."""
+def _compiled(module: str, name: str, kinds: Sequence[Kind], path: Path) -> bytes:
+    """Have another process compile a loop, and keep it in a file. Raises CompileError."""
+    job = json.dumps({"module": module, "name": name, "kinds": kinds, "symbol": path.stem})
     done = subprocess.run(
         [sys.executable, "-m", "axsparse.samo.host.loop_compiler"],
-        input=json.dumps({"module": module, "name": name, "kinds": kinds, "path": str(path)}),
+        input=job.encode(),
         capture_output=True,
-        text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     if done.returncode:
-        said = done.stderr.strip().splitlines() or [f"the compiler ended with {done.returncode}"]
-        raise CompileError(said[-1])
+        said = done.stderr.decode().strip().splitlines()
+        raise CompileError(said[-1] if said else f"the compiler ended with {done.returncode}")
+    with new_path(path) as unfinished:
+        unfinished.write_bytes(hashlib.sha256(done.stdout).digest() + done.stdout)
+    return done.stdout

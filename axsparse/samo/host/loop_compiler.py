@@ -1,18 +1,15 @@
 """The process that compiles a loop for `compiled_loops.py`: the only one that loads numba.
 
-It reads a job in JSON from its standard input and writes the loop's object file; or it ends with
-the reason why not, in one line.
+It reads a job in JSON from its standard input and writes the loop's object file to its standard
+output; or it ends with the reason why not, in one line.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import re
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,22 +36,15 @@ _support: Any = numpy_support
 def main() -> None:
     """Compile the requested loop."""
     job = json.load(sys.stdin)
-    path = Path(job["path"])
     try:
-        _write(path, _object(job["module"], job["name"], _tuples(job["kinds"]), path))
+        code = _object(job["module"], job["name"], _tuples(job["kinds"]), job["symbol"])
     except Exception as error:  # of any kind, the caller has to learn of it
         sys.exit(one_line(error))
+    sys.stdout.buffer.write(code)
 
 
-def _write(path: Path, code: bytes) -> None:
-    """Write an object file behind its digest; other processes see all of it or nothing."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(hashlib.sha256(code).digest() + code)
-    Path(file.name).replace(path)
-
-
-def _object(module: str, name: str, kinds: tuple[Kind, ...], path: Path) -> bytes:
-    """The object file of a loop, whose function has the name of the file."""
+def _object(module: str, name: str, kinds: tuple[Kind, ...], symbol: str) -> bytes:
+    """The object file of a loop, with the name of its function."""
     loop = getattr(importlib.import_module(module), name)
     signature = tuple(map(_type, kinds))
     loop.compile(signature)
@@ -64,7 +54,7 @@ def _object(module: str, name: str, kinds: tuple[Kind, ...], path: Path) -> byte
     )
     compiled = binding.parse_assembly(source)
     function = compiled.get_function(loop.overloads[signature].fndesc.llvm_func_name)
-    function.name = path.stem
+    function.name = symbol
     types_of = [str(argument.type) for argument in function.arguments]
     found = ["ptr" if each.endswith("*") else each for each in types_of]
     expected = ["ptr", "ptr", *flat_types(kinds)]

@@ -60,7 +60,7 @@ def test_a_second_start_compiles_nothing_and_a_broken_file_is_compiled_again(fol
     [path] = folder.glob("*.o")
     content = path.read_bytes()
 
-    with mock.patch.object(compiled_loops, "_compile", side_effect=AssertionError):
+    with mock.patch.object(compiled_loops, "_compiled", side_effect=AssertionError):
         assert_divides(divide())
     for broken in (b"", content[:100], content[:-1] + b"\0\0"):
         path.write_bytes(broken)
@@ -70,9 +70,9 @@ def test_a_second_start_compiles_nothing_and_a_broken_file_is_compiled_again(fol
 
 
 def test_of_ranks_that_start_at_once_one_compiles_and_the_others_find_it(folder: Path) -> None:
-    compiling = compiled_loops._compile
+    compiling = compiled_loops._compiled
     with (
-        mock.patch.object(compiled_loops, "_compile", side_effect=compiling) as compiles,
+        mock.patch.object(compiled_loops, "_compiled", side_effect=compiling) as compiles,
         ThreadPoolExecutor(3) as ranks,
     ):
         for each in [ranks.submit(assert_divides, divide()) for _ in range(3)]:
