@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_machine import layer_of, randoms
+from support.kernel_machine import RULES, layer_of, randoms
 from support.oracle import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock
-from axsparse.samo.optim.sgd import sgd
+from axsparse.samo.optim.optimizer import Hyper, StateBlock
 from axsparse.samo.optim.update import clip_factor, global_norm, norm_partials, update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK
@@ -27,32 +25,14 @@ from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
-Dense = Callable[..., torch.optim.Optimizer]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """An elementwise optimizer, and torch's own."""
-
-    ours: Optimizer
-    dense: Dense
-
-
-def sgd_rule(momentum: float, *, nesterov: bool) -> Rule:
-    dense = partial(torch.optim.SGD, momentum=momentum, nesterov=nesterov)
-    return Rule(sgd(momentum, nesterov=nesterov), dense)
-
-
-RULES = {
-    "adamw": Rule(ADAMW, partial(RoundedAdamW, betas=BETAS, eps=EPS)),
-    "sgd": sgd_rule(0.0, nesterov=False),
-    "momentum": sgd_rule(0.9, nesterov=False),
-    "nesterov": sgd_rule(0.9, nesterov=True),
+OURS = {case.name: case.torch for case in RULES}
+"""The elementwise optimizers."""
+THEIRS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": partial(RoundedAdamW, betas=BETAS, eps=EPS),
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "nesterov": partial(torch.optim.SGD, momentum=0.9, nesterov=True),
 }
-
-
-def hyper(step: int, decay: float = DECAY) -> Hyper:
-    return Hyper(step, RATE, BETAS, EPS, decay)
 
 
 def mask_of(kept: int) -> Tensor:
@@ -61,25 +41,6 @@ def mask_of(kept: int) -> Tensor:
     order = torch.randperm(mask.numel(), generator=torch.Generator().manual_seed(kept))
     mask[order[:kept]] = True
     return mask
-
-
-def one_tensor_layer(
-    mask: Tensor, rule: Optimizer, *, half: bool = False, decays: bool = True
-) -> tuple[LayerState, TensorState]:
-    dtype = torch.bfloat16 if half else torch.float32
-    layer, tensor = layer_of(mask, dtype, dtype, len(rule.moments))
-    tensor.decays = decays
-    layer.optimizer_state.write_master(tensor, 0, randoms(len(mask), 0)[mask])
-    return layer, tensor
-
-
-def dense_of(
-    rule: Rule, weight: Tensor, decay: float
-) -> tuple[nn.Parameter, torch.optim.Optimizer]:
-    parameter = nn.Parameter(weight.clone())
-    return parameter, rule.dense(
-        [parameter], lr=RATE, weight_decay=decay, foreach=False, fused=False
-    )
 
 
 def test_square_roots_are_the_nearest_numbers() -> None:
@@ -97,7 +58,7 @@ def test_square_roots_are_the_nearest_numbers() -> None:
     ("name", "kept"),
     [
         *(("adamw", kept) for kept in (1, 1000, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1)),
-        *((name, kept) for name in RULES if name != "adamw" for kept in (1, BLOCK + 1)),
+        *((name, kept) for name in OURS if name != "adamw" for kept in (1, BLOCK + 1)),
     ],
 )
 @pytest.mark.parametrize(("half", "decays"), [(False, True), (True, True), (False, False)])
@@ -105,16 +66,19 @@ def test_kept_entries_are_bitwise_those_of_a_masked_dense_run(
     name: str, kept: int, half: bool, decays: bool
 ) -> None:
     """The master equals an fp32 run's, and a half weight is the master rounded."""
-    rule, mask = RULES[name], mask_of(kept)
-    layer, tensor = one_tensor_layer(mask, rule.ours, half=half, decays=decays)
-    start = randoms(len(mask), 0) * mask
-    dense, optimizer = dense_of(rule, start, DECAY if decays else 0.0)
+    ours, mask, dtype = OURS[name], mask_of(kept), torch.bfloat16 if half else torch.float32
+    layer, tensor = layer_of(mask, dtype, dtype, len(ours.moments))
+    tensor.decays, start = decays, randoms(len(mask), 0)
+    layer.optimizer_state.write_master(tensor, 0, start[mask])
+    dense, decay = nn.Parameter(start * mask), DECAY if decays else 0.0
+    how = {"lr": RATE, "weight_decay": decay, "foreach": False, "fused": False}
+    optimizer = THEIRS[name]([dense], **how)
 
     for step in range(1, 4):
         gradient = randoms(len(mask), step).to(tensor.parameter.dtype)
         tensor.accumulated = False
         layer.accumulate(tensor, gradient)
-        update([layer], rule.ours, hyper(step), 0.5)
+        update([layer], ours, Hyper(step, RATE, BETAS, EPS, DECAY), 0.5)
         dense.grad = gradient.float() * mask * 0.5
         optimizer.step()
         with torch.no_grad():
