@@ -44,6 +44,10 @@ from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
+COPIABLE = (
+    "give a module that copy.deepcopy can copy, such as one after torch.nn.utils.prune.remove or "
+    "remove_weight_norm"
+)
 FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
 products. Assumed: between a CPU with matrix units (60) and a data-centre GPU (200)."""
@@ -476,7 +480,7 @@ def _module_of(layer: Layer) -> nn.Module:
             suggestion = "; correct the function that makes the module"
             if made.startswith("axsparse."):  # a module of ours, or a copy of one of the user's
                 is_ours = made.startswith("axsparse.models.zoo.")
-                suggestion = "" if is_ours else "; give a module that copy.deepcopy can copy"
+                suggestion = "" if is_ours else f"; {COPIABLE}"
             raise ConfigError(
                 f"layer {layer.name}: its build raised {one_line(reason)}{suggestion}"
             ) from reason
