@@ -49,6 +49,8 @@ class TensorState:
     """The place in the full tensor, if this is a shard of one."""
     full_kept: int = 0
     """Kept entries of the full tensor, on all ranks."""
+    begun: int = 0
+    """Updates of the run before this tensor's first one, where it was thawed at a resume."""
     expanded_at: range | None = None
     """The entries of the layer's `Expansion` in which the weight is dense while its layer computes;
     None for a weight that is dense at rest."""

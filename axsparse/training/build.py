@@ -64,7 +64,7 @@ from axsparse.training.checkpoint.checkpoint_folder import DataEntry
 from axsparse.training.checkpoint.layer_files import (
     CheckpointFiles,
     load_layers,
-    reject_other_training,
+    thawed_and_frozen,
 )
 from axsparse.training.checkpoint.verification import (
     MEANS,
@@ -289,7 +289,7 @@ def open_run_directory(
         lines = reject_other_settings(resumed.checkpoint, plan.config, config)
         reject_other_teacher(resumed.checkpoint, plan.taught_from)
         if transport.rank == 0:
-            reject_other_training(resumed.checkpoint, plan.profile)
+            lines += thawed_and_frozen(resumed.checkpoint, plan.profile)
         return lines
 
     changes = together(transport, fits)

@@ -25,9 +25,9 @@ from support.runs import (
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
+from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
-from axsparse.models.sequential import from_sequential
-from axsparse.runtime.errors import DataError
+from axsparse.models.sequential import from_sequential, given_module
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import Trainer
 
@@ -278,15 +278,59 @@ def thawing(*, is_frozen: bool) -> Model:
     return from_sequential([body, nn.Linear(16, 16), nn.Linear(16, 5)], summed_loss)
 
 
-def test_a_resume_trains_the_same_parameters(tmp_path: Path) -> None:
-    def run(*, is_frozen: bool) -> Ran:
-        model, config = thawing(is_frozen=is_frozen), tiny_config(train={"steps": 3})
-        how: dict[str, Any] = {"data": vector_data(), "resume": "auto"}
-        return ran((1, 1), config, tmp_path / "run", model=lambda _: model, **how)
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+def test_a_body_that_is_thawed_at_a_resume_begins_as_in_torchs_optimizer(
+    layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def config(steps: int) -> Config:
+        return tiny_config(
+            batch={"global_batch_size": 12, "microbatch_size": 3},
+            pruning={"sparsity": 0.0},
+            optimizer={"clip_norm": 1e6, "weight_decay": 0.0, "learning_rate": 1e-2},
+            schedule={"warmup_steps": 0, "decay": "constant"},
+            train={"steps": steps},
+            checkpoint={"every": 3},
+        )
 
-    run(is_frozen=True)
-    with pytest.raises(DataError, match=r"0\.0\.weight was not trained; set requires_grad back"):
-        run(is_frozen=False)
+    def run(steps: int, *, is_frozen: bool, resume: str | None = "auto") -> Ran:
+        return ran(
+            layout,
+            config(steps),
+            tmp_path / "run",
+            model=lambda _: thawing(is_frozen=is_frozen),
+            data=vector_data(),
+            resume=resume,
+        )
+
+    frozen = run(3, is_frozen=True, resume=None)
+    assert not any("/0.0." in name for name in frozen.state)
+    run(4, is_frozen=False)
+    lines = capsys.readouterr().out
+    thawed = run(6, is_frozen=False)  # resumes once more, with the count of its own
+    assert "axsparse: trained from here on, with fresh optimizer state: 0.0.weight, 0.0.b" in lines
+    assert "trained from here on" not in capsys.readouterr().out
+
+    given = map(given_module, thawing(is_frozen=True).layers)
+    module: Any = nn.Sequential(*(each for each in given if each is not None))
+    groups = [{"params": list(module[1:].parameters())}]
+    stepper = torch.optim.AdamW(groups, lr=1e-2, weight_decay=0.0, betas=config(1).optimizer.betas)
+    data = vector_data()
+    for step in range(6):
+        if step == 3:
+            module.requires_grad_(requires_grad=True)
+            stepper.add_param_group({"params": list(module[0].parameters())})
+        stepper.zero_grad()
+        inputs, targets = data.read(samples_of_step(len(data), 12, step, 11))
+        (summed_loss(module(*inputs), targets) / 12).backward()
+        stepper.step()
+    for name, weight in module.named_parameters():
+        torch.testing.assert_close(
+            thawed.state[f"master/{name}"].view(weight.shape), weight.detach(), rtol=0, atol=2e-5
+        )
+
+    again = run(7, is_frozen=True)
+    assert "no longer trained, and kept as it is: 0.0.weight, 0.0.bias" in capsys.readouterr().out
+    assert again.losses and not any("/0.0." in name for name in again.state)
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

@@ -205,4 +205,5 @@ class Rewinding:
                 name = tensor.full_name
                 value = values[name]() if self._step == 0 else self._saved[name]
                 fill(layer.state, tensor, value)
+                tensor.begun = 0
             layer.state.optimizer_state.reset_moments()

@@ -123,7 +123,9 @@ class _Step:
 
     def hyper_of(self, tensor: TensorState) -> Hyper:
         usual = self.hyper if tensor.decays else replace(self.hyper, weight_decay=0.0)
-        return self.own.get(tensor.full_name, usual)
+        hyper = self.own.get(tensor.full_name, usual)
+        # As in torch, the steps of a parameter count from its first gradient.
+        return replace(hyper, step=hyper.step - tensor.begun) if tensor.begun else hyper
 
     def update_moments(self, block: StateBlock, hyper: Hyper) -> None:
         change: Callable[..., object] = self.optimizer.update_moments

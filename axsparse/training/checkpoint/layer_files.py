@@ -3,6 +3,7 @@
     mask/NAME      uint8, one bit an entry as in mask files; of pruned tensors only
     master/NAME    fp32 weights of the kept entries, in ascending position
     MOMENT/NAME    the same for each state of the optimizer, such as exp_avg
+    begun/NAME     int64, updates before the first one of a parameter that was thawed at a resume
     value/NAME     a parameter that is not trained, in the precision that it was given in
     buffer/NAME    a buffer that is part of the model's state, of the first replica, in its own
                    type; complex32 and complex128, which the format lacks, as pairs of reals
@@ -30,6 +31,7 @@ from torch import Tensor
 from axsparse.models.layer import StartValues
 from axsparse.models.model_profile import ModelProfile
 from axsparse.models.module_buffers import BufferSlot, slots
+from axsparse.models.start_weights import some_of
 from axsparse.pruning.methods.pruner import PrunerState
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import DataError, reading
@@ -51,7 +53,7 @@ from axsparse.samo.tensor_state import TensorState
 from axsparse.training.checkpoint.checkpoint_folder import LayerEntry, ParameterEntry
 from axsparse.training.checkpoint.verification import Checkpoint
 
-MASK, MASTER, VALUE, BUFFER = "mask", "master", "value", "buffer"
+MASK, MASTER, VALUE, BUFFER, BEGUN = "mask", "master", "value", "buffer", "begun"
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,8 @@ def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[st
     yield f"{MASTER}/{name}", values(lambda: state.master(name))
     for kind in state.optimizer_state.moments_K:
         yield f"{kind}/{name}", values(partial(state.moment, name, kind))
+    if tensor.begun:
+        yield f"{BEGUN}/{name}", _plain_tensor(torch.tensor([tensor.begun]))
 
 
 def _plain_tensor(tensor: Tensor) -> TensorCopy:
@@ -191,7 +195,8 @@ def load_layers(
 ) -> None:
     """Fill layers that were built with the masks of the checkpoint with its values.
 
-    The model must have the checkpoint's shapes and train the same parameters.
+    The model must have the checkpoint's shapes. A parameter that was frozen there and is trained
+    here begins with fresh state; one that was trained there and is frozen here keeps its value.
     """
     files = CheckpointFiles(checkpoint)
     for layer in layers:
@@ -200,8 +205,15 @@ def load_layers(
             name = layer.spec.full_name(local)
             saved = ties.get(name, name)
             tensor = layer.state.by_full_name.get(name)
-            if tensor is not None:
+            if tensor is not None and files.has(VALUE, saved):
+                fill(layer.state, tensor, files.value(saved, tensor.full_shape).float())
+                tensor.begun = checkpoint.manifest.progress.updates
+            elif tensor is not None:
                 _load_tensor(files, saved, layer.state, tensor)
+                if files.has(BEGUN, saved):
+                    tensor.begun = int(files.read(BEGUN, saved, TensorHeader(torch.int64, (1,))))
+            elif name not in aliases and files.has(MASTER, saved):
+                parameter.detach().copy_(files.dense(MASTER, saved))
             elif name not in aliases:
                 parameter.detach().copy_(files.value(saved, tuple(parameter.shape)))
         for slot in slots(layer.module):
@@ -243,17 +255,20 @@ def _load_shard(files: CheckpointFiles, saved: str, state: LayerState, tensor: T
             state.optimizer_state.moments_of(tensor, start, stop)[kind].copy_(values_K)
 
 
-def reject_other_training(checkpoint: Checkpoint, profile: ModelProfile) -> None:
-    """DataError if a parameter is trained and was not before, or the other way round."""
+def thawed_and_frozen(checkpoint: Checkpoint, profile: ModelProfile) -> list[str]:
+    """A line for the user for the parameters that are trained, or no longer trained, from here
+    on."""
     files = CheckpointFiles(checkpoint)
+    thawed, frozen = list[str](), list[str]()
     for layer in profile.layers:
         for each in layer.parameters:
             if each.name not in profile.ties and files.has(VALUE, each.name) is each.trained:
-                raise DataError(
-                    f"checkpoint {checkpoint.path}: {each.name} was "
-                    f"{'not ' if each.trained else ''}trained; set requires_grad back, or start "
-                    "another run from its weights (ax.start_from)"
-                )
+                (thawed if each.trained else frozen).append(each.name)
+    lines = {
+        "trained from here on, with fresh optimizer state": thawed,
+        "no longer trained, and kept as it is": frozen,
+    }
+    return [f"{what}: {some_of(names)}" for what, names in lines.items() if names]
 
 
 ANOTHER = "resume from another one"
