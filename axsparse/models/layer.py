@@ -264,18 +264,18 @@ def on_meta(layer: Layer) -> nn.Module:
 def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
     """The output of a layer's forward as a tuple; ConfigError unless it is a tensor, or a tuple of
     tensors, that travel between stages."""
-    has_entries = isinstance(output, (tuple, list))
-    entries = output if has_entries else (output,)
+    entries = output if isinstance(output, (tuple, list)) else (output,)
     for number, entry in enumerate(entries):
         if not _travels(entry):
             what = type(entry).__name__
             if isinstance(entry, Tensor):
                 what = f"a tensor of {entry.dtype}, {entry.layout}".replace("torch.", "")
-            place = f"{type(output).__name__} whose entry {number} is " if has_entries else ""
+            if entries is output:
+                what = f"{type(output).__name__} whose entry {number} is {what}"
             raise ConfigError(
-                f"layer {name}: its forward returned {place}{what}; return a tensor or a tuple "
-                "of tensors that are dense, of real numbers (torch.view_as_real, to_dense) and "
-                "outside inference mode"
+                f"layer {name}: its forward returned {what}; return a tensor or a tuple of tensors "
+                "that are dense, of real numbers (torch.view_as_real, to_dense) and outside "
+                "inference mode"
             )
     return tuple(entries)
 
