@@ -373,18 +373,6 @@ def test_mpi_is_imported_by_the_transports_only() -> None:
     assert users == MPI_MODULES
 
 
-def test_nothing_outside_samo_looks_into_an_index() -> None:
-    curious = {
-        module
-        for module, tree in sources().items()
-        if not module.startswith("samo.")
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr in ("_positions", "own_index")
-    }
-
-    assert curious == set()
-
-
 @pytest.mark.parametrize(
     "code",
     [

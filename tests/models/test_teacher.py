@@ -29,11 +29,9 @@ from support.runs import (
 from torch import Tensor
 
 import axsparse as ax
-from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.models.model_profile import profile
 from axsparse.models.teacher import with_teacher
-from axsparse.models.zoo.model_registry import named_model
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.planner.cluster import load_cluster
@@ -159,21 +157,6 @@ def test_a_teacher_may_have_other_layers_and_widths(
         assert sum(len(trainer.teacher) for trainer, _ in runs) == layers + 3
         for _, trace in runs:
             assert trace.losses == reference.losses
-
-
-def test_a_model_is_taught_by_its_dense_self(transformers: Any, tmp_path: Path) -> None:
-    """Without pruning there is nothing to learn: the divergence is none but for rounding."""
-    folder = other_llama(tmp_path / "llama")
-    settings = {**SMALL_LLAMA, "from": str(folder)}
-    losses = {}
-    for sparsity in (0.0, 0.5):
-        config = taught(folder, model=settings, pruning={"sparsity": sparsity})
-        model = named_model(configure(config.by_key()))
-        [_, (_, trace)] = train_in_process(2, 1, model, config, token_data())
-        losses[sparsity] = trace.losses[0]
-
-    assert abs(losses[0.0]) < 1e-5
-    assert losses[0.5] > 0.01
 
 
 def test_a_program_names_a_teacher_and_saves_the_model_alone(
