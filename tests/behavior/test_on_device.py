@@ -21,7 +21,6 @@ from support import devices
 from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.devices import AVAILABLE, LateDevice, on_host, pretend
 from support.exhaustive import by_default
-from support.oracle import Oracle, sgd
 from support.resuming import Layout, ran, same
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
@@ -128,24 +127,6 @@ def agree(
             held += [tensor.parameter for tensor in layer.state.tensors]
             held += [] if config.samo.offload else [*layer.state.optimizer_state.moments_K.values()]
             assert {tensor.device for tensor in held} == {torch.device("pretend", 0)}
-
-
-@pytest.mark.parametrize(("layout", "index"), by_default([], [((1, 1), "int32"), ((2, 2), "mask")]))
-def test_sgd_is_bitwise_the_oracle(layout: Layout, index: str, on_device: Placing) -> None:
-    config = small(optimizer=SGD, samo={"index": index}, train={"steps": 3})
-    data = token_data()
-    expected = Oracle(tiny_gpt(config), config, data, layout[1], optimizer=sgd).run(3)
-
-    ranks = train_in_process(*layout, tiny_gpt(config), config, data, placement=on_device)
-
-    for _, trace in ranks:
-        assert_bitwise(trace, expected)
-    kind = {"int32": "Int32Index", "mask": "MaskIndex"}[index]
-    kernels = set(on_device.launch.launched)
-    assert {
-        f"compress<{kind}, Fp32, Fp32>",
-        f"step_sgd<{kind}, Fp32, Fp32, PLAIN>",
-    } <= kernels
 
 
 def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
@@ -258,6 +239,8 @@ def test_a_run_on_devices_is_bitwise_that_on_cpus(
 
     validation = token_data(24) if "eval_steps" in sections["train"] else None
     agree(on_device, layout, config, validation=validation)
+    has_kernel = config.optimizer.name != "lamb"
+    assert any(name.startswith("step_") for name in on_device.launch.launched) == has_kernel
 
 
 def test_bytes_of_state_on_the_host_are_as_the_formula_has_them(on_device: Placing) -> None:

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from support.allocated import peak_of
@@ -22,7 +21,6 @@ from support.runs import (
     mlp,
     tiny_config,
     tiny_gpt,
-    token_data,
     vector_data,
 )
 from torch import Tensor, nn
@@ -122,47 +120,6 @@ def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(tmp_pat
         expected["hidden1.0.weight"] = frozen["hidden1.0.weight"].to(dtype)
         assert {tensor.dtype for tensor in written.values()} == {dtype}
         assert_equal_tensors(written, expected)
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_transformers_loads_it_and_loses_the_same(tied: bool, tmp_path: Path) -> None:
-    transformers: Any = pytest.importorskip(
-        "transformers", reason="no transformers: pip install 'axsparse[test]', Python 3.11 or newer"
-    )
-    transformers.utils.logging.disable_progress_bar()
-    train = {"steps": STEPS, "eval_steps": 2}
-    config = tiny_config(train=train, model={"tie_embeddings": tied})
-    losses: list[float] = []
-    data = token_data()
-    ran((2, 1), config, tmp_path / "run", validation=data, look=note_last_loss(losses))
-
-    export(newest(tmp_path / "run"), "hf", tmp_path / "out")
-
-    theirs, report = transformers.GPT2LMHeadModel.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
-    assert not any(report.values()), report
-    (inputs,), targets = data.read(np.arange(24))
-    with torch.no_grad():
-        logits = theirs.eval()(inputs).logits.flatten(0, 1)
-    loss = nn.functional.cross_entropy(logits, targets.flatten())
-    assert loss.item() == pytest.approx(losses[-1], rel=1e-6)
-
-
-def note_last_loss(losses: list[float]) -> Any:
-    """Notes the loss of every evaluation."""
-
-    def look(trainer: Any) -> None:
-        evaluate = trainer.evaluate
-
-        def noting() -> Any:
-            found = evaluate()
-            losses.append(found.loss)
-            return found
-
-        vars(trainer)["evaluate"] = noting
-
-    return look
 
 
 # -- memory ---------------------------------------------------------------------------------
