@@ -6,7 +6,9 @@ A sample is known by its number, from 0 to the number of samples.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -209,8 +211,10 @@ class TokenDataset:
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
         """One input, (b, sequence_length) int64, and targets of the same shape and type.
 
-        With a `separator` there is a second input of this shape, int32: `document_starts`.
+        With a `separator` there is a second input of this shape, int32: `document_starts`. Raises
+        DataError for a memory map whose file has been cut.
         """
+        self._check_map()
         at = indices[:, None] * self.sequence_length + np.arange(self.sequence_length)
         inputs, targets = (self.tokens[where].astype(np.int64) for where in (at, at + 1))
         if self.mark:
@@ -224,6 +228,19 @@ class TokenDataset:
             starts = np.maximum(self.separator[last] - at[:, :1], 0)
             read += (torch.from_numpy(starts.astype(np.int32)),)
         return read, torch.from_numpy(targets)
+
+    def _check_map(self) -> None:
+        """Raise DataError if the file of a memory map is shorter than the map: to read the end of
+        it would end the process."""
+        if not isinstance(self.tokens, np.memmap):
+            return
+        path, needed = Path(str(self.tokens.filename)), self.tokens.nbytes
+        with contextlib.suppress(FileNotFoundError):  # a removed file stays mapped
+            if path.stat().st_size < needed:
+                raise DataError(
+                    f"{path}: has {path.stat().st_size} bytes, and had {needed} when it was "
+                    "opened; copy it again, and start with --resume auto"
+                )
 
     def count_targets(self, targets: Tensor) -> int:
         return counted(targets)

@@ -124,6 +124,21 @@ def test_a_validation_part_is_opened_only_where_it_is_used(tmp_path: Path) -> No
     assert token_datasets(write(tmp_path / "other"), 16, validate=False)[1] is None
 
 
+def test_a_file_that_is_cut_while_it_is_mapped_is_named_and_a_removed_one_stays(
+    tmp_path: Path,
+) -> None:
+    training, _ = token_datasets(write(tmp_path / "data"), 16, validate=False)
+    path = tmp_path / "data" / "train.tokens"
+    path.rename(tmp_path / "moved")
+    training.read(np.array([0]))
+
+    (tmp_path / "moved").rename(path)
+    os.truncate(path, 100)
+
+    with pytest.raises(DataError, match="has 100 bytes, and had 800 when it was opened; copy it"):
+        training.read(np.array([0]))
+
+
 def test_files_are_told_apart_for_a_model_that_separates_them() -> None:
     pytest.importorskip("transformers", reason="no transformers: pip install 'axsparse[test]'")
     tiny = "model_type: llama, hidden_size: 8, num_attention_heads: 1, num_hidden_layers: 1"
