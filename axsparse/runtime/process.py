@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import os
 import re
-import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from axsparse.runtime.errors import ConfigError
 
@@ -44,8 +41,6 @@ TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """torchrun sets all of these, and knows no MPI."""
 SPEAKING_SECONDS = 10.0
 """How long the first process of torchrun, or of srun, has to say what is wrong."""
-AT_ONCE = {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
-"""The ways by which Python leaves a process without running any code at the exit."""
 JOB_SIZE = "AXSPARSE_RANKS"
 """The variable in which a job script of `axsparse submit` says how many ranks it starts."""
 
@@ -113,34 +108,14 @@ def _number(text: str) -> int:
     return int(text) if text.isascii() and text.isdigit() else 1
 
 
-def _tasks() -> Iterator[tuple[str, int]]:
-    """The tasks of the job whose script this process was started by, without a launcher, and the
-    variable that says so."""
+def _tasks() -> Iterator[str]:
+    """The variables that count the tasks of which this process, started without a launcher, may be
+    one."""
+    if torchrun_size() > 1:
+        yield "WORLD_SIZE"
     if SRUN_SIZE not in os.environ and "SLURM_PROCID" in os.environ:
-        yield "SLURM_NTASKS", _number(os.environ.get("SLURM_NTASKS", ""))
-    yield "PBS_NP", _number(os.environ.get("PBS_NP", ""))
-    nodes = Path(os.environ.get("PBS_NODEFILE", ""))
-    yield "PBS_NODEFILE", len(nodes.read_text().split()) if nodes.is_file() else 1
-
-
-def _check_started_alone() -> None:
-    """ConfigError if this process is a job by itself, and one of several was meant."""
-    own = [word for word in sys.orig_argv[1:] if word != "-u"]
-    is_command = bool(own) and Path(own[0]).name == "axsparse"
-    command = shlex.join(["axsparse", *own[1:]] if is_command else ["python", *own])
-    if (count := torchrun_size()) > 1:
-        if not speaks():
-            time.sleep(SPEAKING_SECONDS)  # torchrun ends all as soon as one has ended
-        raise ConfigError(
-            f"MPI: size 1, but torchrun started {count} processes (WORLD_SIZE), each of which "
-            f"would train alone; start them by MPI: mpirun -n {count} {command}"
-        )
-    for name, count in () if started_by_launcher() else _tasks():
-        if count > 1:
-            raise ConfigError(
-                f"MPI: size 1, but the job has {count} tasks ({name}); start all of them: "
-                f"mpirun -n {count} {command} (mpirun -n 1 for one alone)"
-            )
+        yield "SLURM_NTASKS"
+    yield "PBS_NP"
 
 
 def _way_to_one_mpi() -> str:
@@ -167,29 +142,26 @@ def _wait_for_ranks_of_srun() -> None:
 
 
 def check_size(size: int) -> None:
-    """ConfigError unless MPI has found as many ranks (`size`) as the launcher started.
+    """ConfigError unless MPI has found as many ranks (`size`) as were started.
 
     A launcher and an MPI library that do not know each other report no error: each process
     finds itself alone and would train by itself, all of them into the same place. So does one that
     torchrun started, or the script of a job of several tasks.
     """
-    names = [name for name in SIZE_VARIABLES if name in os.environ] or [SRUN_SIZE]
-    for name in names:
-        if (said := os.environ.get(name, str(size))) != str(size):
-            if name == SRUN_SIZE:
-                _wait_for_ranks_of_srun()
-            elif not speaks():  # launchers end all ranks once one has left
-                time.sleep(SPEAKING_SECONDS)
-            raise ConfigError(
-                f"MPI: size {size}, but {name} is {said}: launcher and MPI library do not know "
-                f"each other; {_way_to_one_mpi()}"
-            )
-    if (asked := os.environ.get(JOB_SIZE, str(size))) != str(size):
-        raise ConfigError(
-            f"MPI: size {size}, but the job asked for {asked} ranks ({JOB_SIZE}); start as many"
-        )
-    if size == 1:
-        _check_started_alone()
+    launched = [name for name in SIZE_VARIABLES if name in os.environ] or [SRUN_SIZE]
+    tasks = () if size > 1 or started_by_launcher() else _tasks()
+    for name in (*launched, JOB_SIZE, *tasks):
+        said = os.environ.get(name, str(size))
+        if said == str(size):
+            continue
+        if name == SRUN_SIZE:
+            _wait_for_ranks_of_srun()
+        elif not speaks():  # launchers end all ranks once one has left
+            time.sleep(SPEAKING_SECONDS)
+        way = f"start all of them by MPI: mpirun -n {said} …"
+        if name in launched:
+            way = f"launcher and MPI library do not know each other; {_way_to_one_mpi()}"
+        raise ConfigError(f"MPI: size {size}, but {name} is {said}: {way}")
 
 
 def exit_process(code: int = 0, line: str | None = None) -> NoReturn:
@@ -208,35 +180,7 @@ def exit_process(code: int = 0, line: str | None = None) -> NoReturn:
 
 def exit_at_once(code: int) -> NoReturn:
     """End this process from any thread, although a stream or MPI hangs: nothing is flushed."""
-    leave: Callable[[int], NoReturn] = AT_ONCE["_exit"]
-    leave(code)
-
-
-def exit_in_c(code: object) -> None:
-    """End this process by C's exit, in which MPICH takes leave of its launcher; a rank without it
-    counts as killed."""
-    ctypes.CDLL(None).exit(code)
-
-
-def watch_ways_out(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:
-    """Have `leaving(name, arguments)` called before this process leaves by a way of `AT_ONCE`.
-
-    Python has no hook for these, and nobody else can tell: MPICH's launcher takes the 0 of a rank
-    that leaves so for the job's, and ends all others silently.
-    """
-
-    def by(name: str, *args: Any, **more: Any) -> None:
-        leaving(f"os.{name}", (*args, *more.values()))
-        AT_ONCE[name](*args, **more)
-
-    for name in AT_ONCE:
-        setattr(os, name, partial(by, name))
-
-
-def forget_ways_out() -> None:
-    """Leave the ways out of the process as they were."""
-    for name, way in AT_ONCE.items():
-        setattr(os, name, way)
+    os._exit(code)
 
 
 def flush_streams() -> None:

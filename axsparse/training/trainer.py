@@ -486,7 +486,6 @@ class Trainer:
         threads = torch.get_num_threads()
         if self._watchdog is not None:
             self._watchdog.start()
-        job.calls += 1
         self._under_way, self._handled = what, sys.exc_info()[1]
         try:
             if meets:
@@ -497,7 +496,6 @@ class Trainer:
             job.note_left(failure)
             raise
         finally:
-            job.calls -= 1
             self._under_way = outer
             _use_threads(threads)
             if self._watchdog is not None and self not in job.in_progress:
