@@ -4,8 +4,7 @@ Every (G_inter, G_tensor, G_data, microbatch size) of the devices is either reje
 or simulated. The smallest model parallelism G_inter · G_tensor that fits is recommended (the
 paper's rule, section IV-B: bubble and messages grow with it), at its fastest stages,
 tensor-parallel ranks and microbatch size. The other layouts are ranked by their predicted step, so
-that everyone sees how much the rule gains or loses. Devices are left over where a step is no slower
-without them: replicas take entire microbatches, some one more than others.
+that everyone sees how much the rule gains or loses.
 """
 
 from __future__ import annotations
@@ -93,9 +92,7 @@ class SearchRequest:
     fits; None: they do not."""
     cluster: Cluster
     gpus: int
-    """Number of devices; a layout uses all of them, unless it may leave some."""
-    may_leave: bool = False
-    """Whether a layout may leave devices over if a step is no slower without them."""
+    """Number of devices, all of which a layout uses."""
     global_batch_size: int
     """Samples of a step."""
     rank_budget: float
@@ -199,7 +196,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Plan:
-    """All layouts of a number of devices, and the recommended one, which may leave some over."""
+    """All layouts of a number of devices, and the recommended one."""
 
     request: SearchRequest
     rows: Sequence[Candidate]
@@ -213,8 +210,7 @@ class Plan:
 
     @property
     def recommended(self) -> Candidate:
-        """The fastest layout of the smallest model parallelism that fits; of fewer devices, if that
-        is as fast."""
+        """The fastest layout of the smallest model parallelism that fits."""
         return self.rows[0]
 
     def margin(self, row: Candidate) -> float:
@@ -237,13 +233,7 @@ def plan(request: SearchRequest) -> Plan:
     if gpus < 1:
         raise ConfigError(f"gpus: {gpus} devices train nothing; plan for at least 1")
     rows, rejected = try_layouts(request)
-    asked = [row for row in rows if row.layout.microbatch_size == request.usual_size] or rows
-    fewest = min((row.layout.grid.parallelism for row in asked), default=gpus)
-    fitting = [row for row in rows if row.layout.grid.parallelism == fewest]
-    best = min(fitting, key=lambda row: row.seconds, default=None)
-    if request.may_leave:
-        best = _on_fewer(request, fewest, best)
-    if best is None:
+    if not rows:
         last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
         raise NoLayoutError(
             f"{request.model.name} fits no layout of {counted(gpus, 'device')} of "
@@ -251,52 +241,11 @@ def plan(request: SearchRequest) -> Plan:
             "prune more",
             rejected,
         )
-    others = sorted((r for r in rows if r is not best), key=lambda row: row.seconds)
-    return Plan(request, [best, *others], rejected)
-
-
-def _on_fewer(request: SearchRequest, most: int, best: Candidate | None) -> Candidate | None:
-    """The fastest layout that leaves some devices over and is no slower than `best`, which takes
-    all of them; else `best`. A replica has `most` devices at most.
-
-    A step lasts as long as the replica that takes most of the microbatches. So as many replicas do
-    as are needed for none to take more, and the number of stages need not divide the number of
-    devices.
-    """
-    for g_tensor in request.g_tensor:
-        used = replace(request, gpus=request.gpus - request.gpus % g_tensor)
-        if why_not_g_tensor(used, g_tensor) is not None:
-            continue
-        limit = min(most, request.gpus) // g_tensor
-        for stages in request.g_inter or range(1, limit + 1):
-            replicas = request.gpus // (stages * g_tensor)
-            for size in request.sizes(1) if replicas else ():
-                microbatches = request.microbatches(size)
-                grid = Grid(stages, -(-microbatches // -(-microbatches // replicas)), g_tensor)
-                if grid.size == request.gpus or _impossible(request, grid) is not None:
-                    continue
-                tried = _first_that_fits(request, grid, size)
-                if isinstance(tried, Rejection):
-                    break
-                is_faster = best is None or tried.seconds <= best.seconds
-                if is_faster and _is_fewest(request, grid, request.usual_size or size):
-                    best = tried
-    return best
-
-
-def _is_fewest(request: SearchRequest, grid: Grid, size: int) -> bool:
-    """Whether no fewer stages fit the ranks of a grid, so that training takes as many there."""
-    ranks = grid.g_inter * grid.g_data
-    smaller = (
-        Grid(stages, ranks // stages, grid.g_tensor)
-        for stages in range(1, grid.g_inter)
-        if ranks % stages == 0 and stages in (request.g_inter or [stages])
-    )
-    return all(
-        _impossible(request, each) is not None
-        or isinstance(_first_that_fits(request, each, size), Rejection)
-        for each in smaller
-    )
+    asked = [row for row in rows if row.layout.microbatch_size == request.usual_size] or rows
+    fewest = min(row.layout.grid.parallelism for row in asked)
+    rows.sort(key=lambda row: row.seconds)
+    best = next(row for row in rows if row.layout.grid.parallelism == fewest)
+    return Plan(request, [best, *(row for row in rows if row is not best)], rejected)
 
 
 def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection]]:
@@ -382,12 +331,6 @@ def _try_ways(request: SearchRequest, grid: Grid, size: int) -> list[Candidate |
         if model is not None and not (weights == "gathered" and fits):
             tried.append(_try_size(replace(request, model=model), grid, size, weights))
     return tried
-
-
-def _first_that_fits(request: SearchRequest, grid: Grid, size: int) -> Candidate | Rejection:
-    """The faster way to store weights that fits; the last rejection if none does."""
-    tried = _try_ways(request, grid, size)
-    return next((each for each in tried if isinstance(each, Candidate)), tried[-1])
 
 
 def _impossible(request: SearchRequest, grid: Grid) -> str | None:

@@ -120,7 +120,7 @@ class PlannedModel:
             request=request,
             rejected=failed.rejected,
             least=least,
-            fewest=fewest_devices(request) if request.may_leave else None,
+            fewest=fewest_devices(request) if self.config.layout.g_data == "auto" else None,
             baselines=baselines(tried.dense, least.layout, least.loads, request),
         )
         raise DoesNotFitError(refusal) from None
@@ -151,7 +151,6 @@ class PlannedModel:
             g_tensor=tried,
             microbatch_sizes=microbatch_sizes,
             usual_size=config.batch.microbatch_size if MICROBATCH in config.origins else None,
-            may_leave=config.layout.g_data == "auto",
         )
 
     def _stages(self, gpus: int, g_tensor: Sequence[int]) -> list[int] | None:

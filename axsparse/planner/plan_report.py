@@ -63,12 +63,10 @@ def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
 def answer(plan: Plan) -> str:
     """The answer in a line: "fits: 2 stages × 2 replicas, 33.1 of 40 GB"."""
     best = plan.recommended
-    left = plan.request.gpus - best.layout.grid.size
-    devices = f" ({counted(left, 'device')} left over)" * (left > 0)
     used, rank_budget = gigabytes(best.most_bytes), short(plan.request.rank_budget)
     recomputed = RECOMPUTED * plan.request.model.recomputes
     stored = f", {WAYS[best.weights]}" if WAYS[best.weights] else ""
-    return f"fits: {best.layout.grid}{devices}, {used} of {rank_budget} GB{stored}{recomputed}"
+    return f"fits: {best.layout.grid}, {used} of {rank_budget} GB{stored}{recomputed}"
 
 
 def baseline_cells(plans: Sequence[Plan]) -> list[dict[str, str]]:
@@ -163,9 +161,6 @@ def because(plan: Plan) -> str:
         used, rank_budget = gigabytes(best.most_bytes), gigabytes(plan.request.rank_budget)
         reason = f"the fewest {stages} fit: {used} GB of {rank_budget} GB"
     reason += _of_as_many(plan)
-    left = plan.request.gpus - best.layout.grid.size
-    if left:
-        reason += f"; with the other {counted(left, 'device')} a step would be no faster"
     fastest = min(plan.rows, key=lambda row: row.seconds)
     if fastest.seconds < best.seconds:
         reason += (

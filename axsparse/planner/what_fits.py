@@ -50,13 +50,10 @@ class Refusal:
     def answer(self) -> str:
         """The answer in a line."""
         request = self.request
-        rank_budget = short(request.rank_budget)
         said = f"does not fit: {counted(request.gpus, 'device')} would do with "
         said += f"{short(self.least.nbytes)} GB"
         if self.fewest is not None:
-            said += f", {self.fewest} with {rank_budget}"
-        elif request.may_leave:
-            said += f"; no number of devices does with {rank_budget}"
+            said += f", {self.fewest} with {short(request.rank_budget)}"
         return said + RECOMPUTED * request.model.recomputes
 
 
@@ -124,33 +121,22 @@ def short(nbytes: float) -> str:
 
 
 def _layouts(request: SearchRequest, gpus: int) -> Iterator[Layout]:
-    """The layouts of at most `gpus` devices, each under the schedule and at the microbatch size
-    that need least memory; the ones of most stages first."""
+    """The layouts of `gpus` devices, each under the schedule and at the microbatch size that need
+    least memory; the ones of most stages first."""
     batch = request.global_batch_size
     size = min(request.microbatch_sizes or [1])
     microbatches = request.microbatches(size)
     schedule = request.schedules[-1]  # the one of fewest microbatches in flight
     for g_tensor in request.g_tensor:
-        of_stages = gpus // g_tensor
-        used = replace(request, gpus=of_stages * g_tensor)
-        if not of_stages or size > batch or why_not_g_tensor(used, g_tensor) is not None:
+        if size > batch or why_not_g_tensor(replace(request, gpus=gpus), g_tensor) is not None:
             continue
-        most = min(of_stages, request.model.most_stages)
-        for stages in request.g_inter or range(most, 0, -1):
-            if stages > most:
-                continue
-            for replicas in _replicas(request, gpus, stages * g_tensor, microbatches):
+        of_stages = gpus // g_tensor
+        for stages in request.g_inter or range(min(of_stages, request.model.most_stages), 0, -1):
+            replicas, left = divmod(of_stages, stages)
+            is_possible = stages <= request.model.most_stages and not left
+            if is_possible and 0 < replicas <= microbatches:
                 grid = Grid(stages, replicas, g_tensor)
                 yield Layout(grid, schedule, size, -(-microbatches // replicas))
-
-
-def _replicas(request: SearchRequest, gpus: int, each: int, microbatches: int) -> Iterator[int]:
-    """The numbers of replicas of so many devices `each` that the layout search would try."""
-    replicas = gpus // each
-    if replicas * each == gpus and replicas <= microbatches:
-        yield replicas
-    if request.may_leave:
-        yield -(-microbatches // -(-microbatches // replicas))
 
 
 def _loads(

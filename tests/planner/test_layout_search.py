@@ -18,7 +18,6 @@ from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_report import because
 from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.stage_memory import StageLoad
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 
@@ -116,61 +115,6 @@ def test_backwards_are_split_where_there_are_several_stages_unless_told(
     assert rows == expected
 
 
-# -- devices that are left over ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("gpus", "batch", "grid"),
-    [
-        (8, 7, (1, 7)),
-        (8, 6, (1, 6)),
-        (8, 12, (1, 6)),  # eight replicas take two at most as well
-        (8, 16, (1, 8)),
-        (8, 15, (1, 8)),  # seven would take three
-    ],
-)
-def test_devices_without_which_a_step_is_no_slower_are_left_over(
-    gpus: int, batch: int, grid: tuple[int, int]
-) -> None:
-    request: dict[str, Any] = {
-        **{"gpus": gpus, "global_batch_size": batch, "microbatch_sizes": [1]},
-        **{"g_inter": [1], "schedules": [schedule()], "machine": BIG},
-    }
-    found = planned("gpt3_xl", 0.1, **request, may_leave=True)
-
-    layout = found.recommended.layout
-    assert (layout.grid.g_inter, layout.grid.g_data) == grid
-    assert layout.microbatches == -(-batch // grid[1]), "of the replica that takes most"
-    rows = {row.layout.grid.g_data: row for row in found.rows}
-    assert found.recommended.seconds == min(row.seconds for row in rows.values())
-    if batch >= gpus:
-        assert gpus in rows, "so everyone sees what it costs"
-        with_all = planned("gpt3_xl", 0.1, **request)
-        assert with_all.recommended.layout.grid.g_data == gpus
-        assert with_all.recommended.seconds >= found.recommended.seconds
-
-
-def test_the_number_of_stages_need_not_divide_that_of_devices() -> None:
-    """Three stages are the fewest that hold the model; of seven devices they leave one."""
-    request: dict[str, Any] = {
-        **{"gpus": 7, "global_batch_size": 12, "microbatch_sizes": [1]},
-        "schedules": [schedule()],
-    }
-    with_all = planned("gpt3_2.7b", 0.1, **request)
-    rank_budget = min(
-        row.most_bytes for row in planned("gpt3_2.7b", 0.1, gpus=3, **rest(request)).rows
-    )
-    found = planned("gpt3_2.7b", 0.1, **request, rank_budget=rank_budget, may_leave=True)
-
-    assert with_all.recommended.layout.grid.g_inter in (1, 7)
-    assert found.recommended.layout.grid.size == 6
-    assert f"{found.request.gpus - 6} device" in because(found)
-
-
-def rest(request: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in request.items() if key != "gpus"}
-
-
 # -- tensor-parallel ranks
 # ----------------------------------------------------------------------------------
 
@@ -210,17 +154,6 @@ def test_of_the_smallest_model_parallelism_that_fits_the_fastest_is_taken() -> N
     assert one_stage.recommended.layout.grid == Grid(1, 4, 2)
     # Tensor-parallel ranks have many messages, stages few but a bubble.
     assert [grid.g_tensor > 1 for grid in grids] == [True, False]
-
-
-def test_members_that_the_model_cannot_have_are_not_tried_where_devices_may_be_left() -> None:
-    with pytest.raises(ConfigError, match="tiny fits no layout of 9 devices of summit; with "):
-        of_three_axes(1.0, gpus=9, may_leave=True)
-    said = r"tiny fits no layout of 8 devices of summit; with 2 stages × 4 tensor-parallel ranks "
-    with pytest.raises(ConfigError, match=said):
-        of_three_axes(1.0)
-    seven = of_three_axes(1e9, gpus=7, may_leave=True, global_batch_size=4).recommended
-
-    assert seven.layout.grid == Grid(1, 4)
 
 
 @pytest.mark.parametrize(

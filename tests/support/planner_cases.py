@@ -148,7 +148,6 @@ def of_three_axes(
     g_tensor: Sequence[int] = (1, 2, 4, 8),
     *,
     global_batch_size: int = 8,
-    may_leave: bool = False,
     stages: Sequence[int] | None = None,
     **constants: Any,
 ) -> Plan:
@@ -161,7 +160,6 @@ def of_three_axes(
             cluster=machine,
             gpus=gpus,
             global_batch_size=global_batch_size,
-            may_leave=may_leave,
             g_inter=stages,
             g_tensor=g_tensor,
             schedules=[schedule(extra_in_flight=0)],
