@@ -102,12 +102,6 @@ class Stage:
         return self.live + (0 if self._deferred is None else len(self._deferred))
 
     @property
-    def unsplit(self) -> Sequence[str]:
-        """The weights of linear and convolution modules that split backwards leave unsplit, since
-        they have gradients of more than one call; known once a microbatch ran."""
-        return [] if self._products is None else self._products.unsplit
-
-    @property
     def _deferred(self) -> DeferredGradients | None:
         return None if self._products is None else self._products.deferred
 

@@ -23,6 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,6 @@ from axsparse.models.module_products import forwards_in_place, has_products, pro
 from axsparse.models.sequential import is_compiled
 from axsparse.runtime.communication import Work
 from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
-from axsparse.samo.masks import sums_of_bits
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,11 @@ class DeferredGradients:
     @contextmanager
     def backward_of(self, microbatch: int) -> Iterator[None]:
         """Assign the gradients that are deferred inside this block to this microbatch."""
-        waiting = self._waiting[microbatch] = self._current = _Waiting()
+        self._waiting[microbatch] = self._current = _Waiting()
         try:
             yield
         finally:
             self._current = None
-        for deferred in waiting.each:
-            products = deferred.products
-            if products is not None and products.is_alone is None:
-                products.is_alone = waiting.left[products.weight] == 1 or None
-
-    def has(self, weight: nn.Parameter) -> bool:
-        """Whether any gradient of a weight waits."""
-        return any(waiting.left[weight] for waiting in self._waiting.values())
 
     def arrive(self, weight: nn.Parameter) -> bool:
         """Note that the current backward has made all gradients of a weight; returns whether it has
@@ -134,7 +126,7 @@ class DeferredGradients:
 
     @torch.no_grad()
     def run_next(self) -> bool:
-        """Compute one gradient of the backward that runs, which is all that its weight gets in it;
+        """Compute one gradient of a weight that gets no further one in the backward that runs;
         returns whether there was one.
 
         There is none while an earlier microbatch waits, whose gradients have to be added first.
@@ -143,8 +135,7 @@ class DeferredGradients:
         if current is None or len(self._waiting) > 1:
             return False
         for place, deferred in enumerate(current.each):
-            products = deferred.products
-            if products is not None and products.is_alone and products.weight in current.arrived:
+            if current.arrived.issuperset(deferred.weights):
                 del deferred
                 self._compute(current, place)
                 return True
@@ -169,46 +160,23 @@ class DeferredGradients:
                 self._collector.complete(weight)
 
 
-_Bits = tuple[torch.Size, torch.dtype, Tensor]
-"""The shape, the type and sums of the bits of a dense tensor, by which it is known again."""
-
-
-def _bits_of(tensor: Tensor) -> _Bits:
-    return tensor.shape, tensor.dtype, sums_of_bits(tensor)
-
-
-def _has_bits(tensor: Tensor, bits: _Bits) -> bool:
-    """Whether a tensor has these bits, NaNs included."""
-    if tensor.layout is not torch.strided or (tensor.shape, tensor.dtype) != bits[:2]:
-        return False
-    return torch.equal(bits[2], sums_of_bits(tensor))
-
-
 class WeightProducts:
     """The products of one module, and the way of the gradient of its weight."""
 
     def __init__(
         self,
-        name: str,
         weight: nn.Parameter,
         sparse: SparseWeight | None,
         stage: StageProducts,
         deferred: DeferredGradients | None,
     ) -> None:
-        """`name` is the weight's, for errors. `sparse` computes the products from kept entries,
-        where enough of the weight is pruned; None if this weight never has such products.
-        `deferred` takes gradients that wait; None where they do not."""
-        self.name = name
+        """`sparse` computes the products from kept entries, where enough of the weight is pruned;
+        None if this weight never has such products. `deferred` takes gradients that wait; None
+        where they do not."""
         self.weight = weight
         self.sparse = sparse
-        self.is_alone: bool | None = None
-        """Whether a microbatch's gradient comes from one call; None until a backward shows it."""
-        self._stage = stage
         self.deferred = deferred
-        self.first: dict[nn.Parameter, _Bits | None] = {}
-        """The gradients of the first call in the backward that shows it, until they are compared
-        with the gradients that autograd has accumulated. Of each gradient sums alone: autograd
-        would copy a gradient that is also held here."""
+        self._stage = stage
 
     def output(self, rows: Tensor, bias: Tensor | None) -> Tensor | None:
         if self.sparse is None or not self.sparse.takes(rows, bias):
@@ -231,44 +199,13 @@ class WeightProducts:
         those hooks expect it. So does every weight in a backward that a layer starts by itself,
         which belongs to no microbatch.
         """
-        stage = self._stage
-        if stage.is_in_backward and not any(map(_has_hooks, weights)):
-            if self.deferred is None:
-                if self.sparse is not None and self.sparse.accumulate(*saved):
-                    return [None]
-            elif self._is_deferred(self.deferred):
+        if self._stage.is_in_backward and not any(map(_has_hooks, weights)):
+            if self.deferred is not None:
                 self.deferred.append(self, tuple(weights), saved, compute)
                 return [None] * len(weights)
-            elif self.is_alone is None:
-                return self._first_gradients(weights, compute(*saved))
+            if self.sparse is not None and self.sparse.accumulate(*saved):
+                return [None]
         return list(compute(*saved))
-
-    def _is_deferred(self, deferred: DeferredGradients) -> bool:
-        """Whether the gradient of a call waits. Autograd makes the first one of a weight, which
-        shows whether it has others; those autograd adds in its own order, as in an unsplit
-        backward."""
-        if self.is_alone is None:
-            is_sparse = self.sparse is not None and self.sparse.is_wanted
-            return is_sparse or deferred.has(self.weight)
-        return self.is_alone
-
-    def _first_gradients(
-        self, weights: Sequence[nn.Parameter], gradients: list[Tensor]
-    ) -> list[Tensor | None]:
-        if self.first:
-            self.is_alone = False
-        else:
-            self.first.update(zip(weights, map(_bits_of, gradients), strict=True))
-            self._stage.show(self)
-        return list(gradients)
-
-    def compare(self, weight: nn.Parameter) -> None:
-        """Compare the gradient that has arrived at a weight with the gradient of the call."""
-        first = self.first.get(weight)
-        if first is not None:
-            self.first[weight] = None
-            if weight.grad is None or not _has_bits(weight.grad, first):
-                self.is_alone = False
 
 
 class StageProducts:
@@ -276,45 +213,35 @@ class StageProducts:
 
     def __init__(
         self,
-        layers: Iterable[tuple[str, nn.Module]],
+        layers: Iterable[nn.Module],
         collector: GradientCollector,
         *,
         is_split: bool,
         beside: Set[nn.Module] = frozenset(),
     ) -> None:
-        """`layers` are the stage's modules by name. If backwards are not split, only two kinds of
-        modules take part: modules whose weight may have sparse products, and modules in `beside`,
-        whose gradients `compute_deferred` may compute."""
+        """If backwards are not split, only two kinds of modules take part: modules whose weight may
+        have sparse products, and modules in `beside`, whose gradients `compute_deferred` may
+        compute."""
         self.is_in_backward = False
         self._is_split = is_split
         self.deferred = DeferredGradients(collector) if is_split or beside else None
         self._products: dict[nn.Module, WeightProducts] = {}
-        for name, module in layers:
-            for path, each in _uncompiled(module):
-                if not has_products(each):
-                    continue
-                weight = each._parameters["weight"]
-                assert isinstance(weight, nn.Parameter)
-                sparse = collector.sparse_products(weight) if isinstance(each, nn.Linear) else None
-                deferred = self.deferred if is_split or each in beside else None
-                if deferred is not None or sparse is not None:
-                    full = ".".join(filter(None, (name, path, "weight")))
-                    self._products[each] = WeightProducts(full, weight, sparse, self, deferred)
-        self._showing: list[WeightProducts] = []
+        for each in chain.from_iterable(map(_uncompiled, layers)):
+            if not has_products(each):
+                continue
+            weight = each._parameters["weight"]
+            assert isinstance(weight, nn.Parameter)
+            sparse = collector.sparse_products(weight) if isinstance(each, nn.Linear) else None
+            deferred = self.deferred if is_split or each in beside else None
+            if deferred is not None or sparse is not None:
+                self._products[each] = WeightProducts(weight, sparse, self, deferred)
         self._forwards: dict[nn.Module, Callable[..., object]] = {}
-        collector.defer(self._weights(), self._arrived)
+        if self.deferred is not None:
+            collector.defer(self._weights(), self.deferred.arrive)
 
     def __len__(self) -> int:
         """How many modules may take part."""
         return len(self._products)
-
-    @property
-    def unsplit(self) -> list[str]:
-        """The weights whose gradients split backwards leave to autograd, since they have gradients
-        of more than one call of their module; known once a microbatch has shown it."""
-        if not self._is_split:
-            return []
-        return [each.name for each in self._products.values() if each.is_alone is False]
 
     def begin_step(self) -> None:
         """See which modules take part in the step that begins. Called while no microbatch is in
@@ -347,22 +274,6 @@ class StageProducts:
                     self.deferred.run(microbatch)
         finally:
             self.is_in_backward = False
-        while self._showing:  # this backward has shown whether their gradients are alone
-            products = self._showing.pop()
-            products.first.clear()
-            if products.is_alone is None:
-                products.is_alone = True
-
-    def show(self, products: WeightProducts) -> None:
-        """Have the gradients of these products compared in the present backward."""
-        self._showing.append(products)
-
-    def _arrived(self, weight: nn.Parameter) -> bool:
-        """Look at a gradient that autograd has accumulated; True if it has to wait."""
-        assert self.deferred is not None
-        for products in self._showing:
-            products.compare(weight)
-        return self.deferred.arrive(weight)
 
     def compute_deferred(self, work: Work) -> None:
         """Compute weight gradients while some work is under way: as many as wait in an unsplit
@@ -383,14 +294,12 @@ class StageProducts:
                 yield bias
 
 
-def _uncompiled(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and all below it with their paths, less those that torch.compile runs."""
-    has_compiled_call = getattr(module, "_compiled_call_impl", None) is not None
-    if has_compiled_call or is_compiled(module):
-        return
-    yield path, module
-    for name, child in module.named_children():
-        yield from _uncompiled(child, f"{path}.{name}" if path else name)
+def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and all below it, less those that torch.compile runs."""
+    if getattr(module, "_compiled_call_impl", None) is None and not is_compiled(module):
+        yield module
+        for child in module.children():
+            yield from _uncompiled(child)
 
 
 def _has_hooks(weight: nn.Parameter) -> bool:

@@ -216,11 +216,6 @@ class Step:
             "no gradient to {}; it counts as zero (freeze what no sample ever uses)",
             self.collector.finish(),
         )
-        self._name_once(
-            f"{self._coords}: pipeline.split_backward leaves unsplit, since they have gradients "
-            "besides that of one call of their layer: {}",
-            self.engine.stage.unsplit,
-        )
         return losses
 
     def _agree(

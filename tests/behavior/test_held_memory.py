@@ -109,7 +109,7 @@ class Played:
             metrics={},
             input_dtype=None,
             seed=0,
-            products=StageProducts(modules, sums.collector, is_split=True),
+            products=StageProducts([each for _, each in modules], sums.collector, is_split=True),
             teacher=None if model.teacher is None else teacher_of(model.teacher, stage, cut),
         )
         self._is_last = bool(stage)
