@@ -81,7 +81,7 @@ def bubble(transport: MpiTransport, rounds: int) -> dict[str, Any]:
         Rank(coords, transport.backoff, phases),
         stage,
         transport.link(coords),
-        schedule=Schedule("message-driven", 1, "alternate"),
+        schedule=Schedule("message-driven", 1),
         while_idle=lambda: None,
     )
     batch = Batch(0, tuple(Microbatch((), None, n, 1) for n in range(MICROBATCHES)), num_targets=1)

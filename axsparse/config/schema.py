@@ -146,9 +146,6 @@ class PipelineConfig(Section):
     """`message-driven`: arrivals decide the next action. `1f1b` (a forward and a backward in turn)
     and `gpipe` (all forwards, then all backwards; holds all activations) are fixed orders, for
     comparison: the same losses, bit by bit."""
-    prefer: Literal["alternate", "backward", "forward"] = "alternate"
-    """message-driven: the action that runs first when a forward and a backward have both
-    arrived."""
     extra_in_flight: Natural | Auto = "auto"
     """message-driven, 1f1b: microbatches in flight beyond g_inter − stage; `auto` is 1, or 0 if
     memory requires it. With `layout.cluster`, as many as are worth their memory: see
@@ -361,9 +358,6 @@ class SamoConfig(Section):
     and its backward they are expanded into memory that all layers use in turn. The same losses: at
     a density of 0.1 a parameter takes 1.53 bytes in place of 3.53. `auto`: dense where that fits,
     else sparse, for each number of stages that is tried."""
-    dense_layers: Annotated[tuple[str, ...], FromList] = ()
-    """sparse: names of layers whose weights are dense at rest all the same. `weights: auto` chooses
-    them."""
     gradient: Literal["auto", "half", "fp32", "exact"] = "auto"
     """How gradients are accumulated: in half-precision training `half` (2 bytes a kept entry) or
     `fp32` (4), where `auto` is half up to 8 microbatches a replica, fp32 above. `exact` (8) adds
@@ -383,16 +377,6 @@ class SamoConfig(Section):
     offload: bool = False
     """On GPUs: master weights and moments stay in the host's memory, and are on the GPU only while
     their layer is updated. The same losses; every step moves them there and back."""
-
-    @model_validator(mode="after")
-    def _layers_are_dense_among_sparse_ones(self) -> SamoConfig:
-        if self.dense_layers and self.weights != "sparse":
-            raise BrokenRule(
-                "dense_layers",
-                f"{list(self.dense_layers)}, but samo.weights is {self.weights}; set it to sparse, "
-                "or leave this out",
-            )
-        return self
 
 
 class OptimizerConfig(Section):
@@ -521,9 +505,6 @@ class TrainConfig(Section):
     arXiv 1503.02531); 1 as in Minitron."""
     trace: Natural = 0
     """Steps after the first one that are recorded in `trace/`, for reports and Perfetto."""
-    memory_history: bool = False
-    """Whether the snapshot that is written when GPU memory runs out says where in the code each
-    block was allocated; GPUs only."""
 
 
 class CheckpointConfig(Section):

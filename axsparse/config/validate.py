@@ -27,7 +27,6 @@ ONLY_WITH = (
     ("pruning.method", ("early-bird",), ("threshold", "metric", "on_no_convergence")),
     ("pruning.method", ("gradual",), ("initial_sparsity",)),
     ("pruning.heal", ("blocks",), ("heal_passes", "heal_batch", "heal_rate")),
-    ("pipeline.schedule", ("message-driven",), ("prefer",)),
     ("train.teacher", (), ("distillation_weight", "distillation_temperature")),
 )
 """A setting, the values with which others of its section have an effect (all but null if none are
@@ -158,16 +157,6 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
                 needed = f"for {rule} {' or '.join(with_these)}" if with_these else f"for {rule}"
                 shown = "null" if value is None else value
                 yield key, f"has no effect: it is {needed}, and {rule} is {shown}"
-
-
-def check_gpu_settings(config: Config, *, has_gpu: bool) -> None:
-    """ConfigError for the first setting that needs a GPU, if ranks train without one."""
-    if config.train.memory_history and not has_gpu:
-        raise ConfigError(
-            f"{config.where('train.memory_history')}: true looks into a GPU, and the ranks train "
-            "without one; choose false"
-        )
-    check_offload(config, has_gpu=has_gpu)
 
 
 def check_offload(config: Config, *, has_gpu: bool) -> None:

@@ -95,9 +95,6 @@ def _state(config: Config, model: ModelLayout) -> str:
     sparse = ", weights sparse at rest" * (config.samo.weights == "sparse")
     gathers = sparse and config.samo.zero_stage == 3 and config.layout.g_data != 1
     sparse += " and gathered by replicas" * bool(gathers)
-    if names := config.samo.dense_layers:
-        dense_ones = [each for each in model.profile.layers if each.name in names]
-        sparse += f" (dense in {_names(dense_ones)})"
     return f"{dense} → SAMO {format_bytes(model.live_bytes)}{sparse}"
 
 

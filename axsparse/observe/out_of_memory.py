@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
@@ -14,27 +13,15 @@ from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import TrainingError
 from axsparse.samo.state_bytes import StateBytes
 
-HISTORY = 100_000
-"""How many allocations the history has at most; a snapshot takes some kilobytes for each."""
-
-
-def record_history() -> None:
-    """Let torch remember from now on where in the code GPU memory is allocated and freed."""
-    torch.cuda.memory._record_memory_history(stacks="python", max_entries=HISTORY)
-
 
 @contextmanager
 def with_advice(
-    rank: int,
-    where: Callable[[], str],
-    state: Callable[[], StateBytes],
-    predicted_bytes: float | None,
-    folder: Path | None,
+    where: Callable[[], str], state: Callable[[], StateBytes], predicted_bytes: float | None
 ) -> Iterator[None]:
     """Raise TrainingError in place of torch's own error if the GPU's memory runs out in the block.
 
-    A snapshot of all memory blocks is written to `folder`. The error and the snapshot concern this
-    rank alone. `where` says what the rank was doing, `state` gives its bytes of model state.
+    The error concerns this rank alone. `where` says what the rank was doing, `state` gives its
+    bytes of model state.
     """
     try:
         yield
@@ -48,7 +35,6 @@ def with_advice(
             f"GPU memory ran out in {where()}{asked}: "
             f"{_device_memory()}; {_by_category(state())}{planned}; raise layout.g_inter, lower "
             "batch.microbatch_size, or set pipeline.checkpoint_activations"
-            f"{_snapshot(rank, folder)}"
         ) from error
 
 
@@ -64,15 +50,3 @@ def _device_memory() -> str:
 def _by_category(state: StateBytes) -> str:
     parts = [f"{name} {format_bytes(size)}" for name, size in asdict(state).items() if size]
     return f"model state {format_bytes(state.total)} ({', '.join(parts) or 'none'})"
-
-
-def _snapshot(rank: int, folder: Path | None) -> str:
-    """Write a snapshot of all memory blocks; returns the words that the message adds for it."""
-    if folder is None:
-        return ""
-    path = folder / f"memory-rank{rank}.pickle"
-    try:
-        torch.cuda.memory._dump_snapshot(str(path))
-    except OSError as error:
-        return f"; {path} cannot be written ({error.strerror})"
-    return f"; all blocks are in {path} (pytorch.org/memory_viz)"

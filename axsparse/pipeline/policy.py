@@ -17,7 +17,6 @@ from typing import Literal, Protocol
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-Preference = Literal["alternate", "backward", "forward"]
 
 
 class Kind(IntEnum):
@@ -136,31 +135,22 @@ class MessageDriven:
     inputs and the output gradients of matrices are kept. As many may be deferred as in flight: both
     together are twice the bound at most.
 
-    If a forward and a backward can both run, `prefer` decides: `alternate` takes the kind that did
-    not run last, because two backwards in a row starve the stages downstream. The last stage runs
-    each backward directly after its forward.
+    If a forward and a backward can both run, the kind runs that did not run last, because two
+    backwards in a row starve the stages downstream. The last stage runs each backward directly
+    after its forward.
 
     With split backwards, weight gradients run when neither a forward nor a backward can. The stage
     never waits for a message instead of beginning weight gradients, also where these hold up the
     stages behind it: extra microbatches in flight make up for that.
     """
 
-    # Reason: a stage's place, its step and the rule's three settings.
     def __init__(
-        self,
-        *,
-        stage: int,
-        g_inter: int,
-        microbatches: int,
-        bound: int,
-        prefer: Preference = "alternate",
-        is_split: bool = False,
+        self, *, stage: int, g_inter: int, microbatches: int, bound: int, is_split: bool = False
     ) -> None:
         if bound < 1:
             raise ValueError(f"bound: {bound}; a stage has to hold at least 1 microbatch")
         self._inputs = Inputs(stage, g_inter, microbatches)
         self._bound = bound
-        self._prefer: Preference = "backward" if self._inputs.is_last else prefer
         self._is_split = is_split
         self._last_run: Kind | None = None
 
@@ -190,29 +180,14 @@ class MessageDriven:
         inputs, bound = self._inputs, self._bound
         in_flight, deferred = self.in_flight, self.deferred
         fits_budget = in_flight < bound and in_flight + deferred < 2 * bound
-        kind = chosen(
-            self._prefer,
-            self._last_run,
-            forward=inputs.has(Kind.FORWARD) and fits_budget,
-            backward=inputs.has(Kind.BACKWARD),
-        )
-        if kind is not None:
-            self._last_run = kind
-            return inputs.begin(kind)
+        forward = inputs.has(Kind.FORWARD) and fits_budget
+        backward = inputs.has(Kind.BACKWARD)
+        if forward and backward:
+            forward = self._last_run is Kind.BACKWARD and not inputs.is_last
+        if forward or backward:
+            self._last_run = Kind.FORWARD if forward else Kind.BACKWARD
+            return inputs.begin(self._last_run)
         return inputs.begin(Kind.WEIGHT) if deferred else None
-
-
-def chosen(
-    prefer: Preference, last_run: Kind | None, *, forward: bool, backward: bool
-) -> Kind | None:
-    """Which of a forward and a backward to run, by whether each can run; None if neither can."""
-    if forward and backward:
-        if prefer == "alternate":
-            return Kind.FORWARD if last_run is Kind.BACKWARD else Kind.BACKWARD
-        return Kind.FORWARD if prefer == "forward" else Kind.BACKWARD
-    if backward:
-        return Kind.BACKWARD
-    return Kind.FORWARD if forward else None
 
 
 class InOrder:
@@ -360,15 +335,12 @@ class Schedule:
     tests/planner/test_stage_memory.py and tests/support/cases.py (`SCHEDULES`): it has to pass all
     of them. A schedule that decides while it runs needs a new policy: see `Policy`.
 
-    Example: `Schedule("1f1b", 0, "alternate").policy(stage=0, g_inter=2, microbatches=4)`.
+    Example: `Schedule("1f1b", 0).policy(stage=0, g_inter=2, microbatches=4)`.
     """
 
     name: ScheduleName
     extra_in_flight: int
     """Activations that stage s may hold in flight beyond g_inter − s (not under gpipe)."""
-    prefer: Preference
-    """The action that runs first when a forward and a backward have both arrived
-    (message-driven)."""
     split_backward: bool = False
     """Whether backwards are split, so that the lists and policies have separate weight gradients
     (see `Kind`)."""
@@ -385,7 +357,6 @@ class Schedule:
                 g_inter=g_inter,
                 microbatches=microbatches,
                 bound=self.bound(stage, g_inter),
-                prefer=self.prefer,
                 is_split=self.split_backward,
             )
         return InOrder(self.order(stage, g_inter, microbatches), stage=stage, g_inter=g_inter)

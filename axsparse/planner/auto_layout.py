@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from axsparse.config.schema import Config, PipelineConfig, num_microbatches
 from axsparse.config.section import counted, divisors, one_of
 from axsparse.config.validate import check_divides_ranks, check_split
-from axsparse.models.model_profile import LayerInfo, ModelProfile
+from axsparse.models.model_profile import ModelProfile
 from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout_search import (
     DEFAULT_EXTRA_IN_FLIGHT,
-    MOST_ROOM,
     WAYS,
     Candidate,
     Layout,
@@ -106,42 +105,6 @@ def fitting_row(model: ProfiledModel, grid: Grid, budget: MemoryBudget) -> Candi
     request = run_request(model, machine, grid.size, [grid.g_inter], budget.nbytes)
     rows, _ = try_layouts(replace(request, g_tensor=[grid.g_tensor]))
     return rows[0] if rows else None
-
-
-def fitting_dense_layers(model: ProfiledModel, grid: Grid, budget: MemoryBudget) -> tuple[str, ...]:
-    """The layers whose weights are dense at rest after all, where other layers have sparse ones,
-    for `samo.weights: auto` in settled stages: as many as fit in `MOST_ROOM` of the memory.
-
-    The layers that take most time to expand for the bytes that this saves come first, and of equal
-    ones the last. Both uses of a tied weight stay sparse.
-    """
-    row = row_of_grid(model, grid, None)
-    of_rank, ties = model.tp_shard(grid.g_tensor), model.profile.ties
-    most = MOST_ROOM * budget.for_model
-    dense: tuple[str, ...] = ()
-    for stage, load in enumerate(row.loads):
-        sizes = {}
-        for number in load.numbers:
-            layer = of_rank.profile.layers[number]
-            pruned = [p for p in layer.parameters if ties.get(p.name, p.name) in of_rank.kept]
-            if pruned and not has_tied(layer, of_rank):
-                numel = sum(p.numel for p in pruned)
-                kept = sum(of_rank.kept[p.name] for p in pruned)
-                sizes[layer.name] = kept / numel, number
-        for name in sorted(sizes, key=lambda name: sizes[name], reverse=True):
-            more = of_rank.with_dense_layers((*dense, name))
-            state = more.state_of(load.numbers, grid.g_data, row.layout.microbatches)
-            memory = row.layout.stage_memory(stage, replace(load, state=state), 0.0)
-            if memory.total <= most:
-                dense = (*dense, name)
-    return dense
-
-
-def has_tied(layer: LayerInfo, model: ProfiledModel) -> bool:
-    """Whether a layer has a pruned weight that another layer has as well."""
-    ties = model.profile.ties
-    tied = {*ties, *ties.values()}
-    return any(p.name in tied and ties.get(p.name, p.name) in model.kept for p in layer.parameters)
 
 
 def fewest_stages(request: SearchRequest) -> LayoutDecision | Rejection:
@@ -272,7 +235,7 @@ def configured_schedule(
     )
     assert extra_in_flight is not None, "an extra_in_flight that is auto has a stand-in"
     is_split = pipeline.split_backward is True
-    return Schedule(pipeline.schedule, extra_in_flight, pipeline.prefer, split_backward=is_split)
+    return Schedule(pipeline.schedule, extra_in_flight, split_backward=is_split)
 
 
 def run_request(

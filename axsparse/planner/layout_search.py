@@ -98,8 +98,8 @@ class SearchRequest:
     rank_budget: float
     """Bytes that a rank may take."""
     schedules: Sequence[Schedule] = (
-        Schedule("message-driven", DEFAULT_EXTRA_IN_FLIGHT, "alternate"),
-        Schedule("message-driven", 0, "alternate"),
+        Schedule("message-driven", DEFAULT_EXTRA_IN_FLIGHT),
+        Schedule("message-driven", 0),
     )
     """Tried in this order until one fits, with fewer and fewer extra microbatches in flight; more
     than the fewest are an option."""

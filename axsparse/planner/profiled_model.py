@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
@@ -34,7 +34,7 @@ from axsparse.runtime.machine import LARGEST_KEPT
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.selection import CHUNK
-from axsparse.samo.state_bytes import StateBytes, StateFormat, WeightKind, stage_bytes
+from axsparse.samo.state_bytes import StateFormat, WeightKind, stage_bytes
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.tensor_parallel.modules import check_plan, shards_of
 
@@ -189,7 +189,6 @@ def state_format(
         offload=samo.offload,
         weights="sparse" if samo.weights == "sparse" else "dense",
         gathers=samo.zero_stage == 3,
-        dense_layers=frozenset(samo.dense_layers),
     )
 
 
@@ -365,10 +364,6 @@ class ProfiledModel:
             return None
         return [self._load(layers, g_data, microbatches) for layers in found]
 
-    def state_of(self, numbers: range, g_data: int, microbatches: int) -> StateBytes:
-        """Bytes of the state of a stage of these layers."""
-        return self._load(numbers, g_data, microbatches).state
-
     def _load(self, numbers: range, g_data: int, microbatches: int) -> StageLoad:
         adds_in_half = accumulates_in_half(microbatches)
         key = (self._contents(numbers), g_data, adds_in_half)
@@ -414,8 +409,7 @@ class ProfiledModel:
             (replace(p, name=p.name if p.name in tied else ""), self.kept.get(p.name))
             for p in layer.parameters
         ]
-        is_dense = layer.name in self.config.samo.dense_layers
-        return layer.flops, layer.activations, layer.buffer_bytes, layer.sums, parameters, is_dense
+        return layer.flops, layer.activations, layer.buffer_bytes, layer.sums, parameters
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
         config, full = self.config, self.full or self
@@ -501,10 +495,6 @@ class ProfiledModel:
         """The same training with pruned weights stored like this at rest."""
         return replace(self, config=self.config.with_values({"samo.weights": weights}))
 
-    def with_dense_layers(self, names: Iterable[str]) -> ProfiledModel:
-        """The same training with the weights of these layers dense at rest."""
-        return replace(self, config=self.config.with_values({"samo.dense_layers": tuple(names)}))
-
     def gathered(self) -> ProfiledModel:
         """The same training with replicas that gather sparse weights (ZeRO stage 3)."""
         stored = {"samo.weights": "sparse", "samo.zero_stage": 3}
@@ -512,7 +502,7 @@ class ProfiledModel:
 
     def _expanded(self, layer: LayerInfo, stored: StateFormat) -> int:
         """Bytes of a layer's weights that are sparse at rest, once dense."""
-        if stored.of_layer(layer.name).weights == "dense":
+        if stored.weights == "dense":
             return 0
         ties, kept = self.profile.ties, self.kept
         pruned = (p for p in layer.parameters if ties.get(p.name, p.name) in kept)

@@ -7,7 +7,7 @@ exists, so building a stage needs memory for its final state and one fp32 parame
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -83,17 +83,7 @@ def build_layers(
     """
     tensors: dict[str, TensorState] = {}
     frozen: dict[str, nn.Parameter] = {}
-    dense = replace(options, expansion=None)
-    return [
-        _construct_layer(
-            layer,
-            ties,
-            tensors,
-            frozen,
-            dense if layer.name in options.stored.dense_layers else options,
-        )
-        for layer in layers
-    ]
+    return [_construct_layer(layer, ties, tensors, frozen, options) for layer in layers]
 
 
 # Reason: a parameter after the other is built, frozen, tied or trained.

@@ -130,19 +130,12 @@ class StateFormat:
     """How tensors that are pruned now or later store their kept positions."""
     weights: WeightKind = "dense"
     """How pruned weights are stored at rest."""
-    dense_layers: frozenset[str] = frozenset()
-    """Names of layers whose weights are dense at rest all the same; no weight of them that is ever
-    pruned may be tied."""
     replicas: int = 1
     """Replicas that share the optimizer state; 1 if it is not sharded."""
     offload: bool = False
     """Whether masters and moments rest on the host."""
     gathers: bool = False
     """Whether replicas that share the optimizer state gather weights that are sparse at rest."""
-
-    def of_layer(self, name: str) -> StateFormat:
-        """The format of one layer."""
-        return replace(self, weights="dense") if name in self.dense_layers else self
 
     @property
     def is_half(self) -> bool:
@@ -299,13 +292,12 @@ def stage_bytes(
     ]
     if replica is None:
         replica = _fullest(sizes, stored.replicas)
-    formats = [stored.of_layer(layer.name) for layer in layers]
     each = [
-        layer_bytes(of_layer, form, replica) + StateBytes(weight=layer.buffer_bytes)
-        for layer, of_layer, form in zip(layers, sizes, formats, strict=True)
+        layer_bytes(of_layer, stored, replica) + StateBytes(weight=layer.buffer_bytes)
+        for layer, of_layer in zip(layers, sizes, strict=True)
     ]
-    expanded = max(map(expanded_bytes, sizes, formats), default=0)
-    expanded += max(map(gathered_bytes, sizes, formats), default=0)
+    expanded = max((expanded_bytes(of_layer, stored) for of_layer in sizes), default=0)
+    expanded += max((gathered_bytes(of_layer, stored) for of_layer in sizes), default=0)
     if not stored.offload:
         return sum(each, StateBytes(expanded=expanded))
     count = len(stored.moments)

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from axsparse.config.schema import Config, num_microbatches
-from axsparse.config.validate import check_config, check_gpu_settings
+from axsparse.config.validate import check_config, check_offload
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.running_statistics import RunningStatistics
@@ -27,7 +27,7 @@ from axsparse.models.losses import compiled
 from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
 from axsparse.models.sequential import is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
-from axsparse.observe.out_of_memory import record_history, with_advice
+from axsparse.observe.out_of_memory import with_advice
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.stage import Stage, StageTeacher
@@ -202,9 +202,7 @@ def placed(job: Job, config: Config) -> tuple[Placement, Config]:
         job.placement = placement = bind_rank(job.transport, config)
     transport = job.branch()
     has_gpu = placement.gpu is not None
-    together(transport, lambda: check_gpu_settings(config, has_gpu=has_gpu))
-    if config.train.memory_history:
-        record_history()
+    together(transport, lambda: check_offload(config, has_gpu=has_gpu))
     config, lines = decided_precision(config, transport, on_host=not has_gpu)
     return replace(placement, transport=transport, table=(*placement.table, *lines)), config
 
@@ -337,7 +335,7 @@ def build_state(
 
     def construct() -> tuple[list[BuiltLayer], list[BuiltLayer]]:
         where = f"building {coords}"
-        with with_advice(coords.rank, lambda: where, StateBytes, planned, run_dir):
+        with with_advice(lambda: where, StateBytes, planned):
             built = build_layers(
                 stage_layers, plan.profile.ties, replace(options, masks=masks, start=start)
             )

@@ -166,7 +166,7 @@ def evaluate_saved(
         Rank(coords, transport.backoff, Phases()),
         stage,
         transport.link(coords),
-        schedule=Schedule("message-driven", 0, "alternate"),
+        schedule=Schedule("message-driven", 0),
         while_idle=lambda: None,
     )
     batches = Batches(

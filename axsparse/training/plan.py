@@ -35,10 +35,8 @@ from axsparse.planner.auto_layout import (
     balanced,
     chosen_layout,
     cluster_of,
-    fitting_dense_layers,
     fitting_row,
     has_costs,
-    has_tied,
     predict,
     resolve_grid,
     splits_backward,
@@ -286,12 +284,9 @@ def plan_run(
         {"layout.split": sizes, "samo.zero_stage": _zero_stage(decided, state_of)}
     )
     prediction = None
-    check_dense_layers(config, largest)
     if has_costs(profile):
         known = replace(planned_model, config=decided)
-        if is_auto and decided.samo.weights == "sparse":
-            known = known.with_dense_layers(fitting_dense_layers(known, grid, budget))
-        prediction, decided = predict(known, grid, cluster_of(config)), known.config
+        prediction = predict(known, grid, cluster_of(config))
     return RunPlan(
         config=decided,
         model=model,
@@ -487,21 +482,6 @@ def check_transport(config: Config, transport: Transport, *, on_host: bool) -> N
             f"{config.where('transport')}: nccl is for ranks that compute on GPUs, and these "
             "compute on CPUs; choose auto or mpi"
         )
-
-
-def check_dense_layers(config: Config, model: ProfiledModel) -> None:
-    """ConfigError for layers that cannot be dense at rest where others are sparse."""
-    layers = {layer.name: layer for layer in model.profile.layers}
-    place = config.where("samo.dense_layers")
-    for name in config.samo.dense_layers:
-        if name not in layers:
-            raise ConfigError(
-                f"{place}: the model has no layer {name!r}; choose among {', '.join(layers)[:200]}"
-            )
-        if has_tied(layers[name], model):
-            raise ConfigError(
-                f"{place}: {name} has a pruned weight that another layer has as well; leave it out"
-            )
 
 
 def check_weights_are_loaded(config: Config, model: Model, targets: Targets) -> None:

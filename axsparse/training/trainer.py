@@ -534,13 +534,11 @@ class Trainer:
                 torch.inference_mode(mode=False),
                 torch.enable_grad(),
                 with_advice(
-                    self.coords.rank,
                     lambda: (
                         f"{self.phases.action or self.activity.task} of step {self.activity.step}"
                     ),
                     self.state_bytes,
                     self.recorder.predicted_memory_bytes,
-                    self.run_dir,
                 ),
             ):
                 yield

@@ -127,10 +127,8 @@ def schedule_of(row: RunRow) -> Schedule:
     """The schedule of a run without chunks."""
     extra_in_flight = row.training.extra_in_flight
     if row.training.schedule == "message-driven":
-        return Schedule(
-            "message-driven", 1 if extra_in_flight is None else extra_in_flight, "alternate"
-        )
-    return Schedule(row.training.schedule, extra_in_flight or 0, "alternate")
+        return Schedule("message-driven", 1 if extra_in_flight is None else extra_in_flight)
+    return Schedule(row.training.schedule, extra_in_flight or 0)
 
 
 def placement(row: RunRow, cluster: Cluster) -> NodePlacement:

@@ -77,7 +77,7 @@ def _schedules() -> Iterator[str]:
     edges = [MessageCost(latency=0.1)] * (STAGES - 1)
     runs = {}
     for name, title in names:
-        schedule = Schedule(name, int(name == "message-driven"), "alternate")
+        schedule = Schedule(name, int(name == "message-driven"))
         runs[title] = simulate(partial(_policy, schedule), Durations(forward, backward), edges)
     longest = max(run.seconds for run in runs.values())
     for title, run in runs.items():

@@ -10,7 +10,6 @@ from support.cases import (
     COARSE,
     INFINITE,
     ONE_STAGE,
-    PREFERENCES,
     SAME_LAYOUT,
     SCHEDULES,
     WIDE_INFINITE,
@@ -58,7 +57,6 @@ LAYOUTS = [
         )
         for order in range(6)
     ),
-    *(Row((3, 1), steps(2), {"pipeline": {"prefer": one}}, order=1) for one in PREFERENCES),
     Row((2, 2), steps(4, samo={"enabled": False})),
 ]
 

@@ -157,7 +157,7 @@ def planned(profiled: ModelProfile, name: str, stage: int, every: int) -> tuple[
     subject = ProfiledModel(config, profiled, {}, ADAMW, CUTS[name][0])
     loads = subject.tp_shard(members_of(name)).stages(2, 1, microbatches=MICROBATCHES)
     assert loads is not None
-    schedule = Schedule("message-driven", 1, "alternate", split_backward=True)
+    schedule = Schedule("message-driven", 1, split_backward=True)
     layout = Layout(Grid(2, 1), schedule, SAMPLES, MICROBATCHES)
     memory = layout.stage_memory(stage, replace(loads[stage], building=0.0), 0.0)
     beside = memory.activations + memory.working + memory.logits + memory.temporary

@@ -310,25 +310,6 @@ def test_a_run_is_what_its_judge_says(row: Row) -> None:
     assert len(set(ranks[0][1].losses)) > 1, "it learned something"
 
 
-def test_layers_that_are_dense_among_sparse_ones_change_no_bit() -> None:
-    """As `samo.weights: auto` has them where memory lacks for some."""
-    for pruning in ({}, {"at_step": 2}):
-        row = Row(
-            (1, 1),
-            {**steps(4), "precision": "bf16", "pruning": pruning},
-            {"samo": {"weights": "sparse", "dense_layers": ["block1"]}},
-            SAME_LAYOUT,
-        )
-        [(trainer, _)] = judge(row)
-
-        blocks = {layer.spec.name: layer.state for layer in trainer.layers}
-        places = {
-            name: {tensor.expanded_at is None for tensor in blocks[name].owned}
-            for name in ("block0", "block1")
-        }
-        assert places == {"block0": {True, False}, "block1": {True}}
-
-
 @pytest.mark.parametrize(("sparsity", "encoding"), [(0.9, "MaskIndex"), (0.98, "Int32Index")])
 def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) -> None:
     config = tiny_config(pruning={"sparsity": sparsity}, train={"steps": 1})

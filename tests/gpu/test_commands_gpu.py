@@ -80,7 +80,7 @@ TRAININGS = {
     "2:4": Training(("pruning.pattern=2:4", "pruning.sparsity=0.5")),
     "wanda": Training(("pruning.method=wanda", "pruning.calibration_samples=8")),
     "pruned later": Training(("pruning.at_step=3",)),
-    "traced": Training(("train.trace=2",), on_gpu=("train.memory_history=true",)),
+    "traced": Training(("train.trace=2",)),
 }
 LLAMA = (
     *("--from", "model", "--data", "texts", "--validation", "held", "--set", "precision=fp32"),

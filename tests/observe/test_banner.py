@@ -125,5 +125,3 @@ def test_what_was_predicted_and_what_replicas_share_stands_beside_the_state() ->
     assert lines(sparse)[2] == f"{state}, weights sparse at rest"
     gathered = lines(config(samo={"weights": "sparse", "zero_stage": 3}))[2]
     assert gathered.startswith(f"{state}, weights sparse at rest and gathered by replicas, ")
-    some = config(samo={"weights": "sparse", "dense_layers": ["block1", "block2"]})
-    assert lines(some)[2] == f"{state}, weights sparse at rest (dense in block1–2)"

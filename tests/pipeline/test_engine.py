@@ -130,7 +130,7 @@ def test_an_evaluation_takes_in_no_more_than_it_has_use_for() -> None:
         Rank(Grid(3, 1).coords(1), link, Phases()),
         Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
         link,
-        schedule=Schedule("message-driven", 1, "alternate"),
+        schedule=Schedule("message-driven", 1),
         while_idle=lambda: None,
     )
     microbatches = tuple(Microbatch((), None, number, 1) for number in range(20))
@@ -152,7 +152,7 @@ def test_a_member_that_follows_runs_what_it_is_told_however_much_it_has_to_send(
         Rank(Grid(3, 1, 2).coords(3), link, Phases()),
         Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
         link,
-        schedule=Schedule("message-driven", 1, "alternate"),
+        schedule=Schedule("message-driven", 1),
         while_idle=lambda: None,
         around=lambda policy, _: Lockstep(group, action, policy),
     )
@@ -193,7 +193,7 @@ def test_a_host_is_ahead_of_its_gpu_as_far_as_nothing_that_arrives_could_change_
         Rank(Grid(stages, 1).coords(0), cast("Any", gpu), Phases(), cast("Any", gpu)),
         one,
         link,
-        schedule=Schedule("message-driven", 1, "alternate"),
+        schedule=Schedule("message-driven", 1),
         while_idle=lambda: None,
     )
 

@@ -22,7 +22,6 @@ from axsparse.pipeline.policy import (
     Kind,
     MessageDriven,
     Policy,
-    Preference,
     Schedule,
     ScheduleName,
     action,
@@ -33,7 +32,6 @@ from axsparse.pipeline.policy import (
 from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
-PREFERENCES: tuple[Preference, ...] = ("alternate", "backward", "forward")
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,6 @@ class Setting:
 
     microbatches: int
     bounds: list[int]
-    prefer: Preference
     is_split: bool
     order: int
 
@@ -53,7 +50,6 @@ class Setting:
                 g_inter=len(self.bounds),
                 microbatches=self.microbatches,
                 bound=bound,
-                prefer=self.prefer,
                 is_split=self.is_split,
             )
             for stage, bound in enumerate(self.bounds)
@@ -67,7 +63,6 @@ SETTINGS = st.builds(
     Setting,
     microbatches=st.integers(1, 20),
     bounds=st.lists(st.integers(1, 7), min_size=1, max_size=6),
-    prefer=st.sampled_from(PREFERENCES),
     is_split=st.booleans(),
     order=st.integers(0, 2**32),
 )
@@ -213,7 +208,7 @@ def test_every_run_keeps_the_rules_of_policies(setting: Setting) -> None:
 
 @many
 @given(SETTINGS)
-def test_the_preference_decides_where_both_kinds_can_run(setting: Setting) -> None:
+def test_the_other_kind_runs_where_both_can(setting: Setting) -> None:
     *logs, _ = setting.play()
     for stage, log in enumerate(logs):
         ran: Direction | None = None
@@ -222,9 +217,7 @@ def test_the_preference_decides_where_both_kinds_can_run(setting: Setting) -> No
                 continue
             if all(runnable(setting, stage, moment)[:2]):
                 assert ran is not None, "a backward before any forward"
-                other = BACKWARD if ran is FORWARD else FORWARD
-                expected = {"alternate": other, "backward": BACKWARD, "forward": FORWARD}
-                assert moment.action.direction is expected[setting.prefer]
+                assert moment.action.direction is not ran
             ran = moment.action.direction
     # The last stage runs each backward directly after its forward.
     assert replace(setting, is_split=False).play()[-1].actions == [
@@ -387,9 +380,7 @@ def test_lists_never_wait_for_ever_and_fill_their_bounds(
 
 @pytest.mark.parametrize("name", get_args(ScheduleName))
 def test_every_schedule_has_weight_gradients_if_backwards_are_split(name: ScheduleName) -> None:
-    policy = Schedule(name, 1, "alternate", split_backward=True).policy(
-        stage=0, g_inter=1, microbatches=2
-    )
+    policy = Schedule(name, 1, split_backward=True).policy(stage=0, g_inter=1, microbatches=2)
 
     text = play_out(policy)
 
@@ -399,7 +390,7 @@ def test_every_schedule_has_weight_gradients_if_backwards_are_split(name: Schedu
 
 @pytest.mark.parametrize("is_split", [False, True])
 def test_a_stage_holds_as_many_as_there_are_stages_from_it_on_and_slack(is_split: bool) -> None:
-    schedule = Schedule("message-driven", 1, "alternate", split_backward=is_split)
+    schedule = Schedule("message-driven", 1, split_backward=is_split)
 
     assert [schedule.bound(stage, 4) for stage in range(4)] == [5, 4, 3, 2]
 
@@ -441,8 +432,8 @@ def test_a_list_is_played_in_order(
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
-        (Schedule("1f1b", 1, "alternate"), "F0 F1 F2"),
-        (Schedule("gpipe", 1, "alternate"), "F0 F1 F2 F3"),
+        (Schedule("1f1b", 1), "F0 F1 F2"),
+        (Schedule("gpipe", 1), "F0 F1 F2 F3"),
     ],
 )
 def test_a_schedule_by_name_is_its_list(schedule: Schedule, expected: str) -> None:
@@ -461,8 +452,8 @@ def test_gpipe_runs_all_forwards_first_and_weight_gradients_follow_their_backwar
     assert dry_run([from_text("F0 B0 W0 F1 B1 W1")]) == [1]
 
 
-def test_the_message_driven_schedule_passes_its_slack_and_preference_on() -> None:
-    policy = Schedule("message-driven", 1, "forward").policy(stage=0, g_inter=2, microbatches=9)
+def test_the_message_driven_schedule_passes_its_slack_on() -> None:
+    policy = Schedule("message-driven", 1).policy(stage=0, g_inter=2, microbatches=9)
     said = [policy.next() for _ in range(2)]
     policy.arrived(BACKWARD, 0)
     said += [policy.next() for _ in range(2)]

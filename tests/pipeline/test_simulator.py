@@ -15,7 +15,6 @@ from axsparse.pipeline.policy import (
     Action,
     InOrder,
     Kind,
-    Preference,
     Schedule,
     ScheduleName,
 )
@@ -24,15 +23,9 @@ from axsparse.runtime.communication import Direction
 
 FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 NAMES: tuple[ScheduleName, ...] = ("message-driven", "1f1b", "gpipe")
-PREFERENCES: tuple[Preference, ...] = ("alternate", "backward", "forward")
-SCHEDULES = [
-    Schedule(name, extra_in_flight, prefer)
-    for name in NAMES
-    for extra_in_flight in (0, 1, 3)
-    for prefer in (PREFERENCES if name == "message-driven" else PREFERENCES[:1])
-]
+SCHEDULES = [Schedule(name, extra_in_flight) for name in NAMES for extra_in_flight in (0, 1, 3)]
 SPLIT = [
-    Schedule(name, extra_in_flight, "alternate", split_backward=True)
+    Schedule(name, extra_in_flight, split_backward=True)
     for name in get_args(ScheduleName)
     for extra_in_flight in (0, 1, 3)
 ]
@@ -111,7 +104,7 @@ def test_weight_gradients_take_their_time_and_send_nothing() -> None:
     # stage 1:         F0 1-3, B0 3-6, F1 6-8, B1 8-11, W0 11-15, W1 15-19
     durations = Durations([[1, 1], [2, 2]], [[3, 3], [3, 3]], [[4, 4], [4, 4]])
 
-    schedule = Schedule("message-driven", 0, "alternate", split_backward=True)
+    schedule = Schedule("message-driven", 0, split_backward=True)
     first, last = run(schedule, durations).stages
 
     assert (to_text(first.actions), first.begins) == ("F0 F1 B0 W0 B1 W1", [0, 1, 6, 9, 13, 16])

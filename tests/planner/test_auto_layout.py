@@ -174,19 +174,16 @@ def test_auto_always_arranges_all_ranks(ranks: int, num_layers: int) -> None:
     [
         (
             {},
-            [
-                Schedule("message-driven", extra_in_flight, "alternate")
-                for extra_in_flight in (1, 0)
-            ],
+            [Schedule("message-driven", extra_in_flight) for extra_in_flight in (1, 0)],
         ),
-        ({"extra_in_flight": 3, "prefer": "backward"}, [Schedule("message-driven", 3, "backward")]),
+        ({"extra_in_flight": 3}, [Schedule("message-driven", 3)]),
         (
             {"schedule": "1f1b"},
-            [Schedule("1f1b", extra_in_flight, "alternate") for extra_in_flight in (1, 0)],
+            [Schedule("1f1b", extra_in_flight) for extra_in_flight in (1, 0)],
         ),
         (
             {"extra_in_flight": 2, "split_backward": True},
-            [Schedule("message-driven", 2, "alternate", split_backward=True)],
+            [Schedule("message-driven", 2, split_backward=True)],
         ),
     ],
 )

@@ -194,7 +194,7 @@ def test_a_plan_moves_layers_off_a_stage_that_is_too_small() -> None:
                 cluster=machine,
                 gpus=2,
                 global_batch_size=4,
-                schedules=[Schedule("message-driven", 0, "alternate")],
+                schedules=[Schedule("message-driven", 0)],
                 g_inter=[2],
                 microbatch_sizes=[1],
                 rank_budget=rank_budget,

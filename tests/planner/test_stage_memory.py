@@ -118,7 +118,7 @@ def _policy(schedule: Schedule, g_inter: int, microbatches: int, stage: int) -> 
 @pytest.mark.parametrize("name", ["message-driven", "1f1b", "gpipe"])
 def test_a_free_pipeline_holds_as_many_microbatches_as_are_counted(name: ScheduleName) -> None:
     for g_inter, microbatches, extra_in_flight in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
-        schedule = Schedule(name, extra_in_flight, "alternate")
+        schedule = Schedule(name, extra_in_flight)
         run = simulate(
             partial(_policy, schedule, g_inter, microbatches),
             # Slow backwards fill every stage.
@@ -141,7 +141,7 @@ def test_a_stage_that_splits_never_holds_more_than_is_counted(
     name: ScheduleName, size: float
 ) -> None:
     for g_inter, microbatches, extra_in_flight in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
-        schedule = Schedule(name, extra_in_flight, "alternate", split_backward=True)
+        schedule = Schedule(name, extra_in_flight, split_backward=True)
         for weight in (0.1, 50.0):
             run = simulate(
                 partial(_policy, schedule, g_inter, microbatches),
@@ -156,15 +156,13 @@ def test_a_stage_that_splits_never_holds_more_than_is_counted(
 
 def test_what_waits_for_weight_gradients_counts_by_its_own_bytes() -> None:
     # Two stages, extra_in_flight 0: two in flight and two deferred of half size, and one and one.
-    layout = Layout(
-        Grid(2, 1), Schedule("message-driven", 0, "alternate", split_backward=True), 3, 8
-    )
+    layout = Layout(Grid(2, 1), Schedule("message-driven", 0, split_backward=True), 3, 8)
     load = load_of(**HOLDING, deferred=5.0)
 
     found = [layout.stage_memory(stage, load, 0.0).activations for stage in range(2)]
 
     assert found == [3 * 3 * 10, 3 * 1.5 * 10]
-    whole = replace(layout, schedule=Schedule("message-driven", 0, "alternate"))
+    whole = replace(layout, schedule=Schedule("message-driven", 0))
     assert whole.stage_memory(1, load, 0.0).activations == 3 * 10
 
 

@@ -42,7 +42,6 @@ class Case:
     gradient_dtype: torch.dtype = torch.bfloat16
     index: IndexKind = "int32"
     weights: WeightKind = "dense"
-    dense_layers: frozenset[str] = frozenset()
     layers: slice = field(default_factory=lambda: slice(None))
 
 
@@ -61,12 +60,6 @@ CASES = {
     "tied GPT, auto": Case("tied", ALL, index="auto"),
     "tied GPT, mask": Case("tied", ALL, index="mask"),
     "tied GPT, sparse weights": Case("tied", ALL, weights="sparse"),
-    "untied GPT, sparse weights but in a block": Case(
-        "untied", BLOCKS, weights="sparse", dense_layers=frozenset(["block1"])
-    ),
-    "untied GPT, sparse weights but in both blocks": Case(
-        "untied", BLOCKS, weights="sparse", dense_layers=frozenset(["block0", "block1"])
-    ),
     "tied GPT, sparse weights, fp32": Case("tied", ALL, *FULL, weights="sparse"),
     "untied GPT, sparse weights": Case("untied", BLOCKS, index="auto", weights="sparse"),
     "first half of a tied GPT": Case("tied", ALL, layers=slice(0, 2)),
@@ -134,7 +127,6 @@ def build(case: Case, expansion: Expansion | None = None) -> list[BuiltLayer]:
             case.gradient_dtype,
             ADAMW.moments,
             case.index,
-            dense_layers=case.dense_layers,
         ),
         seed=1,
         masks=None if case.pruning is None else case_masks(model, case.pruning),
@@ -160,7 +152,6 @@ def predicted(case: Case) -> StateBytes:
             ADAMW.moments,
             case.index,
             weights=case.weights,
-            dense_layers=case.dense_layers,
         ),
     )
 

@@ -50,7 +50,6 @@ ONE_RANK: Judge = "one rank"
 SAME_LAYOUT: Judge = "same layout"
 
 SCHEDULES = ("message-driven", "1f1b", "gpipe")
-PREFERENCES = ("alternate", "backward", "forward")
 INDICES = ("int32", "mask", "auto")
 
 PRUNING: dict[str, dict[str, Any]] = {

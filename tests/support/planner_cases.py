@@ -90,7 +90,7 @@ def uniform(
 
 
 def schedule(name: ScheduleName = "message-driven", extra_in_flight: int = 1) -> Schedule:
-    return Schedule(name, extra_in_flight, "alternate")
+    return Schedule(name, extra_in_flight)
 
 
 def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **request: Any) -> Plan:

@@ -53,7 +53,7 @@ def test_ranks_of_a_stage_run_what_the_first_one_decides(
 ) -> None:
     """Messages reach each rank in a different order; nobody waits for ever."""
     chance = random.Random(order)  # noqa: S311 - test order
-    schedule = Schedule(name, 1, "alternate", split_backward=is_split)
+    schedule = Schedule(name, 1, split_backward=is_split)
     policies = {}
     for stage in range(stages):
         own = [
@@ -86,7 +86,7 @@ def test_ranks_of_a_stage_run_what_the_first_one_decides(
 
 
 def test_a_follower_waits_for_its_own_input() -> None:
-    schedule = Schedule("message-driven", 1, "alternate")
+    schedule = Schedule("message-driven", 1)
     own = [schedule.policy(stage=1, g_inter=3, microbatches=1) for _ in range(2)]
     first, second = stage_of(2, own)
     assert second.next() is None

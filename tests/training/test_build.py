@@ -55,21 +55,14 @@ def build_quietly(config: Config, job: Job, datasets: Datasets | None = None) ->
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_gpus_copy_from_pinned_batches_and_may_record_their_memory(
-    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    heard: list[object] = []
-    build_names = vars(axsparse.training.build)
-    monkeypatch.setitem(build_names, "record_history", lambda: heard.append("blocks"))
+def test_gpus_copy_from_pinned_batches(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(vars(axsparse.training.trainer), "open_data", opening)
-    train = {"memory_history": has_gpu}
-    config = tiny_config(train=train, samo={"enabled": False})
+    config = tiny_config(samo={"enabled": False})
 
     with pytest.raises(OpenedError) as asked:
         build_quietly(config, job_of_one(has_gpu=has_gpu))
 
     assert asked.value.args == (has_gpu,)
-    assert heard == ["blocks"] * has_gpu
 
 
 # -- a model without an example -----------------------------------------------------------

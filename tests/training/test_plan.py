@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from axsparse.config.load import configure, to_yaml
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.models.model_profile import profile
-from axsparse.planner import auto_layout
 from axsparse.planner.stage_memory import MemoryBudget
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
@@ -107,43 +105,9 @@ def test_auto_keeps_weights_dense_where_that_fits(layout: dict[str, Any]) -> Non
         run = decided(config, transport(ranks), budget=budget)
         assert (run.config.samo.weights, run.state_format.weights) == (weights, weights)
         assert run.has_sparse_weights is (weights == "sparse")
-        assert not run.config.samo.dense_layers
         assert run.prediction is not None
         assert run.prediction.memory_bytes <= nbytes
     assert resolved(config, ranks).config.samo.weights == "dense", "nothing limits it"
-
-
-def test_of_sparse_weights_as_many_layers_are_dense_as_fit() -> None:
-    """A layer that keeps more comes first. One sparse layer alone would save nothing, since it is
-    expanded somewhere."""
-    sections = {
-        "precision": "bf16",
-        "model": {"num_layers": 4, "hidden_size": 64},
-        "pruning": {"sparsity": 0.9, "layers": ["block2.*=0.5"]},
-        "layout": {"g_inter": 1},
-    }
-    dense, sparse = (
-        resolved(tiny_config(**sections, samo={"weights": weights})).prediction
-        for weights in ("dense", "sparse")
-    )
-    assert dense is not None
-    assert sparse is not None
-    most, least = dense.memory_bytes, sparse.memory_bytes
-    found = []
-    for nbytes in (most, (most + least) / 2, least + 1):
-        config = tiny_config(**sections, samo={"weights": "auto"})
-        with mock.patch.object(auto_layout, "MOST_ROOM", 1.0):
-            run = decided(config, transport(), budget=MemoryBudget(nbytes - 1, 0.0))
-        assert run.prediction is not None
-        assert run.prediction.memory_bytes <= nbytes - 1
-        chosen = run.config.samo
-        found.append(sorted(chosen.dense_layers))
-        # Its own config.yaml says the same run again.
-        config = tiny_config(**sections, samo=chosen.model_dump())
-        again = decided(config, transport(), budget=MemoryBudget(nbytes - 1, 0.0))
-        assert (again.config.samo, again.prediction) == (chosen, run.prediction)
-
-    assert found == [["block2", "block3"], ["block2"], []]
 
 
 def test_rates_go_by_density_but_those_that_are_named() -> None:

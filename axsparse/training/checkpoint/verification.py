@@ -202,10 +202,10 @@ def steps_in(run_dir: Path) -> list[int]:
 
 MEANS = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path"),
-    *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx", "train.memory_history"),
+    *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx"),
     *("train.compare_replicas_every", "train.check_layers", "watchdog.", "logging."),
     *("samo.index", "samo.weights", "samo.zero_stage", "samo.offload"),
-    *("samo.dense_layers", "samo.sparse_products"),
+    "samo.sparse_products",
 )
 """Beginnings of keys that say where and how a run computes: at most, the order of sums."""
 FREE = (
