@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
 
 Fits = Callable[[int, range], bool]
 """`fits(stage, layers)` says whether the stage of this number has memory for these layers. A stage
 without memory for some layers has none for these and a further layer either."""
-Combine = Callable[[float, float], float]
-"""Joins the price of the stages so far with the price of one more."""
-WIDER = 1.25
-"""The factor by which the bound of stage costs is raised until a cut is found within it."""
 
 
 def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> list[range] | None:
@@ -22,133 +20,64 @@ def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> 
     squared stage costs is taken, so that the other stages are balanced too; of those, the one
     with fewer layers in front. Returns the layers of each stage, or None if no cut fits.
     ValueError if there are fewer layers than stages.
-
-    Dynamic programming over the cuts whose stages are within a bound of cost, which is raised from
-    the mean until there is one. Stages that are about equal then begin at few layers and end at
-    few: the time is about stages · layers.
     """
     layers = len(costs)
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot fill {stages} stages")
-    before = list(itertools.accumulate(costs, initial=0.0))
-    cut = _cheapest(before, stages, None)
-    if fits is None or cut is None or all(itertools.starmap(fits, enumerate(cut))):
-        return cut
+    balanced = _cheapest(costs, [[layers] * layers] * stages)
+    if fits is None or balanced is None or all(itertools.starmap(fits, enumerate(balanced))):
+        return balanced
     # Some cut may fit that is less balanced.
-    return _cheapest(before, stages, fits)
+    return _cheapest(costs, [list(_ends(fits, stage, layers)) for stage in range(stages)])
 
 
-def _cheapest(before: Sequence[float], stages: int, fits: Fits | None) -> list[range] | None:
-    """The best cut that fits. `before[n]` is the cost of the first n layers."""
-    layers = len(before) - 1
-    if fits is not None and not _can_be_split(layers, stages, fits):
+def _ends(fits: Fits, stage: int, layers: int) -> Iterator[int]:
+    """For each first layer of a stage the furthest end that fits; neighbouring ones are close."""
+    end = 0
+    for start in range(layers):
+        end = max(end, start)
+        while end > start and not fits(stage, range(start, end)):
+            end -= 1
+        while end < layers and fits(stage, range(start, end + 1)):
+            end += 1
+        yield end
+
+
+def _cheapest(costs: Sequence[float], furthest: Sequence[Sequence[int]]) -> list[range] | None:
+    """The best cut whose stages end at `furthest[stage][start]` at the latest.
+
+    Dynamic programming from the last stage on, once for the largest cost and once, within it, for
+    the sum of squares.
+    """
+    before = np.array([0.0, *itertools.accumulate(costs)])
+    cost = before[None, 1:] - before[:-1, None]  # of the layers from `start` to `end`
+    ends = np.arange(1, len(before))
+    is_stage = [
+        (ends > ends[:, None] - 1) & (ends <= np.array(latest)[:, None]) for latest in furthest
+    ]
+    least, _ = _best(cost, is_stage, np.maximum)
+    if not np.isfinite(least):
         return None
-    bound = before[layers] / stages
-    while True:
-        least = _best(_Within(before, bound, fits), stages, lambda cost: cost, max)
-        if least is not None:
-            break
-        bound *= WIDER
-    within = _Within(before, least[0], fits)
-    best = _best(within, stages, lambda cost: cost**2, lambda front, own: front + own)
-    assert best is not None, "the first search has found such a cut"
-    return [range(start, stop) for start, stop in itertools.pairwise((*best[1], layers))]
-
-
-def _can_be_split(layers: int, stages: int, fits: Fits) -> bool:
-    """Whether some cut fits, whatever its stages cost."""
+    _, chosen = _best(np.where(cost <= least, cost**2, np.inf), is_stage, np.add)
     starts = [0]
-    for stage in range(stages - 1):
-        last, width = layers - (stages - 1 - stage), 1
-        ends: list[int] = []
-        for start in starts:
-            width = _count_fitting(fits, stage, start, range(start + 1, last + 1), width)
-            # Earlier starts have reached all ends from here to the last one found.
-            ends += range(max([start, *ends[-1:]]) + 1, start + width + 1)
-            if start + width == last:
-                break
-        starts = ends
-    return bool(starts) and fits(stages - 1, range(starts[-1], layers))
-
-
-def _count_fitting(fits: Fits, stage: int, start: int, ends: range, guess: int = 1) -> int:
-    """How many of these ends a stage may have, by bisection from a guess on."""
-    least, most, step = 0, len(ends), 1
-    at = min(max(guess, 1), most)
-    while least < most:
-        if fits(stage, range(start, ends[at - 1])):
-            least, at = at, min(at + step, most)
-        else:
-            most, at = at - 1, max(at - step, least + 1)
-        step *= 2
-        if not least < at <= most:
-            at, step = (least + most + 1) // 2, 1
-    return least
-
-
-class _Within:
-    """How far stages reach that cost no more than a bound, and fit."""
-
-    def __init__(self, before: Sequence[float], bound: float, fits: Fits | None) -> None:
-        self.before = before
-        self.layers = len(before) - 1
-        self._fits = fits
-        self._widths: dict[int, int] = {}
-
-        def cost_from(start: int) -> Callable[[float], float]:
-            return lambda until: until - before[start]
-
-        self._reaches = [
-            bisect_right(before, bound, lo=start, key=cost_from(start)) - 1
-            for start in range(self.layers)
-        ]
-
-    def furthest(self, stage: int, start: int) -> int:
-        """The largest end of the layers from `start` on; `start` if there is none."""
-        if self._fits is None:
-            return self._reaches[start]
-        ends = range(start + 1, self._reaches[start] + 1)
-        # Neighbouring layers are often equal, so that as many fit as from the start before.
-        guess = self._widths.get(stage, 1)
-        width = self._widths[stage] = _count_fitting(self._fits, stage, start, ends, guess)
-        return start + width
-
-    def earliest(self, stages: int) -> list[int]:
-        """For each stage the first end behind which the other stages may still reach all layers."""
-        ends = [self.layers]
-        while len(ends) < stages:
-            ends.append(bisect_left(self._reaches, ends[-1]))
-        return ends[::-1]
+    for choice in chosen:
+        starts.append(int(choice[starts[-1]]))
+    return [range(*pair) for pair in itertools.pairwise(starts)]
 
 
 def _best(
-    within: _Within, stages: int, price: Callable[[float], float], combine: Combine
-) -> tuple[float, list[int]] | None:
-    """The least combined price of a cut and the first layer of each of its stages, the lowest of
-    several; None if there is no cut."""
-    before, layers = within.before, within.layers
-    # For each end of the stages so far, the price of the best cut of the layers before it, and
-    # the place of its first layers in the order of all such cuts.
-    fronts: dict[int, tuple[float, int]] = {0: (0.0, 0)}
-    came_from: list[dict[int, int]] = []
-    for stage, earliest in enumerate(within.earliest(stages)):
-        last = layers - (stages - 1 - stage)
-        following: dict[int, tuple[float, int, int]] = {}
-        for start, (front, place) in fronts.items():
-            until = min(within.furthest(stage, start), last)
-            for end in range(max(start + 1, earliest), until + 1):
-                candidate = (combine(front, price(before[end] - before[start])), place, start)
-                if end not in following or candidate < following[end]:
-                    following[end] = candidate
-        in_order = sorted(following, key=lambda end: following[end][1:])
-        fronts = {end: (following[end][0], place) for place, end in enumerate(in_order)}
-        came_from.append({end: start for end, (_, _, start) in following.items()})
-    if layers not in fronts:
-        return None
-    starts = [layers]
-    for earlier in reversed(came_from):
-        starts.append(earlier[starts[-1]])
-    return fronts[layers][0], starts[:0:-1]
+    prices: NDArray[np.float64], is_stage: Sequence[NDArray[np.bool_]], join: np.ufunc
+) -> tuple[float, list[NDArray[np.int64]]]:
+    """The least joined price of a cut, infinite if there is none; and for each stage its end, by
+    its first layer, the lowest of several."""
+    layers = len(prices)
+    rest = np.array([*[np.inf] * layers, 0.0])  # by the first layer of the stages that follow
+    chosen = []
+    for allowed in reversed(is_stage):
+        total = np.where(allowed, join(prices, rest[1:]), np.inf)
+        chosen.append(total.argmin(axis=1) + 1)
+        rest = np.append(total.min(axis=1), np.inf)
+    return float(rest[0]), chosen[::-1]
 
 
 def split_by_hand(sizes: Sequence[int]) -> list[range]:

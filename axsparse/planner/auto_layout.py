@@ -21,6 +21,7 @@ from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
 from axsparse.planner.layout_search import (
     DEFAULT_EXTRA_IN_FLIGHT,
+    GATHERED,
     WAYS,
     Candidate,
     Layout,
@@ -255,8 +256,8 @@ def run_request(
     tried = (DEFAULT_EXTRA_IN_FLIGHT, 0) if extra == "auto" else (extra,)
     return SearchRequest(
         model=model,
-        sparse=model.stored("sparse") if is_open else None,
-        gathered=model.gathered() if may_gather and model.is_pruned else None,
+        sparse=model.with_values({"samo.weights": "sparse"}) if is_open else None,
+        gathered=model.with_values(GATHERED) if may_gather and model.is_pruned else None,
         cluster=cluster,
         gpus=ranks,
         global_batch_size=config.batch.global_batch_size,

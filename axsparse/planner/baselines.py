@@ -10,7 +10,7 @@ and overhead are the plan's; buffers and gathered layers come on top of the form
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from axsparse.planner.layout_search import Layout, SearchRequest
 from axsparse.planner.profiled_model import ProfiledModel, state_format
@@ -41,7 +41,7 @@ def baselines(
 ) -> list[Baseline]:
     """The dense memory of a device, for comparison with a plan of this layout and these stages."""
     gpus, overhead = request.gpus, request.cluster.overhead_bytes
-    dense = replace(dense, config=dense.config.with_values({**PLAIN, "layout.split": "auto"}))
+    dense = dense.with_values({**PLAIN, "layout.split": "auto"})
     [whole] = dense.stages(1, 1) or []
     size = layout.microbatch_size
     memory = stage_memory(whole, microbatch_size=size, in_flight=1, overhead=overhead)
@@ -64,8 +64,7 @@ def baselines(
         ]
     if layout.grid.g_inter > 1:
         split = tuple(len(load.numbers) for load in loads)
-        of_layout = dense.config.with_values({"layout.split": split})
-        same = replace(dense, config=of_layout).tp_shard(layout.grid.g_tensor)
+        same = dense.with_values({"layout.split": split}).tp_shard(layout.grid.g_tensor)
         stages = layout.memory(same.stages(len(split), 1) or [], overhead)
         most = max(
             each.weight + each.gradient + each.master + each.optimizer + _other_bytes(each)

@@ -41,6 +41,8 @@ WAYS: Mapping[WeightWay, str] = {
     "gathered": "weights sparse at rest and gathered by replicas",
 }
 """Each way in words."""
+GATHERED = {"samo.weights": "sparse", "samo.zero_stage": 3}
+"""The settings of the way `gathered`."""
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ class PlannedModel:
             yield self._with({**changes, RECOMPUTED: 1})
 
     def _with(self, values: Mapping[str, object]) -> PlannedModel:
-        return replace(self, dense=replace(self.dense, config=self.config.with_values(values)))
+        return replace(self, dense=self.dense.with_values(values))
 
     def _request(
         self,

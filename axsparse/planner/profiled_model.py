@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
 from typing import TypeAlias
 
 import torch
@@ -34,7 +32,7 @@ from axsparse.runtime.machine import LARGEST_KEPT
 from axsparse.samo.optim.optimizer import Optimizer
 from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.selection import CHUNK
-from axsparse.samo.state_bytes import StateFormat, WeightKind, stage_bytes
+from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.tensor_parallel.modules import check_plan, shards_of
 
@@ -50,7 +48,7 @@ both and what is made of them; 12 bytes were measured in fp32 and in bf16."""
 CUT_LOSS_BYTES = 20
 """The same for each logit of a loss of which tensor-parallel ranks compute shards and whose
 backward autograd derives: five fp32 numbers, as torch's allocator counts them."""
-Contents: TypeAlias = tuple[int, int, int, int, bool, bool]
+Contents: TypeAlias = tuple[Sequence[int], bool, bool]
 """`ProfiledModel._contents`."""
 CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
@@ -78,18 +76,6 @@ class CalibrationMemory:
     def peak(self, samples: int) -> float:
         """The most bytes at a time with microbatches of so many samples."""
         return max(fixed + samples * passing for fixed, passing in self.moments)
-
-
-@dataclass(frozen=True)
-class AfterLastPruned:
-    """Bytes of the layers after the last pruned layer of a model, which is fitted by the loss."""
-
-    state: float = 0.0
-    """The layers behind it."""
-    made: float = 0.0
-    """The same while they are built."""
-    passing: float = 0.0
-    """Bytes that a sample leaves in them and in the loss."""
 
 
 def _made(layers: Sequence[LayerInfo]) -> int:
@@ -132,8 +118,9 @@ def calibration_memory(
         matrices = [p for p in layer.parameters if p.name in kept]
         built = layer if matrices else _frozen(layer)
         there = stage_bytes([built], ties, {}, dense).total + drawn * on_host
-        is_last = layer.name == last_pruned
-        after = model.after_last_pruned(dense) if is_last else AfterLastPruned()
+        state_after, made_after, passing_after = 0.0, 0.0, 0.0
+        if layer.name == last_pruned:  # it is fitted by the loss
+            state_after, made_after, passing_after = model.after_last_pruned(dense)
         # Where layers are healed the samples also pass through the layers as they were.
         flows = 1 + heals
         there += flows * pruning.calibration_samples * max(costs.inputs, costs.outputs)
@@ -161,9 +148,9 @@ def calibration_memory(
             trained = sum(p.numel for p in layer.parameters if p.trained)
             state = trained * (HEALING_BYTES + stored.weight.itemsize)
             passing = costs.saved + costs.outputs + 2 * costs.widest
-            moments.append((there + state + after.state, twice + passing + after.passing))
+            moments.append((there + state + state_after, twice + passing + passing_after))
             drawn += 4 * (trained - sum(p.numel for p in matrices))
-        moments.append((there + max(_made([layer]), after.made), twice))
+        moments.append((there + max(_made([layer]), made_after), twice))
         changes = heals or (method is not None and method.changes_weights)
         kept_bytes = 4 if heals else stored.weight.itemsize
         for matrix in matrices:
@@ -241,7 +228,6 @@ class ProfiledModel:
 
     @property
     def name(self) -> str:
-        """The name that plans and messages show."""
         return self.config.name
 
     @property
@@ -374,30 +360,23 @@ class ProfiledModel:
         return replace(self._loads[key], layers=name, numbers=numbers)
 
     def _contents(self, numbers: range) -> Contents:
-        """The key of the load of these layers: the run of equal layers that the first belongs to
-        and how many of it are here, the same of the last, whether the model's last is here, and
+        """The key of the load of these layers: their kinds, whether the model's last is here, and
         whether the last that is pruned is."""
-        runs, is_last = self._runs, numbers.stop == len(self.profile.layers)
-        first, last = runs[numbers[0]], runs[numbers[-1]]
         has_last_pruned = (self.full or self).last_pruned in numbers
-        if first == last:
-            return first, len(numbers), last, len(numbers), is_last, has_last_pruned
-        after = bisect_right(runs, first, lo=numbers[0])
-        before = bisect_left(runs, last, hi=numbers.stop)
-        count, end = after - numbers[0], numbers.stop - before
-        return first, count, last, end, is_last, has_last_pruned
+        kinds = self._kinds[numbers.start : numbers.stop]
+        return kinds, numbers.stop == len(self.profile.layers), has_last_pruned
 
     @cached_property
-    def _runs(self) -> list[int]:
-        """For each layer the number of the run of equal layers that it belongs to. With a teacher
-        the layers next to them are equal, too."""
-        profile = self.profile
-        kinds = [
-            (self._kind(layer), list(map(self._kind, profile.taught_by(range(n, n + 1)))))
-            for n, layer in enumerate(profile.layers)
-        ]
-        changes = (int(one != other) for one, other in pairwise(kinds))
-        return list(accumulate(changes, initial=0))
+    def _kinds(self) -> tuple[int, ...]:
+        """Equal numbers for equal layers. With a teacher the layers next to them are equal, too."""
+        known: dict[object, int] = {}
+        return tuple(
+            known.setdefault(
+                (self._kind(layer), *map(self._kind, self.profile.taught_by(range(n, n + 1)))),
+                len(known),
+            )
+            for n, layer in enumerate(self.profile.layers)
+        )
 
     def _kind(self, layer: LayerInfo) -> object:
         """All of a layer that its bytes and times depend on; tied weights by their names."""
@@ -405,10 +384,10 @@ class ProfiledModel:
         tied = {*ties, *ties.values()}
         if self.profile.teacher is not None:
             tied |= {*self.profile.teacher.ties, *self.profile.teacher.ties.values()}
-        parameters = [
+        parameters = tuple(
             (replace(p, name=p.name if p.name in tied else ""), self.kept.get(p.name))
             for p in layer.parameters
-        ]
+        )
         return layer.flops, layer.activations, layer.buffer_bytes, layer.sums, parameters
 
     def _new_load(self, numbers: range, g_data: int, adds_in_half: bool) -> StageLoad:
@@ -491,14 +470,9 @@ class ProfiledModel:
             loss_bytes=loss,
         )
 
-    def stored(self, weights: WeightKind) -> ProfiledModel:
-        """The same training with pruned weights stored like this at rest."""
-        return replace(self, config=self.config.with_values({"samo.weights": weights}))
-
-    def gathered(self) -> ProfiledModel:
-        """The same training with replicas that gather sparse weights (ZeRO stage 3)."""
-        stored = {"samo.weights": "sparse", "samo.zero_stage": 3}
-        return replace(self, config=self.config.with_values(stored))
+    def with_values(self, values: Mapping[str, object]) -> ProfiledModel:
+        """The same model under other settings, by dotted key."""
+        return replace(self, config=self.config.with_values(values))
 
     def _expanded(self, layer: LayerInfo, stored: StateFormat) -> int:
         """Bytes of a layer's weights that are sparse at rest, once dense."""
@@ -548,17 +522,17 @@ class ProfiledModel:
         )
         return max(pruned, default=-1)
 
-    def after_last_pruned(self, stored: StateFormat) -> AfterLastPruned:
-        """The layers after the last pruned layer; `stored` is the format of a layer's state while
-        masks are drawn."""
+    def after_last_pruned(self, stored: StateFormat) -> tuple[float, float, float]:
+        """Bytes of the layers after the last pruned layer: their state, in the format that is
+        `stored` while masks are drawn; the same while they are built; and what a sample leaves in
+        them and in the loss."""
         logits, after = self.profile.loss_logits, self.profile.layers[self.last_pruned + 1 :]
-        frozen = list(map(_frozen, after))
-        state = stage_bytes(frozen, self.profile.ties, {}, stored).total
+        state = stage_bytes(list(map(_frozen, after)), self.profile.ties, {}, stored).total
         loss = _loss_bytes(0.0, LOSS_BYTES, logits, 1)
         each = _costs(after)
         widest = max((costs.widest for costs in each), default=0)
         passing = loss + sum(costs.saved + costs.outputs for costs in each) + 2 * widest
-        return AfterLastPruned(state, state + _made(after), passing)
+        return state, state + _made(after), passing
 
     def _kept(self, layer: LayerInfo) -> int:
         ties = self.profile.ties

@@ -41,7 +41,7 @@ from axsparse.planner.auto_layout import (
     resolve_grid,
     splits_backward,
 )
-from axsparse.planner.layout_search import DEFAULT_EXTRA_IN_FLIGHT, Candidate
+from axsparse.planner.layout_search import DEFAULT_EXTRA_IN_FLIGHT, GATHERED, Candidate
 from axsparse.planner.profiled_model import ProfiledModel, state_format
 from axsparse.planner.stage_memory import (
     GPU_OVERHEAD,
@@ -250,14 +250,11 @@ def plan_run(
     )
     grid, row, choice = _layout(config, planned_model, transport.size, budget)
     extra_in_flight = _extra_in_flight(config, profile, row)
-    is_auto = config.samo.weights == "auto"
     if row is not None and row.weights == "gathered":
-        planned_model = planned_model.gathered()
-        config = planned_model.config
-    elif is_auto:
-        weights = _weights(profile, row)
-        config = config.with_values({"samo.weights": weights})
-        planned_model = planned_model.stored(weights)
+        planned_model = planned_model.with_values(GATHERED)
+    elif config.samo.weights == "auto":
+        planned_model = planned_model.with_values({"samo.weights": _weights(profile, row)})
+    config = planned_model.config
     decided = _decided(
         config, grid, extra_in_flight, _compiled(config, model, grid, on_host=on_host)
     )
