@@ -116,7 +116,6 @@ class Engine:
         batch: Batch,
         divisor: float,
         loss_scale: float,
-        before_forward: Callable[[int], None],
         before_gradients: Callable[[bool], None],
         *,
         together: int = 0,
@@ -126,8 +125,7 @@ class Engine:
         Returns the losses in microbatch order on the last stage, none elsewhere: scalars on the
         device that computes. Each is the microbatch's summed loss over `divisor`, the step's global
         count of targets, so that losses and gradients add up over microbatches and replicas.
-        Gradients are multiplied by `loss_scale`, losses are not. `before_forward` is called before
-        each forward, with the number of its microbatch in `batch`. `before_gradients` is called
+        Gradients are multiplied by `loss_scale`, losses are not. `before_gradients` is called
         before each action that makes gradients of weights; its argument says whether they belong to
         the last microbatch. Where replicas gather weights, they all run `together` microbatches, of
         which those beyond the batch are empty.
@@ -145,7 +143,6 @@ class Engine:
                 self._pass_on(action)
                 return
             if action.kind is Kind.FORWARD:
-                before_forward(action.microbatch)
                 losses.extend(self._forward(action.microbatch, batch, divisor))
                 return
             before_gradients(action.microbatch == len(batch.microbatches) - 1)

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from axsparse.config.schema import Config, num_microbatches
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_config, check_offload
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
-from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
 from axsparse.models.losses import compiled
@@ -603,12 +602,3 @@ def stage_link(
     if products is not None:
         group.beside = products.compute_deferred
     return MeetingLink(link, group) if group.on_gpus else link
-
-
-def stage_statistics(
-    plan: RunPlan, layers: Sequence[BuiltLayer], replicas: Replicas
-) -> RunningStatistics:
-    """The running statistics, which are common to the replicas where sums are exact."""
-    is_exact = plan.config.samo.gradient == "exact"
-    microbatches = num_microbatches(plan.config.batch) if is_exact else None
-    return RunningStatistics([layer.module for layer in layers], replicas, microbatches)

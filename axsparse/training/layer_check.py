@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.data.batches import Batch
-from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.models.layer import Layer, Model, on_meta
 from axsparse.models.module_buffers import replaced, slots, tracked_norms
 from axsparse.models.sequential import given_module, is_in_evaluation
@@ -90,7 +89,6 @@ def check_layers(
     layers: Sequence[BuiltLayer],
     engine: Engine,
     collector: GradientCollector,
-    statistics: RunningStatistics,
     transport: Transport,
     batch: Batch,
 ) -> str:
@@ -111,13 +109,12 @@ def check_layers(
         with _same_attributes(live), replaced(buffers):
             with (
                 _first_run(plan.config.precision),
-                _recorded(layers, runners, collector, statistics) as records,
+                _recorded(layers, runners, collector) as records,
             ):
                 engine.train(
                     replace(batch, microbatches=batch.microbatches[:1]),
                     1.0,  # The summed loss: its gradients fit every precision better than a mean's.
                     1.0,
-                    statistics.before_forward,
                     # Never the last one: no sums over replicas begin.
                     lambda _: collector.microbatch(is_last=False),
                 )
@@ -163,13 +160,11 @@ def _recorded(
     layers: Sequence[BuiltLayer],
     runners: Sequence[LayerRunner],
     collector: GradientCollector,
-    statistics: RunningStatistics,
 ) -> Iterator[list[RecordedRun]]:
     """Take down the runs of some layers in a microbatch, as in the first one of a step."""
     for runner in runners:
         runner.record = RecordedRun()
     collector.begin()
-    statistics.begin()
     for layer in layers:
         for tensor in layer.state.tensors:
             tensor.unit = FIXED_POINT_UNIT if layer.state.is_exact else tensor.unit
@@ -178,7 +173,6 @@ def _recorded(
     finally:
         for runner in runners:
             runner.record = None
-        statistics.undo()
 
 
 # -- the run of plain torch ---------------------------------------------------------------

@@ -120,8 +120,6 @@ class Step:
         verdict = self._gradients(self._next_batch(), notice)
         reject_drifted_weights(verdict, step, self._coords.grid)
         if verdict.finite:
-            with self.phases("collective"):
-                self.statistics.finish()
             self._clip_and_update(verdict)
         else:
             self.statistics.undo()
@@ -142,7 +140,7 @@ class Step:
             self._reject_frozen()
             self._read_ahead = self._next_batch()
             line = check_layers(
-                *(self.plan, self.layers, self.engine, self.collector, self.statistics),
+                *(self.plan, self.layers, self.engine, self.collector),
                 *(self.transport, self._read_ahead),
             )
             if line:
@@ -207,7 +205,6 @@ class Step:
             batch,
             self._count_targets(batch),
             self.progress.loss_scale,
-            self.statistics.before_forward,
             lambda is_last: self.collector.microbatch(is_last=is_last),
             together=self._together,
         )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
+from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.sequential import plain_model, reject_dotted_names, snapshot
@@ -70,7 +71,6 @@ from axsparse.training.build import (
     stage_link,
     stage_of_layers,
     stage_products,
-    stage_statistics,
     stage_ties,
 )
 from axsparse.training.checkpoint.checkpoint_folder import path_of
@@ -291,7 +291,8 @@ class Trainer:
             while_idle=self.sync.advance,
             around=self._lockstep(),
         )
-        self.statistics = stage_statistics(plan, self.layers, options.replicas)
+        modules = [layer.module for layer in self.layers]
+        self.statistics = RunningStatistics(modules, options.replicas)
         self.offload = Offload(gpu, states, backoff) if gpu and resolved.samo.offload else None
         """Brings masters and moments from the host for their update; None if they stay on the
         device."""

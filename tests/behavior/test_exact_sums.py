@@ -95,14 +95,6 @@ def _normed(norm: Callable[[int], nn.Module]) -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), norm(16), nn.Tanh())
 
 
-def cumulative(width: int) -> nn.Module:
-    return nn.BatchNorm1d(width, momentum=None)
-
-
-NORMS = PlannedModel("norms", normed(nn.BatchNorm1d, cumulative), vector_data)
-INFINITE_NORMS = PlannedModel(
-    "norms, infinite", NORMS.model, lambda: vector_data(infinite=17), settings=steps(5)
-)
 ROWS = [
     *crossed(SHAPES, [exact(steps(3, model={"tie_embeddings": tied})) for tied in (True, False)]),
     *crossed(
@@ -207,37 +199,6 @@ def test_a_run_whose_shape_changes_at_every_step_ends_in_the_same_files(
 
     assert losses == alone.losses and len(files("alone")) > 2
     assert files("alone") == files(f"run{len(CHAIN)}")
-
-
-NORM_SHAPES = [(1, 1), (1, 2), (1, 3), (2, 2)]
-
-
-@pytest.mark.parametrize(
-    "row",
-    parameters(
-        [
-            *crossed(NORM_SHAPES, [exact(UNEVEN, steps(4))], subject=NORMS),
-            *crossed(
-                NORM_SHAPES,
-                [exact(batch(12, 3), {"pipeline": {"checkpoint_activations": 1}})],
-                subject=INFINITE_NORMS,
-            ),
-        ],
-        every=3,
-    ),
-)
-def test_running_statistics_are_the_same_with_any_number_of_replicas(row: Row) -> None:
-    """Of `torch.nn`'s normalisations: an oracle in plain torch says what they are."""
-    ranks = judge(row)
-
-    seen = {name: value for _, trace in ranks for name, value in trace.buffers.items()}
-    moved = [name for name, value in seen.items() if value.any() and not value.isinf().any()]
-    assert {name.rpartition(".")[2] for name in moved} == {
-        *("running_mean", "running_var", "num_batches_tracked")
-    }
-    for _, trace in ranks:
-        for name, value in trace.buffers.items():
-            assert torch.equal(value, seen[name]), "replicas have the same"
 
 
 def test_a_step_that_is_computed_again_counts_once_in_running_statistics(

@@ -199,14 +199,6 @@ class Oracle:
         """Of exact sums, by tensor: the base-2 logarithm of the unit of the coming step."""
         self.passes = 0
         """How often exact sums were computed, steps that are computed again included."""
-        self.norms = [
-            child
-            for module in self.modules
-            for child in module.modules()
-            if isinstance(child, nn.BatchNorm1d)
-        ]
-        self.statistics: list[list[Tensor]] = []
-        """Of exact sums: the running statistics after the step, of every normalisation."""
 
     def prune(self) -> None:
         """Draw the masks from the weights of now and apply them, also to the moments."""
@@ -268,16 +260,12 @@ class Oracle:
         losses: list[float] = []
         parts: list[dict[str, list[Tensor]]] = []
         """Of each microbatch or replica, the gradients of each use of every tensor."""
-        begin = [[buffer.clone() for buffer in norm.buffers()] for norm in self.norms]
-        left: list[list[list[Tensor]]] = []
         for replica in range(self.g_data):
             own = range(replica * number // self.g_data, (replica + 1) * number // self.g_data)
             for microbatch in own:
                 if microbatch == own[0] or config.samo.gradient == "exact":
                     for parameter in self.parameters.values():
                         parameter.grad = None
-                if config.samo.gradient == "exact":
-                    self._set_statistics(begin, calls=microbatch)
                 inputs, targets = self.data.read(samples[cuts[microbatch] : cuts[microbatch + 1]])
                 outputs: Sequence[Tensor] = inputs
                 for module in self.modules:
@@ -286,41 +274,16 @@ class Oracle:
                 loss = self.loss(*outputs, targets) / divisor
                 loss.backward()
                 losses.append(loss.item())
-                left.append([[b.clone() for b in norm.buffers()] for norm in self.norms])
                 if microbatch == own[-1] or config.samo.gradient == "exact":
                     parts.append({name: self._uses(name) for name in self.owned})
         if config.samo.gradient == "exact":
             total = self._exact_sums(parts)
-            self.statistics = self._joined_statistics(begin, left)
-            self._set_statistics(begin)
         else:
             total = {
                 name: reduce(add, (reduce(add, part[name]) for part in parts))
                 for name in self.owned
             }
         return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses), total
-
-    def _set_statistics(self, values: Sequence[Sequence[Tensor]], calls: int = 0) -> None:
-        for norm, (mean, variance, count) in zip(self.norms, values, strict=True):
-            for buffer, value in zip(norm.buffers(), (mean, variance, count + calls), strict=True):
-                buffer.copy_(value)
-
-    def _joined_statistics(
-        self, begin: Sequence[Sequence[Tensor]], left: Sequence[Sequence[Sequence[Tensor]]]
-    ) -> list[list[Tensor]]:
-        """Every microbatch began with the statistics of the step's begin; each in turn moves what
-        those before it left, as its own forward would have, in fp64."""
-        joined = []
-        for number, (norm, first) in enumerate(zip(self.norms, begin, strict=True)):
-            mean, variance, calls = first[0].double(), first[1].double(), int(first[2])
-            for microbatch in left:
-                calls += 1
-                keeps = (calls - 1) / calls if norm.momentum is None else 1 - norm.momentum
-                own_mean, own_variance, _ = microbatch[number]
-                mean = own_mean.double() + keeps * (mean - first[0].double())
-                variance = own_variance.double() + keeps * (variance - first[1].double())
-            joined.append([mean.float(), variance.float(), torch.tensor(calls)])
-        return joined
 
     def _uses(self, name: str) -> list[Tensor]:
         """The gradient of each use of a weight."""
@@ -369,8 +332,6 @@ class Oracle:
         self.trace.finite.append(finite)
         if not finite:
             return
-        if config.samo.gradient == "exact":
-            self._set_statistics(self.statistics)
         factor = torch.ones(())
         if config.optimizer.clip_norm:
             factor = torch.clamp(torch.tensor(config.optimizer.clip_norm) / (norm + 1e-6), max=1.0)
