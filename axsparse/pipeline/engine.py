@@ -22,10 +22,11 @@ from axsparse.pipeline.policy import (
     BACKWARD,
     FORWARD,
     Action,
-    ForwardOnly,
+    InOrder,
     Kind,
     Policy,
     Schedule,
+    forwards,
 )
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
@@ -162,7 +163,9 @@ class Engine:
         Returns, on the last stage, one fp64 vector for each microbatch in order, on the device
         that computes: its summed loss, then the count of each metric.
         """
-        policy = ForwardOnly(stage=self._coords.stage, microbatches=len(batch.microbatches))
+        coords = self._coords
+        actions = forwards(len(batch.microbatches))
+        policy = InOrder(actions, stage=coords.stage, g_inter=coords.grid.g_inter)
         found: list[Tensor] = []
 
         def run(action: Action) -> None:

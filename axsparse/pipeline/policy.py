@@ -149,7 +149,8 @@ class MessageDriven:
     ) -> None:
         if bound < 1:
             raise ValueError(f"bound: {bound}; a stage has to hold at least 1 microbatch")
-        self._inputs = Inputs(stage, g_inter, microbatches)
+        self._inputs = Inputs(stage, g_inter, microbatches, microbatches)
+        self._microbatches = microbatches
         self._bound = bound
         self._is_split = is_split
         self._last_run: Kind | None = None
@@ -168,7 +169,7 @@ class MessageDriven:
     @property
     def finished(self) -> bool:
         last = Kind.WEIGHT if self._is_split else Kind.BACKWARD
-        return self._inputs.begun[last] == self._inputs.microbatches
+        return self._inputs.begun[last] == self._microbatches
 
     def expects(self, direction: Direction) -> bool:
         return self._inputs.expects(direction)
@@ -194,14 +195,11 @@ class InOrder:
     """A static schedule: the actions of a list, each as soon as its input has arrived."""
 
     def __init__(self, actions: Sequence[Action], *, stage: int, g_inter: int) -> None:
-        """`actions` is everything that this stage does in a step.
-
-        ValueError unless it holds each microbatch's forward once, later its backward once and, if
-        it has weight gradients at all, later still these once, each kind in microbatch order
-        (rule 2 of `Policy`).
-        """
+        """`actions` is everything that this stage does, by the rules of `Policy`."""
         self._actions = tuple(actions)
-        self._inputs = Inputs(stage, g_inter, _check_order(actions))
+        kinds = [each.kind for each in actions]
+        counts = kinds.count(Kind.FORWARD), kinds.count(Kind.BACKWARD)
+        self._inputs = Inputs(stage, g_inter, *counts)
         self._done = 0
 
     @property
@@ -228,13 +226,15 @@ class Inputs:
     what its BACKWARD has saved.
     """
 
-    __slots__ = ("_is_first", "begun", "here", "is_last", "microbatches")
+    __slots__ = ("_is_first", "_wanted", "begun", "here", "is_last")
 
-    def __init__(self, stage: int, g_inter: int, microbatches: int) -> None:
+    def __init__(self, stage: int, g_inter: int, forwards: int, backwards: int) -> None:
         self._is_first = stage == 0
         self.is_last = stage == g_inter - 1
-        self.microbatches = microbatches
-        self.here = [microbatches if self._is_first else 0, 0, 0]
+        self._wanted = forwards, 0 if self.is_last else backwards
+        """How many messages of each direction belong to this run; the last stage makes its
+        gradients itself."""
+        self.here = [forwards if self._is_first else 0, 0, 0]
         self.begun = [0, 0, 0]
 
     def has(self, kind: Kind) -> bool:
@@ -242,18 +242,12 @@ class Inputs:
         return self.begun[kind] < self.here[kind]
 
     def expects(self, direction: Direction) -> bool:
-        if self.is_last and direction is BACKWARD:
-            return False  # the last stage makes its gradients itself
-        return self.here[direction] < self.microbatches
+        return self.here[direction] < self._wanted[direction]
 
     def arrived(self, direction: Direction, microbatch: int) -> None:
-        assert not (self._is_first if direction is FORWARD else self.is_last), "no such neighbour"
-        assert microbatch == self.here[direction], (
-            f"{Action(Kind(direction), microbatch)} arrived, {self.here[direction]} was next"
-        )
-        assert microbatch < self.microbatches, (
-            f"{Action(Kind(direction), microbatch)} was never asked"
-        )
+        arrival = Action(Kind(direction), microbatch)
+        assert self.expects(direction), f"{arrival} was never asked"
+        assert microbatch == self.here[direction], f"{arrival} arrived out of order"
         self.here[direction] += 1
 
     def begin(self, kind: Kind) -> Action:
@@ -265,57 +259,6 @@ class Inputs:
         elif kind is Kind.FORWARD and self.is_last:
             self.here[Kind.BACKWARD] += 1
         return action(kind, microbatch)
-
-
-def _check_order(actions: Sequence[Action]) -> int:
-    """The microbatches of a list; ValueError if it breaks a rule of `Policy` or runs too early."""
-    seen = [0, 0, 0]
-    for given in actions:
-        due = action(given.kind, seen[given.kind])
-        if given != due:
-            raise ValueError(
-                f"schedule: {given} where {due} is next; actions of one kind each run once, in "
-                "microbatch order"
-            )
-        seen[given.kind] += 1
-        for before, after in ((Kind.FORWARD, Kind.BACKWARD), (Kind.BACKWARD, Kind.WEIGHT)):
-            if seen[after] > seen[before]:
-                first = action(before, given.microbatch)
-                raise ValueError(f"schedule: {given} before its {first}; put {first} first")
-    forwards, backwards, weights = seen
-    if forwards != backwards or weights not in (0, forwards):
-        raise ValueError(
-            f"schedule: {forwards} forwards, {backwards} backwards and {weights} weight gradients; "
-            "every forward needs its backward, and either all or none its weight gradients"
-        )
-    return forwards
-
-
-class ForwardOnly:
-    """The policy of an evaluation: every forward once, in microbatch order."""
-
-    def __init__(self, *, stage: int, microbatches: int) -> None:
-        self._microbatches = microbatches
-        self._arrived = microbatches if stage == 0 else 0
-        self._begun = 0
-
-    @property
-    def finished(self) -> bool:
-        return self._begun == self._microbatches
-
-    def expects(self, direction: Direction) -> bool:
-        return direction is FORWARD and self._arrived < self._microbatches
-
-    def arrived(self, direction: Direction, microbatch: int) -> None:
-        assert direction is FORWARD, "a backward in an evaluation"
-        assert microbatch == self._arrived, f"F{microbatch} arrived, F{self._arrived} was next"
-        self._arrived += 1
-
-    def next(self) -> Action | None:
-        if self._begun == self._arrived:
-            return None
-        self._begun += 1
-        return action(Kind.FORWARD, self._begun - 1)
 
 
 ScheduleName = Literal["message-driven", "1f1b", "gpipe"]
@@ -398,6 +341,11 @@ def gpipe(microbatches: int) -> list[Action]:
     """
     kinds = (Kind.FORWARD, Kind.BACKWARD)
     return [action(kind, microbatch) for kind in kinds for microbatch in range(microbatches)]
+
+
+def forwards(microbatches: int) -> list[Action]:
+    """The actions of an evaluation."""
+    return [action(Kind.FORWARD, microbatch) for microbatch in range(microbatches)]
 
 
 def with_weights(actions: Sequence[Action]) -> list[Action]:

@@ -63,7 +63,6 @@ from axsparse.runtime.files.safetensors import (
     VERSION_KEY,
     SafetensorsFile,
     TensorHeader,
-    as_stored,
     header_of,
     is_sparse,
     sparse_tensors,
@@ -192,7 +191,7 @@ def save_folder(
     """
     path = path.absolute()
     _reject_taken(path, is_folder=True, force=force)
-    held = {name: (header_of(one), partial(as_stored, one)) for name, one in weights.items()}
+    held = {name: (header_of(one), one.detach) for name, one in weights.items()}
     configured_model(config, shapes, "save_hf")
     tensors = _published(config.model, held)
     dtype = next(weights[name].dtype for name in shapes)
@@ -225,7 +224,7 @@ def export_folder(
         for buffer in (each for each in layer.buffers if each.persists):
             tensor = read(layer.name, buffer.name)
             if tensor is not None:
-                known[buffer.name] = header_of(tensor), partial(as_stored, tensor)
+                known[buffer.name] = header_of(tensor), tensor.detach
     types = Counter(known[name][0].dtype for name in profiled.shapes if name in known)
     files, _ = hf_files(config.model, types.most_common(1)[0][0], None)
     return _write(path.absolute(), _published(config.model, known), files, 0, force=True)

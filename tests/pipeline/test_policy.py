@@ -17,7 +17,6 @@ from support.action_text import dry_run, from_text, to_text
 
 from axsparse.pipeline.policy import (
     Action,
-    ForwardOnly,
     InOrder,
     Kind,
     MessageDriven,
@@ -25,6 +24,7 @@ from axsparse.pipeline.policy import (
     Schedule,
     ScheduleName,
     action,
+    forwards,
     gpipe,
     one_forward_one_backward,
     with_weights,
@@ -110,7 +110,7 @@ class StageLog:
 
 
 def play(
-    policies: list[MessageDriven] | list[ForwardOnly],
+    policies: list[MessageDriven] | list[InOrder],
     microbatches: int,
     order: int,
     before_each: Callable[[int, Policy, StageLog], None] = lambda stage, policy, log: None,
@@ -279,8 +279,8 @@ MIDDLE: dict[str, Any] = {"stage": 1, "g_inter": 3, "microbatches": 1, "bound": 
         (MessageDriven(**MIDDLE), FORWARD, 1),
         (MessageDriven(**MIDDLE), BACKWARD, 1),
         (MessageDriven(**{**MIDDLE, "microbatches": 0}), FORWARD, 0),
-        (ForwardOnly(stage=1, microbatches=4), BACKWARD, 0),
-        (ForwardOnly(stage=1, microbatches=4), FORWARD, 1),
+        (InOrder(forwards(4), stage=1, g_inter=3), BACKWARD, 0),
+        (InOrder(forwards(4), stage=1, g_inter=3), FORWARD, 1),
         (InOrder(from_text("F0 B0"), stage=0, g_inter=2), FORWARD, 0),
     ],
 )
@@ -296,7 +296,8 @@ def test_an_arrival_out_of_order_from_nowhere_or_that_nobody_asked_for_is_an_int
 def test_an_evaluation_runs_every_forward_once_in_order(
     g_inter: int, microbatches: int, order: int
 ) -> None:
-    policies = [ForwardOnly(stage=stage, microbatches=microbatches) for stage in range(g_inter)]
+    actions = forwards(microbatches)
+    policies = [InOrder(actions, stage=stage, g_inter=g_inter) for stage in range(g_inter)]
 
     def compare(stage: int, policy: Policy, log: StageLog) -> None:
         assert not policy.expects(BACKWARD)

@@ -4,9 +4,6 @@ A file has 8 bytes with the length of a JSON header, then the header, which maps
 type, a shape and a place in the data, and then the data. If there are several files, a JSON index
 next to them says which tensor is in which: {"weight_map": {name: file}}.
 
-Some of torch's types have no name in the format. `as_stored` gives such tensors as ones of another
-type with the same bits, and `as_read` turns them back.
-
 The library `safetensors` maps a file into memory. Pages once read would stay resident until the
 file is closed, and a file that becomes shorter meanwhile would end the process by a signal. So
 files are read here, each tensor into separate memory.
@@ -70,9 +67,6 @@ DTYPES = {
 if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7 and newer
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_REAL = {torch.complex32: torch.float16, torch.complex128: torch.float64}
-"""For complex types that the format lacks, the types of the pairs of real numbers as which complex
-numbers are stored."""
 
 
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
@@ -258,26 +252,12 @@ class TensorHeader:
 
 def can_be_stored(tensor: Tensor) -> bool:
     """Whether a file can hold a tensor like this one, by its type and layout."""
-    is_known = tensor.dtype in _NAMES or tensor.dtype in _REAL
-    return tensor.layout == torch.strided and is_known
+    return tensor.layout == torch.strided and tensor.dtype in _NAMES
 
 
 def header_of(tensor: Tensor) -> TensorHeader:
-    """The header of a tensor as `as_stored` gives it; the tensor has to be storable."""
-    shape = tuple(tensor.shape)
-    if tensor.dtype in _REAL:
-        return TensorHeader(_REAL[tensor.dtype], (*shape, 2))
-    return TensorHeader(tensor.dtype, shape)
-
-
-def as_stored(tensor: Tensor) -> Tensor:
-    """A tensor as a file holds it: complex numbers that the format lacks as pairs of real ones."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.dtype in _REAL else tensor
-
-
-def as_read(stored: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor of type `dtype` of which `as_stored` made `stored`."""
-    return torch.view_as_complex(stored) if dtype in _REAL else stored
+    """The header of a tensor that can be stored."""
+    return TensorHeader(tensor.dtype, tuple(tensor.shape))
 
 
 def write_safetensors(
@@ -318,7 +298,7 @@ def write_safetensors(
 
 
 def _contents(tensor: Tensor, tensor_header: TensorHeader) -> memoryview:
-    assert tensor_header == TensorHeader(tensor.dtype, tuple(tensor.shape))
+    assert tensor_header == header_of(tensor)
     return bytes_of(tensor).numpy().data
 
 

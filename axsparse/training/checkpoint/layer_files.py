@@ -39,8 +39,6 @@ from axsparse.runtime.files.safetensors import (
     SUFFIX,
     SafetensorsFile,
     TensorHeader,
-    as_read,
-    as_stored,
     header_of,
 )
 from axsparse.samo.index.base import host_positions
@@ -174,7 +172,7 @@ def _plain_tensor(tensor: Tensor) -> TensorCopy:
 
 
 def _stored(slot: BufferSlot) -> Tensor:
-    return as_stored(slot.tensor).cpu()
+    return slot.tensor.cpu()
 
 
 def deal(sizes: Sequence[int], writers: int) -> list[int]:
@@ -220,8 +218,7 @@ def load_layers(
             if slot.persists:
                 name = layer.spec.full_name(slot.name)
                 stored = files.buffer(layer.spec.name, name, header_of(slot.tensor))
-                read = as_read(stored, slot.tensor.dtype)
-                slot.put(canonical(read.to(slot.tensor.device)))
+                slot.put(canonical(stored.to(slot.tensor.device)))
 
 
 def _load_tensor(

@@ -120,19 +120,18 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
 
 
-@pytest.mark.parametrize("dtype", [*safetensors.DTYPES.values(), torch.complex32, torch.complex128])
+@pytest.mark.parametrize("dtype", safetensors.DTYPES.values())
 def test_tensors_of_every_type_are_read_as_they_were_written(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
     bits = torch.randint(2, (4 * 3 * dtype.itemsize,), dtype=torch.uint8)
     tensor = bits.view(dtype).view(4, 3)
     path = tmp_path / "x.safetensors"
-    stored = safetensors.as_stored(tensor)
 
     assert safetensors.can_be_stored(tensor)
-    safetensors.write_safetensors(path, {"x": safetensors.header_of(tensor)}, iter([stored]))
+    safetensors.write_safetensors(path, {"x": safetensors.header_of(tensor)}, iter([tensor]))
 
-    read = safetensors.as_read(SafetensorsFile(path).read("x"), dtype)
+    read = SafetensorsFile(path).read("x")
     assert (read.dtype, read.shape) == (dtype, tensor.shape)
     assert torch.equal(read.view(torch.uint8), tensor.view(torch.uint8))
 
