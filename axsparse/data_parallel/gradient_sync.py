@@ -41,7 +41,6 @@ class _Bucket:
 
     layer: LayerState
     part: range
-    """The range of the layer's `owned_sums`."""
     wire: Tensor | None = None
     """The copy that is sent; None if the gradient buffer itself is."""
     work: Work | None = None
@@ -54,11 +53,8 @@ class GradientSync:
     layers: Sequence[LayerState]
     """In model order."""
     ties: Sequence[StageTie]
-    """In an order that all stages share."""
     replicas: Collective
-    """Joins the ranks that hold the same layers."""
     wire_dtype: torch.dtype
-    """The type in which gradients travel."""
     backoff: Backoff
     phases: Phases
 
@@ -75,7 +71,6 @@ class GradientSync:
         self._extremes: list[Tensor] = []
 
     def begin(self) -> None:
-        """Open a step."""
         self._complete.clear()
         self._tie_works.clear()
         self._ties_begun = False
@@ -121,7 +116,6 @@ class GradientSync:
 
     @property
     def gradient_bytes_sent(self) -> int:
-        """Bytes sent to other replicas since the start."""
         return self.replicas.bytes_sent
 
     @property

@@ -28,7 +28,6 @@ class RunningStatistics:
         self._before: list[tuple[BufferSlot, Tensor]] = []
 
     def begin(self) -> None:
-        """Open a step: remember the running statistics."""
         self._before = [
             (slot, slot.tensor.clone())
             for layer in self._layers

@@ -56,9 +56,7 @@ class StepResult:
     """The outcome of a step, the same on all ranks."""
 
     loss: float
-    """Mean loss over the step's targets."""
     grad_norm: float
-    """Global norm over kept entries, before clipping."""
     finite: bool
     """Whether the loss and all gradients are finite; if not, no rank updates."""
     culprit: str | None = None
@@ -68,7 +66,6 @@ class StepResult:
     bad_ranks: tuple[int, ...] = ()
     """Ranks whose own gradients were not finite, before they were summed over replicas."""
     notice: Flags = NOTHING
-    """The flags that any rank has set."""
     drifted: int | None = None
     """The first rank with other weights than replica 0 of its stage, where they were compared."""
     digest: int | None = None
@@ -171,7 +168,6 @@ class StepConsensus:
         return vector
 
     def _largest(self, counts: Tensor) -> dict[str, UnitFit]:
-        """By tensor, the largest `UnitFit` that a rank has."""
         if not counts.any():
             return {}
         numbers = torch.arange(1, FITS + 1)

@@ -21,7 +21,6 @@ class ModelLayout:
     name: str
     profile: ModelProfile
     stages: Sequence[range]
-    """The numbers of each stage's layers."""
     grid: Grid
     transport: str
     """The transport between the ranks, such as "mpi (MPICH 4.2)"."""

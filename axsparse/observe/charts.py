@@ -40,12 +40,10 @@ PHASE_COLOURS: Mapping[str, str] = {
     "collective": "#2e7d4f",
     "other": "#d98cb3",
 }
-"""The colours of the phases of `observe.phases`, in its order."""
 SERIES_COLOURS = (
     *("#3178c6", "#e8a050", "#8a4fb0", "#4fbf90", "#b8433f", "#d0b040"),
     *("#2f7f5f", "#d98cb3", "#7a5230", "#8fb8e8", "#6b6b6b", "#c0d060"),
 )
-"""The colours of curves: each stands for one run."""
 PICTURE_STYLE = """
 svg { font-family: system-ui, sans-serif; stroke-linejoin: round; display: block;
   margin: .3em 0 1.2em; max-width: 100%; height: auto; }
@@ -88,11 +86,9 @@ COLOURS = list(PHASE_COLOURS.values())
 Point = tuple[float, float | None]
 """A step, and a value; None where there is none, which interrupts the curve."""
 WIDTH, HEIGHT = 400, 220
-"""Pixels of a chart in a page."""
 WIDE = 960
 """Pixels of a chart that scrolls sideways where the page is narrow."""
 ROW = 18
-"""Pixels of a bar or of a stage."""
 COLUMNS = 2_000
 """The resolution of a timeline: in each column it shows the phase that takes most of it."""
 LARGEST = 1e150
@@ -132,7 +128,6 @@ class Curve:
     colour: str
     is_dashed: bool = False
     is_marked: bool = False
-    """Whether each point is drawn as a dot."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +206,6 @@ class Areas:
     parts: Mapping[str, Sequence[float]]
     """For each stretch the value of a part, from the bottom."""
     key: Mapping[str, str]
-    """The colours of the parts."""
     size: ClassVar[tuple[float, float]] = (WIDTH, HEIGHT)
 
     def draw(self, axes: Axes) -> None:
@@ -234,7 +228,6 @@ class Bars:
     title: str
     rows: Sequence[tuple[str, Sequence[float], str]]
     colours: Sequence[str]
-    """The colours of the parts."""
     key: Mapping[str, str] = field(default_factory=dict)
     width: float = WIDTH
 

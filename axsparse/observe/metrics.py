@@ -46,14 +46,12 @@ class StepRecord:
     compare replicas."""
     loss_scale: float
     skipped: bool
-    """Whether the weights were left as they were."""
     skip_reason: str | None
     """The tensor that was not finite, and its place, or by how much the loss jumped; None if not
     skipped."""
     skipped_steps: int
     """Skipped steps so far in this run."""
     tokens: int
-    """Tokens in this step over all replicas; samples if the data has no tokens."""
     step_seconds: float
     data_seconds: float
     compute_seconds: float
@@ -81,7 +79,6 @@ class EvalRecord:
     step: int
     """Optimizer steps done before it."""
     eval_loss: float
-    """Mean loss of the validation targets."""
     metrics: Mapping[str, float]
     """Each metric is a separate key in the file: for tokens `perplexity`, which is
     `perplexity(eval_loss)`, and for each metric of the model the fraction of targets it counts."""
@@ -94,7 +91,6 @@ class MaskRecord:
     step: int
     """Optimizer steps done before it."""
     masks: str
-    """The change of the masks, in words."""
     metrics: Mapping[str, float]
     """Each figure is a separate key in the file, such as `sparsity` (of all pruned tensors) and an
     Early-Bird search's `churn`."""
@@ -110,7 +106,6 @@ class PlanRecord:
     step: int
     """Optimizer steps done before it."""
     predicted_peak_memory_bytes: float
-    """Peak memory of the fullest rank."""
     measured_peak_memory_bytes: int
     predicted_step_seconds: float | None
     """None without `layout.cluster`."""
@@ -139,7 +134,6 @@ def perplexity(eval_loss: float) -> float:
 WAITING = 1000
 """Records that a sink may be behind; further ones are left out."""
 CLOSE_SECONDS = 20.0
-"""How long the end of a run waits for a sink."""
 WANDB_ID = "wandb-id"
 """The file in the run directory that has the run's id at Weights & Biases, for resumptions."""
 GROUPS: Mapping[type[object], str] = {
@@ -179,7 +173,6 @@ class SinkThread:
         self._thread.start()
 
     def write(self, record: Record) -> None:
-        """Hand a record over, without waiting."""
         try:
             self._queue.put_nowait(record)
         except queue.Full:

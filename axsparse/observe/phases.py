@@ -69,7 +69,6 @@ class Phases:
 
     @property
     def current(self) -> str:
-        """The phase under way."""
         return PHASES[self._current]
 
     def start_spans(self) -> None:
@@ -153,7 +152,6 @@ class DevicePhases(Phases):
         super().__init__(clock)
         self._device = device
         self._free: list[Mark] = []
-        """Marks that are free to be set again."""
         self._step: LateSeconds | None = None
         self._traced: list[LateSeconds] | None = None
         self._anchor: Mark | None = None
@@ -246,7 +244,6 @@ class _Stretch(NamedTuple):
 
     end: Mark
     last: str
-    """The phase that ends at the mark."""
     name: str
     waited: Iterable[float]
     """The host's seconds in each phase; empty if the stretch is work."""
@@ -277,7 +274,6 @@ class LateSeconds(Mapping[str, float]):
         return len(PHASES) + 1
 
     def marks(self) -> list[Mark]:
-        """All marks of the step, in order."""
         return [self._begin, *(stretch.end for stretch in self.stretches)]
 
     def parts(self) -> Iterator[tuple[str, str, float, float]]:

@@ -25,7 +25,6 @@ from axsparse.runtime.communication import Backoff, Collective, Op, Work, wait
 from axsparse.runtime.console import Console, Unit, format_bytes, format_rate, format_seconds
 
 DRAWN_SECONDS = 0.1
-"""The shortest time between two pictures of the live view."""
 COMPARED_STEPS = 5
 """How many steps are measured before predictions are compared with them."""
 
@@ -35,13 +34,11 @@ class StepFigures:
     """The figures of a step that are the same on all ranks."""
 
     step: int
-    """Steps done so far, this one included."""
     loss: float
     learning_rate: float
     grad_norm: float
     loss_scale: float
     skip_reason: str | None = None
-    """Why no rank updated its weights; None if all did."""
     skipped_steps: int = 0
     """Skipped steps so far in this run."""
     weights_digest: int | None = None
@@ -57,13 +54,10 @@ class RunFigures:
     tokens_per_step: int
     flops_per_step: float
     peak_flops: float
-    """Summed over all ranks."""
     unit: Unit
-    """The unit that the run counts: tokens, or samples."""
     predicted_memory_bytes: float | None = None
     """The planner's prediction of the peak memory of the fullest rank; None without one."""
     predicted_step_seconds: float | None = None
-    """None without `layout.cluster`."""
 
 
 def step_line(record: StepRecord, steps: int, eta: float | None, unit: Unit) -> str:
@@ -120,7 +114,6 @@ class Recorder:
 
     @property
     def predicted_memory_bytes(self) -> float | None:
-        """The predicted peak memory of the fullest rank; None without a prediction."""
         return self._run.predicted_memory_bytes
 
     def step(
@@ -180,12 +173,10 @@ class Recorder:
         self._finish()
 
     def say(self, text: str) -> None:
-        """Print a line on rank 0's screen."""
         if self._console is not None:
             self._console.line(text)
 
     def close(self) -> None:
-        """Close the screen and the file."""
         if self._console is not None:
             self._console.close()
         if self._file is not None:

@@ -62,13 +62,11 @@ class RunView:
     records: RunRecords
     config_text: str = ""
     settings: Mapping[str, str]
-    """Values by dotted key."""
     versions: Mapping[str, str]
     trace: str = ""
     """The name of the file that `spans` are from."""
     spans: Sequence[Span] = ()
     sparsity: Bars | None = None
-    """The removed share of each layer."""
     notes: Sequence[str] = ()
 
 
@@ -153,9 +151,7 @@ def _value(value: object) -> Value:
 
 
 MOST_RUNS = len(SERIES_COLOURS)
-"""A page has no more colours."""
 MOST_ROWS = 40
-"""The most rows of the table of a run's events."""
 MOST_POINTS = 200
 """The most points of a curve; with several runs fewer, so that the page stays below 1 MB."""
 MOST_COLUMNS = 80
@@ -163,7 +159,6 @@ MOST_COLUMNS = 80
 
 
 def report_page(runs: Sequence[RunView]) -> str:
-    """The text of the page. The names of runs differ."""
     return page(", ".join(run.name for run in runs), _lines(runs))
 
 
@@ -412,7 +407,6 @@ def _figures(run: RunView, unit: Unit) -> dict[str, str]:
 
 
 def _shown(record: Record, name: str, form: Callable[[float], str]) -> str:
-    """A number of a record as a text; empty if it has none of this name."""
     value = number(record, name)
     return "" if value is None else form(value)
 

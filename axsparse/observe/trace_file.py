@@ -31,7 +31,6 @@ TRACE_FILE = re.compile(r"steps-\d+-(\d+)\.json")
 """The folder of the traces, in the run directory."""
 MICROSECONDS = 1e6
 BETWEEN = ",\n"
-"""Separates two events."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,6 @@ class Rank:
     backoff: Backoff
     phases: Phases
     gpu: Device | None = None
-    """The GPU that the stage computes on; None: the CPU."""
 
 
 class _Throttled:
@@ -72,7 +71,6 @@ class _Throttled:
 
 
 def decides_alone(policy: Policy, _: bool) -> Policy:
-    """The policy of a rank that decides by itself."""
     return policy
 
 
@@ -103,7 +101,6 @@ class Engine:
         self._while_idle = while_idle
         self._around = around
         self._unfinished: deque[Event] = deque()
-        """The ends of the actions that the GPU has not finished."""
         self._arrived: dict[Direction, deque[Message]]
         self._arrived = {direction: deque() for direction in Direction}
         """Messages that the policy has not yet received."""
@@ -317,7 +314,6 @@ class Engine:
         return None if microbatch.targets is None else self._put(microbatch.targets)
 
     def _put(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor of the data to the GPU, if there is one, without waiting for the copy."""
         return tensor if self._gpu is None else tensor.to(self._gpu.kind, non_blocking=True)
 
     def _send(self, direction: Direction, number: int, tensors: tuple[Tensor | None, ...]) -> None:

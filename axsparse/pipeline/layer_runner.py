@@ -33,7 +33,6 @@ Tensors = tuple[Tensor, ...]
 DrawKey = tuple[int | str, ...]
 """The key from which the random numbers of a call follow."""
 GRAPHS = 4
-"""Graphs of one layer: in training and evaluation, each also for a smaller microbatch."""
 
 
 @dataclass
@@ -108,7 +107,6 @@ class LayerRunner:
         self._writes: dict[bool, bool] = {}
         """Whether a forward writes into its inputs, by training mode, once it is known."""
         self.parameters = list(module.parameters())
-        """The parameters of the layer, both trained and frozen."""
         self._widened = _half_parameters_of_norms(module)
         if is_compiled:
             _allow_graphs(GRAPHS)
@@ -206,7 +204,6 @@ class LayerRunner:
     # -- one call -----------------------------------------------------------------------
 
     def _seeded(self, inputs: Tensors, key: DrawKey) -> Tensors:
-        """One call whose random numbers follow from `key`."""
         seed_all(*key, "forward")
         return self._own(inputs)
 

@@ -81,6 +81,5 @@ def _best(
 
 
 def split_by_hand(sizes: Sequence[int]) -> list[range]:
-    """The layers of each stage, from the number of layers of each."""
     limits = itertools.accumulate(sizes, initial=0)
     return [range(start, stop) for start, stop in itertools.pairwise(limits)]

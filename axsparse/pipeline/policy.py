@@ -238,7 +238,6 @@ class Inputs:
         self.begun = [0, 0, 0]
 
     def has(self, kind: Kind) -> bool:
-        """Whether the next action of this kind could run."""
         return self.begun[kind] < self.here[kind]
 
     def expects(self, direction: Direction) -> bool:
@@ -293,7 +292,6 @@ class Schedule:
         return g_inter - stage + self.extra_in_flight
 
     def policy(self, *, stage: int, g_inter: int, microbatches: int) -> Policy:
-        """A new policy for one stage of `g_inter` and one step of `microbatches`."""
         if self.name == "message-driven":
             return MessageDriven(
                 stage=stage,
@@ -305,7 +303,6 @@ class Schedule:
         return InOrder(self.order(stage, g_inter, microbatches), stage=stage, g_inter=g_inter)
 
     def order(self, stage: int, g_inter: int, microbatches: int) -> Sequence[Action]:
-        """The actions of a stage in a step under a static schedule."""
         if self.name == "1f1b":
             actions = one_forward_one_backward(stage, g_inter, microbatches, self.extra_in_flight)
         else:
@@ -344,7 +341,6 @@ def gpipe(microbatches: int) -> list[Action]:
 
 
 def forwards(microbatches: int) -> list[Action]:
-    """The actions of an evaluation."""
     return [action(Kind.FORWARD, microbatch) for microbatch in range(microbatches)]
 
 

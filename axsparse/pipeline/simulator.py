@@ -28,13 +28,11 @@ class Durations:
     def uniform(
         g_inter: int, microbatches: int, forward: float, backward: float, weight: float = 0.0
     ) -> Durations:
-        """Durations that are the same for every stage and microbatch."""
         return Durations(
             *([[seconds] * microbatches] * g_inter for seconds in (forward, backward, weight))
         )
 
     def of(self, stage: int, action: Action) -> float:
-        """The seconds of one action."""
         return (self.forward, self.backward, self.weight)[action.kind][stage][action.microbatch]
 
 
@@ -103,7 +101,6 @@ class _Stage:
     """Messages that have arrived, before the stage takes them in."""
     is_idle: bool = False
     free: float = 0.0
-    """Until when the stage handles messages that it has taken in."""
 
 
 class _Simulation:

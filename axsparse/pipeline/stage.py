@@ -30,7 +30,6 @@ class Key:
     """Number of the microbatch's first sample in the global batch order, equal in every layout."""
 
     def of(self, seed: int, name: str) -> DrawKey:
-        """The key of a layer, or of another user of random numbers."""
         return seed, name, self.step, self.first_sample
 
 

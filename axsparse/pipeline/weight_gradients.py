@@ -74,7 +74,6 @@ class DeferredGradients:
         self._collector = collector
         self._waiting: dict[int, _Waiting] = {}
         self._current: _Waiting | None = None
-        """The deferred gradients of the current backward."""
 
     def __len__(self) -> int:
         """How many microbatches wait for their weight gradients."""
@@ -142,7 +141,6 @@ class DeferredGradients:
         return False
 
     def _compute(self, waiting: _Waiting, place: int) -> None:
-        """Compute the deferred gradients at this place, and collect complete weights."""
         deferred = waiting.each[place]
         del waiting.each[place]
         weights, gradients = deferred.weights, deferred.gradients()
@@ -255,7 +253,6 @@ class StageProducts:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """A block in which the modules call their products."""
         with forwards_in_place(self._forwards):
             yield
 

@@ -43,13 +43,11 @@ class LayoutDecision:
 
     row: Candidate
     rank_budget: float
-    """Bytes that a rank may take."""
     smaller: Rejection | None
     """The layout of one number of stages less; None if there was none."""
 
     @property
     def reason(self) -> str:
-        """Why so many stages, in a phrase."""
         stages = counted(self.row.layout.grid.g_inter, "stage")
         memory = of_memory(self.row.most_bytes, self.rank_budget)
         way = WAYS[self.row.weights]
@@ -203,7 +201,6 @@ def balanced(config: Config, grid: Grid, model: ProfiledModel, budget: MemoryBud
 
 
 def has_costs(profile: ModelProfile) -> bool:
-    """Whether the flops and activations of every layer are known."""
     return all(layer.activations is not None for layer in profile.layers)
 
 
@@ -221,7 +218,6 @@ def only_backward(pipeline: PipelineConfig) -> bool | None:
 
 
 def splits_backward(pipeline: PipelineConfig, g_inter: int) -> bool:
-    """Whether the backwards of so many stages are split."""
     only = only_backward(pipeline)
     return g_inter > 1 if only is None else only
 
@@ -311,7 +307,6 @@ def row_of_grid(model: ProfiledModel, grid: Grid, cluster: Cluster | None) -> Ca
 
 
 def predict(model: ProfiledModel, grid: Grid, cluster: Cluster | None) -> Prediction:
-    """Predict a run whose layout and pipeline are decided."""
     row = row_of_grid(model, grid, cluster)
     # The fullest stage while no checkpoint is being written.
     peak = max(stage.total - stage.checkpoint for stage in row.memory)

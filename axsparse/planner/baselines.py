@@ -19,7 +19,6 @@ from axsparse.samo.state_bytes import MOMENT_BYTES
 
 PAPER = "arXiv 1910.02054"
 PLAIN = {"samo.gradient": "half", "samo.zero_stage": 0, "samo.offload": False}
-"""State as frameworks store it."""
 
 
 @dataclass(frozen=True)

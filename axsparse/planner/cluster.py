@@ -28,8 +28,6 @@ DEFAULT_CLUSTER = "laptop"
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of a constant."""
-
     kind: Kind
     source: str
 
@@ -40,7 +38,6 @@ class Cluster:
 
     name: str
     memory_bytes: float
-    """Memory of a device."""
     peak_fp32: float | None = None
     """Flop/s of a device, as its maker states them; None if it has no unit for this precision."""
     peak_bf16: float | None = None
@@ -48,7 +45,6 @@ class Cluster:
     efficiency: float
     """e: the fraction of the peak that forwards and backwards reach."""
     memory_bandwidth: float
-    """Bytes/s of a device's memory."""
     gpus_per_node: int
     """Devices of a node, and so ranks of a node."""
     intra_node_bandwidth: float
@@ -60,7 +56,6 @@ class Cluster:
     """Seconds that sending or receiving a message takes from a stage whatever its bytes, as its
     host waits for the device before it launches the next kernels."""
     inter_node_bandwidth: float
-    """B_p between nodes."""
     inter_node_latency: float
     nic_bandwidth: float
     """Bytes/s that leave a node through its network cards, which all rings of the node share."""
@@ -103,7 +98,6 @@ class Cluster:
     jitter: float
     """σ of the logarithm of a random factor, of mean 1, on every forward and backward."""
     origins: Mapping[str, Origin]
-    """The origin of every constant, by its field's name."""
 
     @property
     def is_of_hosts(self) -> bool:
@@ -215,7 +209,6 @@ def to_yaml(cluster: Cluster) -> str:
 
 
 def _reject(known: Sequence[str], name: str, where: str) -> None:
-    """ConfigError for a name that is not known here."""
     if name in known:
         return
     near = get_close_matches(name[:60], known, n=1)
@@ -226,7 +219,6 @@ def _reject(known: Sequence[str], name: str, where: str) -> None:
 
 
 def _number(name: str, where: str, node: yaml.Node) -> float:
-    """The value of a constant; ConfigError for a number that no machine can have."""
     text = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
     try:
         value = float(text)

@@ -40,9 +40,7 @@ WAYS: Mapping[WeightWay, str] = {
     "sparse": "weights sparse at rest",
     "gathered": "weights sparse at rest and gathered by replicas",
 }
-"""Each way in words."""
 GATHERED = {"samo.weights": "sparse", "samo.zero_stage": 3}
-"""The settings of the way `gathered`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class Layout:
     grid: Grid
     schedule: Schedule
     microbatch_size: int
-    """Samples of a microbatch."""
     microbatches: int
     """Number of microbatches of a replica in a step; of the one that takes most, if they differ."""
 
@@ -96,9 +93,7 @@ class SearchRequest:
     gpus: int
     """Number of devices, all of which a layout uses."""
     global_batch_size: int
-    """Samples of a step."""
     rank_budget: float
-    """Bytes that a rank may take."""
     schedules: Sequence[Schedule] = (
         Schedule("message-driven", DEFAULT_EXTRA_IN_FLIGHT),
         Schedule("message-driven", 0),
@@ -111,7 +106,6 @@ class SearchRequest:
     """The numbers of stages to try, in this order; None: every divisor of `gpus` / tensor-parallel
     ranks."""
     g_tensor: Sequence[int] = (1,)
-    """The numbers of tensor-parallel ranks to try for each stage."""
     microbatch_sizes: Sequence[int] | None = None
     """The sizes to try, in samples; None: powers of two, see `sizes`."""
     usual_size: int | None = None
@@ -120,7 +114,6 @@ class SearchRequest:
 
     @property
     def method(self) -> Literal["samo", "dense"]:
-        """The method of the planned training."""
         return "samo" if self.model.is_pruned else "dense"
 
     def microbatches(self, size: int) -> int:
@@ -142,9 +135,7 @@ class Candidate:
 
     layout: Layout
     loads: Sequence[StageLoad]
-    """The compute and memory load of each stage."""
     memory: Sequence[StageMemory]
-    """The memory of each stage on one rank."""
     costs: StepCosts
     run: StepRun
     percent_of_peak: float
@@ -153,22 +144,18 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of a step."""
         return self.run.seconds
 
     @property
     def fullest(self) -> int:
-        """The number of the stage that needs most memory."""
         return max(range(len(self.memory)), key=lambda stage: self.memory[stage].total)
 
     @property
     def sum_bytes(self) -> list[int]:
-        """`Layout.sum_bytes` of each stage."""
         return [self.layout.sum_bytes(load) for load in self.loads]
 
     @property
     def most_bytes(self) -> float:
-        """Memory of the fullest stage."""
         return self.memory[self.fullest].total
 
 
@@ -185,13 +172,11 @@ class Rejection:
     """1 also where no number of stages would help."""
     g_data: int
     microbatch_size: int | None
-    """None: no size would help."""
     reason: str
     g_tensor: int = 1
 
     @property
     def layout(self) -> str:
-        """The rejected layout, in words."""
         g_tensor = f" × {counted(self.g_tensor, 'tensor-parallel rank')}" * (self.g_tensor > 1)
         return f"{counted(self.g_inter, 'stage')}{g_tensor}"
 
@@ -208,7 +193,6 @@ class Plan:
     """Settings in addition to the layout that the plan chose, as the configuration says nothing of
     them."""
     baselines: Sequence[Baseline] = ()
-    """Other ways of dense training, where the model has been profiled."""
 
     @property
     def recommended(self) -> Candidate:

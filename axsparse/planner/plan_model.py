@@ -45,7 +45,6 @@ class PlannedModel:
     """The model without pruning."""
     targets: Targets | None
     notes: Sequence[str]
-    """Remarks for the user, such as where the plan departs from the configuration."""
 
     @property
     def config(self) -> Config:
@@ -66,7 +65,6 @@ class PlannedModel:
         return replace(self.dense, kept=kept or self.targets.kept())
 
     def rank_budget(self, cluster: Cluster) -> float:
-        """Bytes that a rank may take, its overhead included."""
         limit = self.config.layout.memory_per_rank
         budget = memory_budget(
             cluster.memory_bytes,

@@ -16,7 +16,6 @@ from axsparse.planner.step_cost import STEP_PHASES
 from axsparse.planner.what_fits import RECOMPUTED, Refusal, short
 
 MOST_ROWS = 12
-"""How many layouts are printed; the JSON has all."""
 MOST_STAGES = 8
 """The memory of so many stages is printed: the first ones, the fullest and the last."""
 STATE = "bytes of state a parameter"
@@ -24,11 +23,9 @@ _LEFT = frozenset(
     {STATE, "layout", "weights", "stage", "layers", "method", "backward", "tensor", ""}
     | {"name", "unit", "table", "cluster", "worst row", "a miss by"}
 )
-"""Columns that are aligned to the left."""
 
 
 def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
-    """The output of the command about the plans for one number of devices."""
     for plan in plans:
         yield f"{plan.request.method}: " * (len(plans) > 1) + answer(plan)
     if plans[-1].baselines:
@@ -46,7 +43,6 @@ def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
 
 
 def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
-    """The output of the command where nothing fits."""
     least, request = refusal.least, refusal.request
     yield refusal.answer
     yield ""
@@ -147,7 +143,6 @@ def settings(plan: Plan) -> str:
 
 
 def because(plan: Plan) -> str:
-    """Why this layout is recommended, and how much faster another one would be."""
     best = plan.recommended
     grid = best.layout.grid
     of_three = has_tensor_parallelism(plan) and grid.parallelism > 1
@@ -198,7 +193,6 @@ def _of_as_many(plan: Plan) -> str:
 
 
 def comparison(plans: Sequence[Plan]) -> Iterator[str]:
-    """The recommended layouts of several methods side by side."""
     first = plans[0].recommended.seconds
     yield from table(
         [
@@ -284,7 +278,6 @@ def cells(plan: Plan, row: Candidate) -> dict[str, str]:
 
 
 def memory_cells(row: Candidate, stage: int) -> dict[str, str]:
-    """The columns of one stage's memory, in GB."""
     memory = row.memory[stage]
     return {
         "stage": str(stage),
@@ -303,7 +296,6 @@ def shown_stages(row: Candidate) -> list[int]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """Everything about a plan, in bytes and seconds."""
     third, cluster = has_tensor_parallelism(plan), plan.request.cluster
     return {
         "answer": answer(plan),

@@ -49,7 +49,6 @@ CUT_LOSS_BYTES = 20
 """The same for each logit of a loss of which tensor-parallel ranks compute shards and whose
 backward autograd derives: five fp32 numbers, as torch's allocator counts them."""
 Contents: TypeAlias = tuple[Sequence[int], bool, bool]
-"""`ProfiledModel._contents`."""
 CHOSEN_BYTES = 16
 """Bytes that torch takes for each entry which it picks out of a matrix by a mask."""
 HEALING_BYTES = 25
@@ -74,7 +73,6 @@ class CalibrationMemory:
     """The masks and changed weights of the stage, which stay until its state is built."""
 
     def peak(self, samples: int) -> float:
-        """The most bytes at a time with microbatches of so many samples."""
         return max(fixed + samples * passing for fixed, passing in self.moments)
 
 
@@ -215,11 +213,9 @@ class ProfiledModel:
     """The full model, if this is the shard of one tensor-parallel rank. Masks are drawn from full
     tensors, and one rank saves full tensors."""
     _profiles: dict[int, ModelProfile] = field(default_factory=dict, repr=False, compare=False)
-    """The profiles of shards by `g_tensor`. Copies with other settings have the same."""
     _of_shards: dict[int, ProfiledModel] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """The results of `tp_shard`."""
     _loads: dict[tuple[Contents, int, bool], StageLoad] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -232,7 +228,6 @@ class ProfiledModel:
 
     @property
     def precision(self) -> Precision:
-        """The precision of weights, activations and messages."""
         assert self.config.precision != "auto", "decided before profiling"
         return self.config.precision
 
@@ -243,12 +238,10 @@ class ProfiledModel:
 
     @property
     def recomputes(self) -> bool:
-        """Whether backwards recompute activations."""
         return self.config.pipeline.checkpoint_activations > 0
 
     @property
     def most_stages(self) -> int:
-        """The most stages that the model can be split into."""
         return len(self.profile.layers)
 
     @property
@@ -471,7 +464,6 @@ class ProfiledModel:
         )
 
     def with_values(self, values: Mapping[str, object]) -> ProfiledModel:
-        """The same model under other settings, by dotted key."""
         return replace(self, config=self.config.with_values(values))
 
     def _expanded(self, layer: LayerInfo, stored: StateFormat) -> int:

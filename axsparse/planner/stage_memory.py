@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 
 def no_bytes(_: int) -> float:
-    """No bytes, whatever the number of samples."""
     return 0.0
 
 
@@ -31,7 +30,6 @@ class StageLoad:
     """
 
     layers: str
-    """The stage's layers, as text for users."""
     flops: float
     """Flops of the forward, for a sample."""
     moved: float
@@ -100,7 +98,6 @@ Fits: TypeAlias = Callable[[int, StageLoad], bool]
 
 
 def value_bytes(precision: Precision) -> int:
-    """Bytes of one number."""
     return 4 if precision == "fp32" else 2
 
 
@@ -116,21 +113,16 @@ GPU_OVERHEAD = 3.0e9
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """The memory of one rank: all that its process may take, and the overhead in it."""
-
     nbytes: float
     """Bytes that the process may take, everything included."""
     overhead: float
-    """Bytes that the process takes without model state and activations."""
 
     @property
     def for_model(self) -> float:
-        """Bytes left to model state and activations."""
         return self.nbytes - self.overhead
 
 
 UNLIMITED = MemoryBudget(math.inf, 0.0)
-"""The memory budget of a rank where nothing is known to limit it."""
 
 
 def memory_budget(
@@ -172,7 +164,6 @@ class StageMemory:
     """Temporary memory of one layer's backward: gradients of activations, and the activations
     themselves if it recomputes them."""
     logits: float
-    """The memory of the loss, on the last stage."""
     temporary: float
     """One layer's dense gradient and the optimizer's copies. Where making the largest tensor takes
     more than a step needs in addition to the state, it is that tensor instead; and where drawing
@@ -180,7 +171,6 @@ class StageMemory:
     checkpoint: float
     """Copies that wait to be written to disk while training continues."""
     overhead: float
-    """The memory of framework and libraries."""
 
     @property
     def total(self) -> float:
@@ -267,7 +257,6 @@ def needed(need: float, rank_budget: float) -> str:
 
 
 def of_memory(need: float, budget: float) -> str:
-    """A text such as "3.1 of 72": needed and available gigabytes."""
     return f"{gigabytes(need)} of {float(gigabytes(budget)):g}"
 
 

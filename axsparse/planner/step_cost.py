@@ -62,9 +62,7 @@ class StageSeconds:
 
     forward: float
     backward: float
-    """Compression included."""
     compress: float
-    """The part of the backward that compresses gradients."""
     weight: float = 0.0
     """The part of the backward that makes the gradients of weights which can wait, compression
     included."""
@@ -81,9 +79,7 @@ class StepCosts:
     messages: Sequence[float]
     """Bytes of a microbatch's message from each stage to the next."""
     all_reduce: Sequence[float]
-    """Seconds of each stage's all-reduce."""
     optimizer: Sequence[float]
-    """Seconds of each stage's optimizer."""
 
 
 def step_costs(
@@ -270,13 +266,11 @@ class StepRun:
 
     seconds: float
     pipelines: dict[int, PipelineRun]
-    """The replicas that were played, by their number."""
     phases: list[dict[str, float]]
     """The seconds of each phase, for each stage: the mean over the replicas that were played."""
 
     @property
     def mean_phases(self) -> dict[str, float]:
-        """The seconds of each phase: the mean over stages."""
         return {name: fmean(stage[name] for stage in self.phases) for name in STEP_PHASES}
 
 

@@ -21,7 +21,6 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
 RECOMPUTED = ", recomputing activations"
-"""The suffix of an answer where activations are recomputed."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ class Refusal:
 
     @property
     def answer(self) -> str:
-        """The answer in a line."""
         request = self.request
         said = f"does not fit: {counted(request.gpus, 'device')} would do with "
         said += f"{short(self.least.nbytes)} GB"
@@ -142,7 +140,6 @@ def _layouts(request: SearchRequest, gpus: int) -> Iterator[Layout]:
 def _loads(
     request: SearchRequest, layout: Layout, rank_budget: float
 ) -> Sequence[StageLoad] | None:
-    """The stages of a layout if they fit."""
     model = request.model.tp_shard(layout.grid.g_tensor)
     found = split_layers(model, layout, request.cluster.overhead_bytes, rank_budget)
     return None if isinstance(found, Rejection) else found

@@ -42,7 +42,6 @@ def _default_strides(tensor: Tensor) -> tuple[int, ...]:
 
 
 def digest_of(named: Iterable[tuple[object, Tensor]]) -> str:
-    """A digest of the names, types, shapes and values of tensors."""
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in named:
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode())

@@ -152,7 +152,6 @@ class Sums:
         return Sums(self.nbytes - other.nbytes, self.count - other.count, self.fixed - other.fixed)
 
     def sent(self, samples: int) -> int:
-        """Bytes that a rank sends for a microbatch of so many samples."""
         return samples * self.nbytes + self.fixed
 
 
@@ -179,9 +178,7 @@ class Collective(Protocol):
     """
 
     rank: int
-    """This member's number in the group."""
     size: int
-    """The number of members."""
 
     @property
     def bytes_sent(self) -> int:
@@ -250,9 +247,7 @@ class Transport(Protocol):
     name: str
     """Shown on the screen and in `config.yaml`."""
     rank: int
-    """This rank's number in the job, from 0."""
     size: int
-    """The number of ranks in the job."""
     backoff: Backoff
     """How this rank waits for anything that the transport makes."""
     world: Collective

@@ -12,13 +12,11 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.process import started_by_launcher
 
 Unit = Literal["tokens", "samples"]
-"""The unit of a rate."""
 _ERASE = "\x1b[J"
 _CLEAR = f"\r{_ERASE}"
 _BACK = "\x1b[1A\r"
 """Brings the cursor to the beginning of the row above."""
 PLAIN_TERMINALS = ("dumb", "unknown")
-"""Values of TERM of terminals that cannot move their cursor."""
 
 
 class Console:
@@ -57,7 +55,6 @@ class Console:
             self._write(_CLEAR + self._drawn())
 
     def close(self) -> None:
-        """Take the bar away; the stream stays open."""
         if self._drawn():
             self._shown = None
             self._write(_CLEAR)

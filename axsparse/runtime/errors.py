@@ -121,7 +121,6 @@ def printable(text: str) -> str:
 
 
 def one_line(reason: BaseException) -> str:
-    """An exception in one line: its type and its message."""
     return f"{type(reason).__name__}: {printable(str(reason))}"
 
 

@@ -31,7 +31,6 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """The number of ranks in the grid."""
         return self.g_inter * self.g_data * self.g_tensor
 
     @property
@@ -40,7 +39,6 @@ class Grid:
         return self.g_inter * self.g_tensor
 
     def coords(self, rank: int) -> RankCoords:
-        """The place of a rank from 0 to size − 1."""
         assert 0 <= rank < self.size, f"rank {rank} outside a grid of {self.size}"
         each, tp_rank = divmod(rank, self.g_tensor)
         replica, stage = divmod(each, self.g_inter)
@@ -80,12 +78,10 @@ class RankCoords:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank reads the inputs."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank computes the loss."""
         return self.stage == self.grid.g_inter - 1
 
     def __str__(self) -> str:

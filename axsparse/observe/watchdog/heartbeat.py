@@ -29,9 +29,7 @@ class Heartbeat:
     written: int
     """How many heartbeats the rank has written; a rank whose number does not grow is silent."""
     quiet: float
-    """Seconds since the rank made progress, by its own clock, since the clocks of hosts differ."""
     waits: bool
-    """Whether the rank was waiting for others."""
     task: str
     step: int
     phase: str
@@ -54,7 +52,6 @@ class HeartbeatFolder:
     """The folder of the heartbeats, as one rank uses it."""
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """The folder, which need not exist, as `rank` uses it."""
         self.folder = folder
         self._own = self._path(rank)
 
@@ -133,9 +130,7 @@ class RankView:
     heartbeat: Heartbeat | None
     """Its last heartbeat; None if the rank has left or never began."""
     quiet: float
-    """Seconds without progress."""
     is_silent: bool = False
-    """Whether it has stopped writing heartbeats."""
     system: str = ""
     """The system's account of a silent rank's process, if that is on this host."""
     stacks: str = ""
@@ -204,7 +199,6 @@ def report(ranks: Sequence[RankView], line: str) -> str:
 
 
 def state_line(view: RankView) -> str:
-    """One line on the current task of a rank."""
     heartbeat = view.heartbeat
     if heartbeat is None:
         return f"{view.coords}: has left, or never began to train"

@@ -50,7 +50,6 @@ REPORT_FILE = "hang-report.txt"
 LOOKS = 20
 """How often a rank looks, and writes a heartbeat, in the time of one `timeout`."""
 MOST_SECONDS = 30.0
-"""The longest time between two looks."""
 SILENT_LOOKS = 10
 """A rank is silent after so many looks without a new heartbeat."""
 FIRST_STEP = 5.0
@@ -67,12 +66,10 @@ class Activity:
     def __init__(
         self, phases: Phases, backoff: Backoff, awaited: Callable[[], Sequence[str]]
     ) -> None:
-        """`awaited` gives the messages that the rank waits for."""
         self.task: Task = "training"
         self.step = 0
         """The step under way or, in a task between two steps, the number of steps done."""
         self.steps = 0
-        """Steps that this process has finished."""
         self.phases = phases
         self.backoff = backoff
         """Pauses while the rank waits for others."""
@@ -80,7 +77,6 @@ class Activity:
         self._beats = 0
 
     def at(self, task: Task, step: int) -> None:
-        """Note that this task begins."""
         self.task, self.step = task, step
         self.note_progress()
 
@@ -118,7 +114,6 @@ class Watchdog:
         self._end_job = end_job
         self._clock = clock
         self.interval = min(timeout / LOOKS, MOST_SECONDS)
-        """Seconds between two looks."""
         self._time = 0.0
         self._looked_at = clock()
         self._beats = activity.beats
@@ -151,7 +146,6 @@ class Watchdog:
             thread.start()
 
     def close(self) -> None:
-        """Watch no more; safe to call twice."""
         self._closed.set()
         while self._threads:
             self._threads.pop().join(CLOSING_SECONDS)

@@ -28,9 +28,7 @@ from axsparse.runtime.process import write_line
 MARK_FILE = "run.json"
 """The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was}."""
 METRICS_FILE = "metrics.jsonl"
-"""The records of a run."""
 CONFIG_FILE = "config.yaml"
-"""The settings of a run."""
 RUN_FILES = (MARK_FILE, METRICS_FILE, CONFIG_FILE, "checkpoints", "trace", "mask.safetensors")
 """The files that a run writes into its directory, apart from its lock."""
 _KEY = "axsparse run"
@@ -65,7 +63,6 @@ def last_run(setting: str, name: str) -> Path | None:
 
 
 def has_mark(path: Path) -> bool:
-    """Whether a directory has a whole mark."""
     return _read(path) is not None
 
 
@@ -118,7 +115,6 @@ class RunMark:
 
     @property
     def has_saved(self) -> bool:
-        """Whether the run has saved a checkpoint."""
         return bool(self._content.get("saved"))
 
     def check(self) -> None:
@@ -151,7 +147,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 LOCK_FILE = "run.lock"
 OTHER_RUN_DIR = "choose another --run-dir"
-"""The suggestion for a run directory that cannot be written."""
 _JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID")
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors by which the system says that another process holds a lock."""
@@ -184,7 +179,6 @@ class FileLock:
             self.problem = reason.strerror
 
     def write(self, content: bytes) -> None:
-        """Replace the contents of the file. Raises OSError."""
         os.ftruncate(self._number, 0)
         os.pwrite(self._number, content, 0)
 
@@ -213,7 +207,6 @@ class RunLock:
         self.is_exclusive = lock.problem is None
         """Whether other processes are kept out; False on a file system without locks."""
         self.release: Callable[[], object] = lock.release
-        """Let other processes have the directory."""
         if lock.problem is not None:
             write_line(
                 f"warning: {path}: cannot be locked ({lock.problem}); see that no other job has "

@@ -63,7 +63,6 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types of element by the names that the format has for them."""
 if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7 and newer
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -79,7 +78,6 @@ halves of surrogate pairs."""
 NO_PLAIN_FILE = re.compile(rf"[/\\:\0\ud800-\udfff]|(?<!{re.escape(SUFFIX)})\Z")
 """Matches names that no safetensors file in the same folder may have."""
 MOST_SAID = 120
-"""Letters of a reason that is shown."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -123,7 +121,6 @@ class SafetensorsFile:
         return self._places[name][0]
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor, which the file has to have."""
         return self._places[name][0].dtype
 
     def read(self, name: str) -> Tensor:
@@ -163,7 +160,6 @@ def _named_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _said(reason: Exception) -> str:
-    """The error of a JSON text, in a few words of one line."""
     return f"{type(reason).__name__}: {reason}"[:MOST_SAID]
 
 
@@ -196,11 +192,9 @@ class SafetensorsIndex:
         self.shapes = {name: part.shapes[name] for name, part in self._parts.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor, which the index has to have."""
         return self._parts[name].dtype(name)
 
     def read(self, name: str) -> Tensor:
-        """A full tensor, which the index has to have."""
         return self._parts[name].read(name)
 
 
@@ -246,7 +240,6 @@ class TensorHeader:
 
     @property
     def nbytes(self) -> int:
-        """The size of its contents."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -303,7 +296,6 @@ def _contents(tensor: Tensor, tensor_header: TensorHeader) -> memoryview:
 
 
 SPARSE_FILE = f"sparse{SUFFIX}"
-"""The name of such a file in a folder."""
 VERSION_KEY, VERSION = "axsparse_sparse", "1"
 VALUES, MASK, SHAPE = ".values", ".mask", ".shape"
 
@@ -347,7 +339,6 @@ class SparseFile:
         return DataError(f"{self.path}: values, mask and shape of {name!r} disagree; get it anew")
 
     def dtype(self, name: str) -> torch.dtype:
-        """The type of a tensor, which the file has to have."""
         return self._file.dtype(name + VALUES if name in self._kept else name)
 
     def read(self, name: str) -> Tensor:

@@ -47,7 +47,6 @@ class NcclWork:
     buffer: Tensor | None
     """None once the compute stream waits."""
     event: Event | None
-    """None if there was nothing to do."""
 
     def poll(self) -> bool:
         return self.event is None or self.event.query()
@@ -133,7 +132,6 @@ class StagedWork:
     host: Tensor
     bounds: list[int]
     copied: Event
-    """Completes when the copy to the host has run."""
     work: Work | None = None
     """The exchange between the hosts; None until it has begun."""
     back: Event | None = None
@@ -152,7 +150,6 @@ class StagedCollective:
     """
 
     def __init__(self, hosts: Collective, device: Device, backoff: Backoff) -> None:
-        """`hosts` is used by nobody else."""
         self.rank = hosts.rank
         self.size = hosts.size
         self._hosts = hosts
@@ -202,13 +199,11 @@ class StagedCollective:
             self._stream.copy(target[part], source[part])
 
     def _read(self, op: Op, bounds: list[int]) -> slice:
-        """The part of a buffer that an operation reads."""
         if op is Op.ALL_GATHER:
             return slice(bounds[self.rank], bounds[self.rank + 1])
         return slice(0, 0 if op is Op.BROADCAST and self.rank else bounds[-1])
 
     def _changed(self, op: Op, bounds: list[int]) -> slice:
-        """The part of a buffer that an operation leaves its result in."""
         if op is Op.REDUCE_SCATTER:
             return slice(bounds[self.rank], bounds[self.rank + 1])
         return slice(0, 0 if op is Op.BROADCAST and not self.rank else bounds[-1])
@@ -218,7 +213,6 @@ class TwoWayCollective:
     """A group with one collective for buffers in host memory and one for buffers on GPUs."""
 
     def __init__(self, hosts: Collective, devices: Collective, kind: str) -> None:
-        """`kind` is the type of torch device whose buffers go to `devices`."""
         self.rank = hosts.rank
         self.size = hosts.size
         self._hosts = hosts

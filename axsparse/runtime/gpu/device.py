@@ -158,7 +158,6 @@ class CudaDevice:
 
     @property
     def compute(self) -> CudaStream:
-        """The stream that is the current one when this is read."""
         return CudaStream(torch.cuda.current_stream(self.device))
 
     def stream(self) -> CudaStream:

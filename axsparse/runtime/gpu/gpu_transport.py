@@ -52,7 +52,6 @@ class PushingBackoff:
     def __init__(self, inner: Backoff) -> None:
         self.pauses = 0
         self.pushes: list[Callable[[], None]] = []
-        """Called in every pause."""
         self._inner = inner
 
     def pause(self) -> None:
@@ -221,7 +220,6 @@ class Staged:
     sends_in_turn = False
 
     def __init__(self, hosts: Way, device: Device) -> None:
-        """`hosts` moves contents between the memory of the hosts."""
         self._hosts = hosts
         self._device = device
         self._stream = device.stream()

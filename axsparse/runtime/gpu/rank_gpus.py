@@ -37,7 +37,6 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")
 """A file with a number that is drawn at every start of a machine and is the same in all of its
 containers; NCCL also identifies machines by it."""
 MOST_CONNECTIONS = "32"
-"""The most queues that CUDA has; its default is 8."""
 BUS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 """The properties of a device that say where on the bus it is; torch 2.4 does not have them."""
 GpuTransportName = Literal["nccl", "mpi"]
@@ -63,10 +62,8 @@ class RankGpu:
     rank: int
     host: str
     number: int | None = None
-    """The number of the rank's GPU among the visible ones; None if there are none."""
     gpu: Gpu | None = None
     nccl: bool = False
-    """Whether the rank's torch is built with NCCL."""
     hindrance: str | None = None
     """A setting in the rank's environment that NCCL cannot work with, and why; or None."""
 
@@ -134,7 +131,6 @@ def rank_gpu(
 
 
 def _hindrance(environ: Mapping[str, str]) -> str | None:
-    """A setting that NCCL cannot work with, and why."""
     if environ.get(CONNECTIONS) == "1":
         why = "a receive could stand in front of the send that it waits for"
         return f"{CONNECTIONS}=1 is set, so that {why}; unset it"

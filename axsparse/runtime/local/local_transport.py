@@ -98,11 +98,9 @@ class LocalWorld(Generic[T]):
         return [results[rank] for rank in range(self.size)]
 
     def mailbox(self, source: int, target: int, channel: str) -> deque[Any]:
-        """The queue of messages from one rank to another."""
         return self._mail.setdefault((source, target, channel), deque())
 
     def group(self, name: str, ranks: tuple[int, ...]) -> Posted:
-        """The operations that the members of the group of this name and these ranks share."""
         return self._groups.setdefault((name, ranks), {})
 
     def progress(self) -> None:

@@ -43,7 +43,6 @@ class MpiChannel:
     """A `HostChannel` to or from one rank of a communicator; pieces are in the host's memory."""
 
     def __init__(self, comm: MPI.Comm, peer: int) -> None:
-        """`peer` is the rank at the other end."""
         self._comm = comm
         self._peer = peer
         self._status = MPI.Status()
@@ -115,7 +114,6 @@ class MpiWork:
 
     @property
     def complete(self) -> bool:
-        """Whether the buffer holds the result."""
         return self.second is None and not self._requests
 
     def advance(self) -> None:
@@ -250,7 +248,6 @@ class MpiCollective:
         return [self._scattering.Iallreduce(MPI.IN_PLACE, values, op=MPI.SUM)]
 
     def _pieces(self, buffer: Tensor) -> list[tuple[int, int]]:
-        """Ranges of the buffer, each small enough for one call."""
         most = max(1, self._max_call_bytes // (buffer.itemsize * self.size))
         return [
             (begin, min(begin + most, buffer.numel())) for begin in range(0, buffer.numel(), most)

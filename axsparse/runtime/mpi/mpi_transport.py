@@ -156,7 +156,6 @@ def wait_until_all_ranks_have_started() -> None:
 
 
 def mpi_library() -> str:
-    """Vendor and version of the MPI library."""
     from mpi4py import MPI
 
     name, version = MPI.get_vendor()
@@ -164,7 +163,6 @@ def mpi_library() -> str:
 
 
 def thread_level() -> str:
-    """How many threads may call MPI: single, funneled, serialized or multiple."""
     from mpi4py import MPI
 
     levels = {
