@@ -22,12 +22,9 @@ FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 class Kind(IntEnum):
     """The computation of an action.
 
-    A backward is full or split. A full one (BACKWARD alone) makes the gradients of its stage's
-    inputs and weights. A split one is two actions: BACKWARD makes the gradients of the inputs,
-    which the previous stage waits for, and saves each layer's input and output gradient; WEIGHT, at
-    any later time, makes the gradients of the weights from them and sends nothing. Whether
-    backwards are split is the same for all actions of a run: `Schedule.split_backward`. (Qi et al.,
-    2024, section 2.)
+    A full backward (BACKWARD alone) makes the gradients of its stage's inputs and weights. A split
+    one is two actions: BACKWARD makes the gradients of the inputs, which the previous stage waits
+    for; WEIGHT, at any later time, those of the weights (Qi et al., 2024, section 2).
     """
 
     FORWARD = 0
@@ -56,20 +53,15 @@ class Action:
 
 @cache
 def action(kind: Kind, microbatch: int) -> Action:
-    """An `Action` that is made once and reused: policies return the same few again and again.
-
-    A `Direction` will do as kind; mypy does not check the arguments of what is cached.
-    """
+    """An `Action` that is made once and reused; a `Direction` will do as kind."""
     return Action(Kind(kind), microbatch)
 
 
 class Policy(Protocol):
     """Chooses the actions of one stage, for the microbatches of one step or one evaluation.
 
-    A policy is a pure state machine. What comes in are arrivals: the activation of a microbatch
-    from the previous stage (FORWARD), its gradient from the next stage (BACKWARD). What goes out
-    are actions: run this microbatch's forward, its backward or, where backwards are split, its
-    weight gradients. Whoever drives it repeats:
+    A policy is a pure state machine: arrivals of activations (FORWARD) and gradients (BACKWARD)
+    come in, actions go out. Whoever drives it repeats:
 
         while not policy.finished:
             for direction, microbatch in <messages that came in, first come first>:
@@ -96,9 +88,8 @@ class Policy(Protocol):
 
     To add a policy, write a class with these four members here (an order that is known beforehand
     needs no class: see `Schedule`), and return it from `Schedule.policy`. It has to pass
-    tests/pipeline/test_policy.py (the rules above, for random orders of arrival),
-    tests/pipeline/test_simulator.py (simulated with random durations) and
-    tests/behavior/test_equivalence.py (the same bits as on one stage).
+    tests/pipeline/test_policy.py, tests/pipeline/test_simulator.py and
+    tests/behavior/test_equivalence.py.
     """
 
     @property
@@ -139,9 +130,7 @@ class MessageDriven:
     backwards in a row starve the stages downstream. The last stage runs each backward directly
     after its forward.
 
-    With split backwards, weight gradients run when neither a forward nor a backward can. The stage
-    never waits for a message instead of beginning weight gradients, also where these hold up the
-    stages behind it: extra microbatches in flight make up for that.
+    With split backwards, weight gradients run when neither a forward nor a backward can.
     """
 
     def __init__(
@@ -267,15 +256,11 @@ ScheduleName = Literal["message-driven", "1f1b", "gpipe"]
 class Schedule:
     """In which order the stages of a pipeline work: one schedule makes the policy of each stage.
 
-    Engine and simulator know schedules only by `policy`; the planner also asks how many
-    activations a stage holds (`planner.stage_memory.most_in_flight`).
-
     To add a static schedule, write a function here that returns a stage's list of actions, as
-    `gpipe` does, add its name to `ScheduleName`, to `policy` below and to `pipeline.schedule` in
-    config/schema.py, and its bound to `most_in_flight`. Then add the name to the schedules that are
-    listed in tests/pipeline/test_policy.py, tests/pipeline/test_simulator.py,
-    tests/planner/test_stage_memory.py and tests/support/cases.py (`SCHEDULES`): it has to pass all
-    of them. A schedule that decides while it runs needs a new policy: see `Policy`.
+    `gpipe` does, add its name to `ScheduleName`, to `order` below and to `pipeline.schedule` in
+    config/schema.py, its bound to `planner.stage_memory.most_in_flight`, and the name to the
+    schedules of the tests (`grep -rn gpipe tests`). A schedule that decides while it runs needs a
+    new policy: see `Policy`.
 
     Example: `Schedule("1f1b", 0).policy(stage=0, g_inter=2, microbatches=4)`.
     """
@@ -313,11 +298,10 @@ class Schedule:
 def one_forward_one_backward(
     stage: int, g_inter: int, microbatches: int, extra_in_flight: int
 ) -> list[Action]:
-    """1F1B: forwards to warm up, then a forward and a backward in turn, then the other backwards.
+    """1F1B: forwards to warm up, then a forward and a backward in turn, then the other backwards
+    (with none extra: Narayanan et al., 2021, section 2.2.1).
 
-    The warm-up has g_inter − stage − 1 + extra_in_flight forwards, so that a stage holds as many
-    activations as under message-driven. The last stage has no warm-up, since it has nothing to
-    wait for. (With none extra: Narayanan et al., 2021, section 2.2.1.)
+    A stage holds as many activations as under message-driven. The last stage has no warm-up.
     """
     warm_up = (
         0 if stage == g_inter - 1 else min(microbatches, g_inter - stage - 1 + extra_in_flight)
@@ -331,13 +315,10 @@ def one_forward_one_backward(
 
 
 def gpipe(microbatches: int) -> list[Action]:
-    """GPipe: all forwards, then all backwards; every microbatch is in flight at once.
-
-    The backwards run in microbatch order, as under every schedule here. (Huang et al., 2019,
-    section 2.3.)
-    """
-    kinds = (Kind.FORWARD, Kind.BACKWARD)
-    return [action(kind, microbatch) for kind in kinds for microbatch in range(microbatches)]
+    """GPipe: all forwards, then all backwards, in microbatch order (Huang et al., 2019, section
+    2.3)."""
+    backwards = [action(Kind.BACKWARD, microbatch) for microbatch in range(microbatches)]
+    return [*forwards(microbatches), *backwards]
 
 
 def forwards(microbatches: int) -> list[Action]:

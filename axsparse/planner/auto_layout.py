@@ -64,10 +64,10 @@ class LayoutDecision:
 def chosen_layout(
     model: ProfiledModel, cluster: Cluster | None, ranks: int, budget: MemoryBudget
 ) -> LayoutDecision | None:
-    """The fewest stages whose memory fits, for `layout.g_inter: auto`.
+    """The fewest stages whose memory fits, for `layout.g_inter: auto`; ConfigError if none do.
 
-    Returns None, so that `resolve_grid` decides, if the configuration gives g_inter, g_data or a
-    split, or if no number of stages leaves each replica a microbatch. ConfigError if nothing fits.
+    None, so that `resolve_grid` decides, if the configuration gives g_inter, g_data or a split, or
+    if no number of stages leaves each replica a microbatch.
     """
     config, layout = model.config, model.config.layout
     g_tensor, all_ranks = layout.g_tensor, ranks
@@ -107,10 +107,7 @@ def fitting_row(model: ProfiledModel, grid: Grid, budget: MemoryBudget) -> Candi
 
 
 def fewest_stages(request: SearchRequest) -> LayoutDecision | Rejection:
-    """The fewest of the request's stages that fit; the last rejection if none do.
-
-    The request names its numbers of stages in rising order.
-    """
+    """The fewest of the request's stages, which rise, that fit; the last rejection if none do."""
     assert request.g_inter, "there is nothing to try"
     smaller: Rejection | None = None
     for stages in request.g_inter:
@@ -181,11 +178,8 @@ def cluster_of(config: Config) -> Cluster | None:
 
 
 def balanced(config: Config, grid: Grid, model: ProfiledModel, budget: MemoryBudget) -> list[range]:
-    """The layers of each stage for `layout.split: auto`.
-
-    The work of the busiest stage is as small as it can be while every stage fits the budget;
-    ConfigError if none fits. The pipeline of `config` is resolved.
-    """
+    """The layers of each stage for `layout.split: auto`: the busiest stage has as little work as
+    can be while every stage fits the budget; ConfigError if none fits."""
     batch, schedule = config.batch, configured_schedule(config.pipeline)
     layout = Layout(grid, schedule, batch.microbatch_size, num_microbatches(batch, grid.g_data))
     found = split_layers(model, layout, budget.overhead, budget.nbytes)

@@ -235,11 +235,8 @@ def plan(request: SearchRequest) -> Plan:
 
 
 def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection]]:
-    """The layouts that fit, and the rejected ones, in the order in which they are tried.
-
-    ConfigError if the request has one number of tensor-parallel ranks, and the model cannot be
-    sharded so.
-    """
+    """The layouts that fit, and the rejected ones, in the order in which they are tried;
+    ConfigError as `why_not_g_tensor`."""
     rows: list[Candidate] = []
     rejected: list[Rejection] = []
     for g_tensor in request.g_tensor:
@@ -263,8 +260,7 @@ def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection
 def why_not_g_tensor(request: SearchRequest, g_tensor: int) -> str | None:
     """The reason why no number of stages can have so many tensor-parallel ranks; None if some can.
 
-    With one number in the request nodes are not looked at, and ConfigError says why the model
-    cannot be sharded.
+    If the request has one number alone, nodes do not count, and the reason is a ConfigError.
     """
     gpus, on_node = request.gpus, request.cluster.gpus_per_node
     if gpus % g_tensor:
@@ -357,11 +353,7 @@ def split_layers(
     model: ProfiledModel, layout: Layout, overhead: float, rank_budget: float
 ) -> Sequence[StageLoad] | Rejection:
     """The loads of the stages, with their work balanced as well as `rank_budget` bytes a rank
-    allow.
-
-    `overhead` is as in `Cluster.overhead_bytes`. If no split fits, the reason is the memory of the
-    fullest stage of the best balanced split.
-    """
+    allow; else the reason is the memory of the fullest stage of the best balanced split."""
     grid, microbatches = layout.grid, layout.microbatches
     balanced = model.stages(grid.g_inter, grid.g_data, microbatches=microbatches)
     assert balanced is not None, "there is no limit"

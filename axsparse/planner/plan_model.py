@@ -270,12 +270,10 @@ def plan_for(
     """The layouts in which a model can train on `gpus` devices: the recommended one, and all
     others.
 
-    `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has the batch, the
-    pruning and everything else (default: `Config()`). `score` is the criterion that `build` will be
-    given, so that the memory is counted in which it draws masks. `g_tensor` are the numbers of
-    tensor-parallel ranks to try for each stage (`layout.g_tensor`); None: the configuration's.
-    Needs no device and no MPI. Raises ConfigError if nothing fits, or for `g_tensor` that are no
-    integers from 1 on, and MissingInputError for an unknown cluster.
+    `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has everything else
+    (default: `Config()`). `score` is the criterion that draws masks, so that its memory is counted.
+    `g_tensor` are the numbers of tensor-parallel ranks to try; None: the configuration's. Needs no
+    device and no MPI. ConfigError if nothing fits, MissingInputError for an unknown cluster.
     """
     if g_tensor is not None and not (g_tensor and all(type(m) is int and m > 0 for m in g_tensor)):
         raise ConfigError(

@@ -96,14 +96,12 @@ def _largest(layers: Sequence[LayerInfo]) -> int:
 def calibration_memory(
     model: ProfiledModel, layers: Sequence[LayerInfo], stored: StateFormat
 ) -> CalibrationMemory:
-    """The memory of a stage of these layers of a full model while `Calibration` of
-    `pruning.calibration` draws its masks, layer by layer, before it has any state; `stored` is the
-    format of the state.
+    """The memory of a stage of these layers of a full model while `pruning.calibration` draws its
+    masks, layer by layer, before it has any state in the format `stored`.
 
-    A layer is dense and without moments, and has only weights where nothing is pruned. The stage
-    has the activations of all samples and the statistics of all matrices of the layer, and works on
-    one matrix at a time. One more microbatch, which is held out, is there twice: it also passes
-    through the layers as they were. Masks lie in the host's memory until state is built.
+    A layer is dense and without moments. The stage has the activations of all samples and the
+    statistics of all matrices of the layer, and works on one matrix at a time. One more microbatch,
+    which is held out, also passes through the layers as they were.
     """
     pruning, dense = model.config.pruning, replace(stored, moments=(), replicas=1)
     ties, kept, on_host = model.profile.ties, model.kept, model.on_host
@@ -186,11 +184,7 @@ def copied_bytes(config: Config) -> float:
 
 @dataclass(frozen=True)
 class ProfiledModel:
-    """A model whose layers have been profiled, as a configuration trains it.
-
-    The layout search asks for the loads of the stages of each layout. From these and a cluster's
-    constants follow memory (`stage_memory`) and time (`step_cost`).
-    """
+    """A model whose layers have been profiled, as a configuration trains it."""
 
     config: Config
     """The settings of the run, with the precision decided."""
@@ -280,12 +274,8 @@ class ProfiledModel:
         return found
 
     def tp_shard(self, g_tensor: int) -> ProfiledModel:
-        """The model of the last rank, which holds most: of a vocabulary that does not divide it has
-        the larger part. ConfigError as `shards`.
-
-        Kept entries are spread evenly over the shards of a tensor and rounded up. In a run the
-        thresholds of masks decide.
-        """
+        """The model of the last rank, which holds most, with kept entries spread evenly over the
+        shards of a tensor. ConfigError as `shards`."""
         if g_tensor == 1:
             return self
         if g_tensor not in self._of_shards:
@@ -312,13 +302,11 @@ class ProfiledModel:
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
     ) -> list[StageLoad] | None:
-        """The load of each of `g_inter` stages, first to last.
+        """The load of each of `g_inter` stages: the stage with most work has as little as can be,
+        among the splits whose every stage passes `fits`; None if there is no such split.
 
-        The model is split so that the stage with most work has as little as can be, among the
-        splits whose every stage passes `fits`. None if there is no such split; without `fits` there
-        always is one. `g_data` is the number of replicas, over which state may be sharded;
-        `microbatches`, per step and replica, may decide in which precision gradients add up.
-        `g_inter` is at most `most_stages`.
+        State may be sharded over `g_data` replicas; `microbatches`, per step and replica, may
+        decide in which precision gradients add up.
         """
         known: dict[tuple[int, Contents], bool] = {}
 
@@ -482,7 +470,6 @@ class ProfiledModel:
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
         """The most bytes that a checkpoint holds in memory at a time.
 
-        Masters and moments are saved in fp32, and frozen tensors as they are, each tensor once.
         Each layer goes to the writer with least so far, so that no writer has more than an equal
         share and the largest layer. A copy that waits for space in the buffer comes on top of it.
         """
@@ -552,9 +539,8 @@ def _trained(layer: LayerInfo) -> int:
 
 
 def _most_trained(layers: Sequence[LayerInfo], kept: float) -> int:
-    """The largest number of entries of dense gradients in memory: one layer's, and, next to its
-    tensors of more than `kept` entries, another layer's freed smaller ones, which the C library
-    keeps."""
+    """The most entries of dense gradients in memory: one layer's, and next to its tensors of more
+    than `kept` entries another layer's freed smaller ones, which the C library keeps."""
     parts = []
     for layer in layers:
         sizes = [parameter.numel for parameter in layer.parameters if parameter.trained]

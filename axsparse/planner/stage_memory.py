@@ -130,10 +130,8 @@ def memory_budget(
 ) -> MemoryBudget:
     """The memory budget of a rank that has `found` bytes of its host or its GPU.
 
-    `overhead` is the bytes that its process takes in addition to model state and activations, and
-    `limit` the bytes that the user allows it (`layout.memory_per_rank`, everything included), which
-    replace `found`. Of a host's memory without a limit the rest after the overhead counts by
-    `HOST_SHARE`.
+    `limit` are the bytes that the user allows it (`layout.memory_per_rank`), in place of `found`.
+    Of a host's memory without a limit the rest after the overhead counts by `HOST_SHARE`.
     """
     if limit is not None:
         return MemoryBudget(limit, overhead)
@@ -218,11 +216,8 @@ def most_in_flight(schedule: Schedule, *, stage: int, g_inter: int, microbatches
 def peak_in_flight(
     schedule: Schedule, *, stage: int, g_inter: int, microbatches: int, size: float = 1.0
 ) -> float:
-    """The most that a stage holds at a time, in units of a microbatch in flight, of which a
-    deferred one takes `size`.
-
-    That is all that the schedule allows, whether or not arrivals lead to it.
-    """
+    """The most that the schedule lets a stage hold at a time, in units of a microbatch in flight,
+    of which a deferred one takes `size`."""
     if schedule.split_backward and schedule.name in ("1f1b", "gpipe"):
         return _most_of_order(schedule, stage, g_inter, microbatches, size)
     most = most_in_flight(schedule, stage=stage, g_inter=g_inter, microbatches=microbatches)
@@ -276,10 +271,9 @@ class ActivationMemory:
 def activation_memory(layers: Sequence[LayerInfo], checkpoint_activations: int) -> ActivationMemory:
     """The activations that a stage of these layers holds for one sample.
 
-    Of a recomputed layer (see `is_recomputed`) only the inputs are kept, and its other activations
-    exist while its backward runs. A backward goes from the gradient of one activation to the
-    gradient of the one before: two exist at a time, and memory that belongs to both of them is not
-    free yet. Layers without known costs (of a model without example) count nothing.
+    Of a recomputed layer only the inputs are kept, and its other activations exist while its
+    backward runs. In a backward the gradients of two activations exist at a time. Layers without
+    known costs (of a model without example) count nothing.
     """
     working = 0
     counted: list[tuple[int, int]] = []
@@ -311,8 +305,6 @@ def activation_memory(layers: Sequence[LayerInfo], checkpoint_activations: int) 
 
 
 def is_recomputed(number: int, checkpoint_activations: int) -> bool:
-    """Whether the backward recomputes the layer of this number within its stage.
-
-    Every `checkpoint_activations`-th layer is recomputed, from the first on; 0: none.
-    """
+    """Whether the backward recomputes the layer of this number within its stage: every
+    `checkpoint_activations`-th one, from the first on; 0: none."""
     return checkpoint_activations > 0 and number % checkpoint_activations == 0

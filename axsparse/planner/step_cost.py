@@ -241,11 +241,8 @@ def _ring_rate(group: Group, cluster: Cluster) -> float:
 
 
 def optimizer_seconds(load: StageLoad, cluster: Cluster, weight_bytes: int) -> float:
-    """The seconds of the optimizer on one stage.
-
-    It reads gradients and indices once, reads and writes masters and moments, and writes the kept
-    weights of `weight_bytes` each. Offloaded state moves to the device and back at the same time.
-    """
+    """The seconds of the optimizer on one stage: it reads gradients and indices once, reads and
+    writes masters and moments, and writes the kept weights. Offloaded state moves meanwhile."""
     state = load.state
     values = state.master + state.optimizer + state.offloaded
     moved = state.gradient + state.index + 2 * values + weight_bytes * load.kept
@@ -283,11 +280,9 @@ def simulate_step(
 ) -> StepRun:
     """Play one step of `microbatches` a replica.
 
-    A stage reduces its gradients once all its replicas have finished their last backward. The
-    norm of all gradients comes before any update, so the optimizer begins once all stages have
-    reduced. Jitter depends on the replica alone: two schedules with the same microbatches see
-    the same delays. With jitter `PLAYED_REPLICAS` are played at most; they are a sample then, and
-    the slowest of a sample is faster than the slowest of all.
+    A stage reduces its gradients once all its replicas have finished their last backward, and the
+    optimizer begins once all stages have reduced. Two schedules with the same microbatches see the
+    same jitter.
     """
     pipelines: dict[int, PipelineRun] = {}
     for replica in _played(costs, cluster, grid):
@@ -348,10 +343,8 @@ def durations(
     """The seconds of every action, with jitter.
 
     Each is its cost times exp(σ N − σ² / 2), of mean 1, where N is standard normal and σ is
-    `jitter`. `key` seeds the generator. The two parts of a split backward have one factor, so that
-    splitting makes delays neither longer nor shorter. Each of the `g_tensor`, the tensor-parallel
-    ranks of a stage, has its own factors; their sums let all of them wait for the slowest, and take
-    no longer by themselves.
+    `jitter`; `key` seeds the generator. The two parts of a split backward have one factor. Of the
+    `g_tensor` tensor-parallel ranks of a stage all wait for the slowest.
     """
     chance = random.Random(key)  # noqa: S311 - delays, not secrets
     shift = jitter**2 / 2

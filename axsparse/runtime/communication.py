@@ -55,11 +55,10 @@ class Event(Protocol):
 class Message:
     """One microbatch's tensors between neighbouring stages.
 
-    A message is identified by its direction and its microbatch number. In a backward message None
-    stands in `tensors` for a tensor that asked for a gradient and got none; in a forward message it
-    stands before the activations of a teacher, if there is one. `requires_grad` says
-    of each tensor of a forward message whether its gradient is to come back; if it is empty, no
-    gradient is.
+    In a backward message None stands in `tensors` for a tensor that asked for a gradient and got
+    none; in a forward message it stands before the activations of a teacher, if there is one.
+    `requires_grad` says of each tensor of a forward message whether its gradient is to come back;
+    if it is empty, none is.
     """
 
     direction: Direction
