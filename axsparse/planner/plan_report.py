@@ -28,10 +28,15 @@ _LEFT = frozenset(
 def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
     for plan in plans:
         yield f"{plan.request.method}: " * (len(plans) > 1) + answer(plan)
-    if plans[-1].baselines:
+    last = plans[-1]
+    if last.baselines:
+        own = [
+            (f"{plan.request.method}, {plan.recommended.layout.grid}", plan.recommended.most_bytes)
+            for plan in plans
+        ]
         yield ""
-        yield from table(baseline_cells(plans))
-        yield baseline_remark(plans[-1].recommended.layout, plans[-1].request.cluster)
+        yield from table(_baseline_cells(own, last.baselines, last.request.rank_budget))
+        yield _baseline_remark(last.recommended.layout, last.request.cluster)
     for plan in plans:
         yield ""
         yield from _of_one(plan)
@@ -46,9 +51,9 @@ def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
     least, request = refusal.least, refusal.request
     yield refusal.answer
     yield ""
-    own = (f"{request.method}, {least.layout.grid}", least.nbytes)
-    yield from table(_comparison_cells([own], refusal.baselines, request.rank_budget))
-    yield baseline_remark(least.layout, request.cluster)
+    own = f"{request.method}, {least.layout.grid}", least.nbytes
+    yield from table(_baseline_cells([own], refusal.baselines, request.rank_budget))
+    yield _baseline_remark(least.layout, request.cluster)
     yield ""
     yield "rejected, with the work of the stages balanced:"
     yield from rejections(refusal.rejected)
@@ -65,18 +70,10 @@ def answer(plan: Plan) -> str:
     return f"fits: {best.layout.grid}, {used} of {rank_budget} GB{stored}{recomputed}"
 
 
-def baseline_cells(plans: Sequence[Plan]) -> list[dict[str, str]]:
-    """The memory of a device by these plans and by other ways of training, as texts by column."""
-    own = [
-        (f"{plan.request.method}, {plan.recommended.layout.grid}", plan.recommended.most_bytes)
-        for plan in plans
-    ]
-    return _comparison_cells(own, plans[-1].baselines, plans[-1].request.rank_budget)
-
-
-def _comparison_cells(
+def _baseline_cells(
     own: Sequence[tuple[str, float]], others: Sequence[Baseline], rank_budget: float
 ) -> list[dict[str, str]]:
+    """The memory of a device by `own` plans and by other ways of training, as texts by column."""
     named = [(name, "by plan", nbytes) for name, nbytes in own]
     named += [(each.name, each.formula, each.nbytes) for each in others]
     return [
@@ -90,7 +87,7 @@ def _comparison_cells(
     ]
 
 
-def baseline_remark(layout: Layout, cluster: Cluster) -> str:
+def _baseline_remark(layout: Layout, cluster: Cluster) -> str:
     """The note on the contents of the figures of other ways of training."""
     return (
         f"dense: formulas of the ZeRO paper ({PAPER}), activations of microbatches of "
@@ -116,7 +113,7 @@ def _of_one(plan: Plan) -> Iterator[str]:
     yield f"because {because(plan)}"
     yield ""
     yield "memory of each stage, GB:"
-    yield from table([memory_cells(best, stage) for stage in shown_stages(best)])
+    yield from table([_memory_cells(best, stage) for stage in _shown_stages(best)])
     if layout.grid.g_tensor > 1:
         sent = gigabytes(max(best.sum_bytes))
         yield f"a tensor-parallel rank sends up to {sent} GB to its group in a step"
@@ -277,7 +274,7 @@ def cells(plan: Plan, row: Candidate) -> dict[str, str]:
     }
 
 
-def memory_cells(row: Candidate, stage: int) -> dict[str, str]:
+def _memory_cells(row: Candidate, stage: int) -> dict[str, str]:
     memory = row.memory[stage]
     return {
         "stage": str(stage),
@@ -287,7 +284,7 @@ def memory_cells(row: Candidate, stage: int) -> dict[str, str]:
     }
 
 
-def shown_stages(row: Candidate) -> list[int]:
+def _shown_stages(row: Candidate) -> list[int]:
     """The stages whose memory is listed: all of few, else the first, the fullest and the last."""
     number = len(row.memory)
     if number <= MOST_STAGES:
@@ -296,15 +293,13 @@ def shown_stages(row: Candidate) -> list[int]:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    third, cluster = has_tensor_parallelism(plan), plan.request.cluster
+    cluster = plan.request.cluster
     return {
         "answer": answer(plan),
-        **_request_json(plan.request),
+        **_request_json(plan.request, plan.rejected, plan.baselines),
         "taken": dict(plan.taken),
-        "baselines": _baselines_json(plan.baselines, plan.request),
         "because": because(plan),
         "rows": [_row_json(plan, row) for row in plan.rows],
-        "rejected": [_rejection_json(each, has_tensor_parallelism=third) for each in plan.rejected],
         "constants": {
             name: {"value": getattr(cluster, name), **asdict(origin)}
             for name, origin in cluster.origins.items()
@@ -313,21 +308,17 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def refusal_json(refusal: Refusal) -> dict[str, Any]:
-    """Everything about a search request that nothing fits, in bytes."""
-    third = len(refusal.request.g_tensor) > 1
     return {
         "answer": refusal.answer,
-        **_request_json(refusal.request),
+        **_request_json(refusal.request, refusal.rejected, refusal.baselines),
         "least_bytes": refusal.least.nbytes,
         "fewest_devices": refusal.fewest,
-        "baselines": _baselines_json(refusal.baselines, refusal.request),
-        "rejected": [
-            _rejection_json(each, has_tensor_parallelism=third) for each in refusal.rejected
-        ],
     }
 
 
-def _request_json(request: SearchRequest) -> dict[str, Any]:
+def _request_json(
+    request: SearchRequest, rejected: Sequence[Rejection], baselines: Sequence[Baseline]
+) -> dict[str, Any]:
     return {
         "method": request.method,
         "model": request.model.name,
@@ -336,33 +327,23 @@ def _request_json(request: SearchRequest) -> dict[str, Any]:
         "gpus": request.gpus,
         "memory_bytes": request.rank_budget,
         "recomputes": request.model.recomputes,
+        "rejected": list(map(asdict, rejected)),
+        "baselines": [
+            {
+                "name": each.name,
+                "formula": each.formula,
+                "bytes": each.nbytes,
+                "fits": each.nbytes <= request.rank_budget,
+            }
+            for each in baselines
+        ],
     }
 
 
-def _baselines_json(found: Sequence[Baseline], request: SearchRequest) -> list[dict[str, Any]]:
-    return [
-        {
-            "name": each.name,
-            "formula": each.formula,
-            "bytes": each.nbytes,
-            "fits": each.nbytes <= request.rank_budget,
-        }
-        for each in found
-    ]
-
-
-def _rejection_json(rejection: Rejection, *, has_tensor_parallelism: bool) -> dict[str, Any]:
-    found = asdict(rejection)
-    if not has_tensor_parallelism:
-        del found["g_tensor"]
-    return found
-
-
 def _row_json(plan: Plan, row: Candidate) -> dict[str, Any]:
+    grid = row.layout.grid
     return {
-        "g_inter": row.layout.grid.g_inter,
-        **({"g_tensor": row.layout.grid.g_tensor} if has_tensor_parallelism(plan) else {}),
-        "g_data": row.layout.grid.g_data,
+        **asdict(grid),
         "microbatch_size": row.layout.microbatch_size,
         "microbatches": row.layout.microbatches,
         "schedule": asdict(row.layout.schedule),
@@ -373,11 +354,7 @@ def _row_json(plan: Plan, row: Candidate) -> dict[str, Any]:
         "stages": [
             {
                 "layers": load.layers,
-                **(
-                    {"sum_bytes": row.layout.sum_bytes(load)}
-                    if has_tensor_parallelism(plan)
-                    else {}
-                ),
+                "sum_bytes": row.layout.sum_bytes(load),
                 "memory": {**asdict(memory), "total": memory.total},
                 "phases": phases,
             }
