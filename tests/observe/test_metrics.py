@@ -94,13 +94,6 @@ def test_metrics_are_keys_of_their_own_and_what_is_not_finite_is_null(
     assert written(tmp_path, record) == [line]
 
 
-def test_a_resumed_run_appends(tmp_path: Path) -> None:
-    for step in (1, 2):
-        lines = written(tmp_path, replace(STEP_RECORD, step=step))
-
-    assert [line["step"] for line in lines] == [1, 2]
-
-
 def test_what_cannot_be_written_is_named_with_its_mend(tmp_path: Path) -> None:
     with pytest.raises(
         OutputError,

@@ -74,19 +74,6 @@ def test_time_belongs_to_the_innermost_block_around_it(
         assert phases.end_step() == expected
 
 
-def test_a_step_may_begin_and_end_within_a_block() -> None:
-    clock = Clock()
-    phases = Phases(clock)
-
-    with phases("data"):
-        clock.now += 1
-        phases.begin_step()
-        clock.now += 2
-        seconds = phases.end_step()
-
-    assert seconds == times(data=2)
-
-
 def test_an_unknown_phase_and_a_step_that_never_began_are_mistakes() -> None:
     phases = Phases()
     with pytest.raises(KeyError, match="compile"):
@@ -96,15 +83,6 @@ def test_an_unknown_phase_and_a_step_that_never_began_are_mistakes() -> None:
 
     with pytest.raises(AssertionError, match="end_step without begin_step"):
         phases.end_step()
-
-
-def test_the_phase_under_way_can_be_asked_for() -> None:
-    phases = Phases(Clock())
-
-    with phases("compute"), phases("compress"):
-        inner = phases.current
-
-    assert (inner, phases.current) == ("compress", "other")
 
 
 def test_work_is_counted_and_looking_for_messages_is_not() -> None:

@@ -20,7 +20,7 @@ from axsparse.observe.phases import PHASES
 from axsparse.observe.recorder import Recorder, RunFigures, StepFigures
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Op, Work
-from axsparse.runtime.console import Console
+from axsparse.runtime.console import Console, Unit
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
@@ -100,20 +100,6 @@ def test_after_five_steps_the_plan_is_held_against_what_was_measured(tmp_path: P
     assert line.endswith("peak memory 44 B, predicted 40 B; 2 s a step, predicted 1.8")
 
 
-def test_a_step_is_written_down_when_the_next_one_comes(tmp_path: Path) -> None:
-    screen = Screen(tmp_path)
-
-    screen.recorder.step(figures(1), seconds(), MOST)
-    assert screen.records == []
-    screen.recorder.step(figures(2), seconds(), MOST)
-    assert [record["step"] for record in screen.records] == [1]
-    screen.recorder.flush()
-    assert [record["step"] for record in screen.records] == [1, 2]
-    screen.end()
-
-    assert [record["step"] for record in screen.records] == [1, 2]
-
-
 def test_a_record_has_figures_phases_rates_and_bytes(tmp_path: Path) -> None:
     screen, began = Screen(tmp_path), time.time()
     screen.recorder.step(figures(3), seconds(2.0), MOST)
@@ -142,28 +128,31 @@ def test_a_record_has_figures_phases_rates_and_bytes(tmp_path: Path) -> None:
     }
 
 
-def test_an_evaluation_comes_after_the_steps_before_it(tmp_path: Path) -> None:
-    screen = Screen(tmp_path)
+@pytest.mark.parametrize(
+    ("unit", "loss", "metrics", "record", "line"),
+    [
+        ("tokens", 0.0, {}, {"perplexity": 1.0}, "loss 0.0000  perplexity 1.000"),
+        ("samples", 0.25, {"top1": 0.875}, {"top1": 0.875}, "loss 0.2500  top1 87.50 %"),
+    ],
+)
+def test_an_evaluation_comes_after_the_steps_before_it(
+    unit: Unit,
+    loss: float,
+    metrics: dict[str, float],
+    record: dict[str, float],
+    line: str,
+    tmp_path: Path,
+) -> None:
+    screen = Screen(tmp_path, run=replace(RUN, unit=unit))
     screen.recorder.step(figures(5), seconds(), MOST)
 
-    screen.recorder.evaluation(5, 0.0, {})
+    screen.recorder.evaluation(5, loss, metrics)
     screen.recorder.close()
 
-    assert [record["step"] for record in screen.records] == [5, 5]
-    assert screen.records[1] == {"step": 5, "eval_loss": 0.0, "perplexity": 1.0}
-    assert screen.lines[-1] == "step 5/12  validation loss 0.0000  perplexity 1.000"
-
-
-def test_samples_that_are_no_tokens_have_metrics_and_no_perplexity(tmp_path: Path) -> None:
-    screen = Screen(tmp_path, run=replace(RUN, unit="samples"))
-    screen.recorder.step(figures(5), seconds(), MOST)
-
-    screen.recorder.evaluation(5, 0.25, {"top1": 0.875})
-    screen.recorder.close()
-
-    assert screen.records[1] == {"step": 5, "eval_loss": 0.25, "top1": 0.875}
-    assert "500 samples/s" in screen.lines[0]
-    assert screen.lines[-1] == "step 5/12  validation loss 0.2500  top1 87.50 %"
+    assert [each["step"] for each in screen.records] == [5, 5]
+    assert screen.records[1] == {"step": 5, "eval_loss": loss, **record}
+    assert f"500 {unit}/s" in screen.lines[0]
+    assert screen.lines[-1] == f"step 5/12  validation {line}"
 
 
 def test_the_first_the_last_and_every_tenth_step_are_shown(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,8 +21,6 @@ from axsparse.pipeline.policy import (
     Kind,
     MessageDriven,
     Policy,
-    Schedule,
-    ScheduleName,
     action,
     forwards,
     gpipe,
@@ -324,7 +322,6 @@ def test_an_action_reads_as_its_kind_and_microbatch_and_says_where_its_result_tr
         assert action(kind, 3).kind is Kind.BACKWARD
 
 
-FORWARD, BACKWARD = Direction.FORWARD, Direction.BACKWARD
 sizes = {"g_inter": st.integers(1, 7), "microbatches": st.integers(1, 20)}
 
 
@@ -379,23 +376,6 @@ def test_lists_never_wait_for_ever_and_fill_their_bounds(
     assert dry_run([gpipe(microbatches)] * g_inter) == [microbatches] * g_inter
 
 
-@pytest.mark.parametrize("name", get_args(ScheduleName))
-def test_every_schedule_has_weight_gradients_if_backwards_are_split(name: ScheduleName) -> None:
-    policy = Schedule(name, 1, split_backward=True).policy(stage=0, g_inter=1, microbatches=2)
-
-    text = play_out(policy)
-
-    assert policy.finished
-    assert sorted(text.split()) == ["B0", "B1", "F0", "F1", "W0", "W1"]
-
-
-@pytest.mark.parametrize("is_split", [False, True])
-def test_a_stage_holds_as_many_as_there_are_stages_from_it_on_and_slack(is_split: bool) -> None:
-    schedule = Schedule("message-driven", 1, split_backward=is_split)
-
-    assert [schedule.bound(stage, 4) for stage in range(4)] == [5, 4, 3, 2]
-
-
 # -- the policy -----------------------------------------------------------------------------
 
 
@@ -427,37 +407,9 @@ def test_a_list_is_played_in_order(
     assert not policy.expects(FORWARD) and not policy.expects(BACKWARD)
 
 
-# -- the choice -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("schedule", "expected"),
-    [
-        (Schedule("1f1b", 1), "F0 F1 F2"),
-        (Schedule("gpipe", 1), "F0 F1 F2 F3"),
-    ],
-)
-def test_a_schedule_by_name_is_its_list(schedule: Schedule, expected: str) -> None:
-    policy = schedule.policy(stage=0, g_inter=2, microbatches=4)
-
-    assert isinstance(policy, InOrder)
-    # 1F1B holds 2 − 0 + 1 forwards, GPipe all.
-    assert play_out(policy) == expected
-
-
 def test_gpipe_runs_all_forwards_first_and_weight_gradients_follow_their_backwards() -> None:
     assert to_text(gpipe(3)) == "F0 F1 F2 B0 B1 B2"
     assert to_text(with_weights(from_text("F0 F1 B0 B1"))) == "F0 F1 B0 W0 B1 W1"
     # What a list holds counts until the weight gradients have run.
     assert dry_run([from_text("F0 B0 F1 B1 W0 W1")]) == [2]
     assert dry_run([from_text("F0 B0 W0 F1 B1 W1")]) == [1]
-
-
-def test_the_message_driven_schedule_passes_its_slack_on() -> None:
-    policy = Schedule("message-driven", 1).policy(stage=0, g_inter=2, microbatches=9)
-    said = [policy.next() for _ in range(2)]
-    policy.arrived(BACKWARD, 0)
-    said += [policy.next() for _ in range(2)]
-
-    assert isinstance(policy, MessageDriven)
-    assert to_text(action for action in said if action) == "F0 F1 F2 B0"

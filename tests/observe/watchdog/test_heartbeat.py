@@ -23,7 +23,6 @@ from axsparse.observe.watchdog.heartbeat import (
     error_line,
     process_state,
     report,
-    state_line,
     straggler,
 )
 from axsparse.runtime.grid import Grid
@@ -53,10 +52,6 @@ def test_what_a_rank_writes_others_read(folders: list[HeartbeatFolder]) -> None:
 
     assert folders[0].read(1) == BEAT
     assert folders[0].read(0) is None
-
-
-def test_one_rank_reports(folders: list[HeartbeatFolder]) -> None:
-    assert [heartbeats.claim() for heartbeats in folders] == [True, False]
 
 
 def test_stacks_are_there_as_long_as_a_rank_is_quiet(folders: list[HeartbeatFolder]) -> None:
@@ -203,16 +198,6 @@ def test_the_report_has_the_line_then_each_rank_then_all_stacks() -> None:
         "rank 0 (stage 0, replica 0):\nstacks of 0\n\n"
         "rank 1 (stage 1, replica 0):\nno stacks: it is not there\n\n"
         "rank 3 (stage 1, replica 1):\nstacks of 3\n"
-    )
-
-
-def test_awaited_messages_are_told() -> None:
-    both = ("activation 3 from rank 0", "gradient 1 from rank 2")
-
-    line = state_line(seen(1, heartbeat=replace(WAITING, awaited=both)))
-
-    assert line.endswith(
-        "without progress; awaits activation 3 from rank 0, gradient 1 from rank 2"
     )
 
 
