@@ -90,7 +90,7 @@ def compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
     return node
 
 
-def _value(node: yaml.Node, here: str) -> Any:
+def value_of(node: yaml.Node, here: str) -> Any:
     """The value of a node; ConfigError for one that YAML cannot make of it."""
     try:
         return YamlLoader("").construct_object(node, deep=True)
@@ -343,7 +343,7 @@ def _reject_unknown(key: str, origin: str) -> None:
 def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
     """A scalar or a flat list of scalars, since the schema has no other value but the settings of
     another library."""
-    value = _value(node, f"{key} ({origin})")
+    value = value_of(node, f"{key} ({origin})")
     items = value if isinstance(value, list) else [value]
     if key != HF and any(isinstance(item, list | dict) for item in items):
         raise ConfigError(

@@ -6,16 +6,18 @@ Each constant says where it comes from. Cluster files are YAML; some are bundled
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import fields
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Annotated, Literal, TypeAlias, get_args
 
 import yaml
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
-from axsparse.config.load import compose, entries, find_file, read_text
+from axsparse.config.load import compose, entries, find_file, read_text, value_of
 from axsparse.runtime.errors import ConfigError
 
 Kind: TypeAlias = Literal["measured", "fitted", "assumed"]
@@ -24,12 +26,21 @@ Precision: TypeAlias = Literal["fp32", "bf16", "fp16"]
 _FOLDER = Path(__file__).parent / "clusters"
 DEFAULT_CLUSTER = "laptop"
 """The bundled cluster that the planner takes where none is named."""
+Positive = Annotated[float, Field(gt=0)]
+FromZero = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Flag = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
 class Origin:
     kind: Kind
-    source: str
+    source: Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True, config={"extra": "forbid"})
+class _Constant(Origin):
+    value: Annotated[float, Field(allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,65 +48,65 @@ class Cluster:
     """Equal nodes of equal devices, one for each rank. Units are bytes, seconds and flops."""
 
     name: str
-    memory_bytes: float
-    peak_fp32: float | None = None
+    memory_bytes: Positive
+    peak_fp32: Positive | None = None
     """Flop/s of a device, as its maker states them; None if it has no unit for this precision."""
-    peak_bf16: float | None = None
-    peak_fp16: float | None = None
-    efficiency: float
+    peak_bf16: Positive | None = None
+    peak_fp16: Positive | None = None
+    efficiency: Fraction
     """e: the fraction of the peak that forwards and backwards reach."""
-    memory_bandwidth: float
-    gpus_per_node: int
+    memory_bandwidth: Positive
+    gpus_per_node: Annotated[int, Field(ge=1)]
     """Devices of a node, and so ranks of a node."""
-    intra_node_bandwidth: float
+    intra_node_bandwidth: Positive
     """B_p within a node: bytes/s of a message between neighbouring stages, software and staging
     included. The sender and the receiver are each busy for this time."""
-    intra_node_latency: float
+    intra_node_latency: FromZero
     """Seconds from the end of sending to the arrival, in which neither is busy."""
-    message_overhead: float | None = None
+    message_overhead: FromZero | None = None
     """Seconds that sending or receiving a message takes from a stage whatever its bytes, as its
     host waits for the device before it launches the next kernels."""
-    inter_node_bandwidth: float
-    inter_node_latency: float
-    nic_bandwidth: float
+    inter_node_bandwidth: Positive
+    inter_node_latency: FromZero
+    nic_bandwidth: Positive
     """Bytes/s that leave a node through its network cards, which all rings of the node share."""
-    nic_efficiency: float
+    nic_efficiency: Fraction
     """η: the fraction of `nic_bandwidth` that an all-reduce reaches."""
-    ring_bandwidth: float
+    ring_bandwidth: Positive
     """Bytes/s of an all-reduce ring inside a node, for each device."""
-    peer_bandwidth: float | None = None
+    peer_bandwidth: Positive | None = None
     """Bytes/s of the links between two devices of a node that no switch joins; None if one does."""
-    ring_latency: float
+    ring_latency: FromZero
     """α: seconds of each of the 2 (D − 1) hops in a ring of D devices."""
-    node_ring_latency: float | None = None
+    node_ring_latency: FromZero | None = None
     """α of rings within a node; None: as between nodes."""
-    weight_rate: float | None = None
+    weight_rate: Positive | None = None
     """ω: weights a second that a forward reads, whatever the size of its microbatch; None where
     the arithmetic hides that time, as on GPUs."""
-    weight_share: float | None = None
+    weight_share: Positive | None = None
     """τ: the time of the products that make gradients of weights, relative to as many flops at
     `efficiency`; None: 1."""
-    traffic: float | None = None
+    traffic: FromZero | None = None
     """Bytes that kernels move, relative to the count of `benchmarks/published/transformer.py`; None
     where `efficiency` carries that time as well."""
-    fused_attention: float | None = None
+    fused_attention: Flag | None = None
     """1 if the cluster's usual software computes attention without storing scores, 0 or None if
     not."""
-    overlapped_messages: float | None = None
+    overlapped_messages: Flag | None = None
     """1 if messages travel while their sender and receiver compute, 0 or None if both wait."""
-    scattered_messages: float | None = None
+    scattered_messages: Flag | None = None
     """1 if the devices that share a layer each send their part of a message to the next stage, 0
     or None if each sends all of it."""
-    compression_rate: float
+    compression_rate: Positive
     """κ: dense gradient entries a second that a backward compresses."""
-    overhead_bytes: float
+    overhead_bytes: FromZero
     """c: bytes of a device's memory that framework and libraries hold."""
-    host_memory_bytes: float | None = None
+    host_memory_bytes: Positive | None = None
     """Memory of the host for each of its devices; None if devices compute in the host's memory."""
-    host_bandwidth: float | None = None
+    host_bandwidth: Positive | None = None
     """Bytes/s between a device and its host, in both directions at once; None if there is no host
     memory to offload to."""
-    jitter: float
+    jitter: FromZero
     """σ of the logarithm of a random factor, of mean 1, on every forward and backward."""
     origins: Mapping[str, Origin]
 
@@ -121,36 +132,8 @@ class Cluster:
 
 
 CONSTANTS = tuple(field.name for field in fields(Cluster) if field.name not in ("name", "origins"))
-_OPTIONAL = frozenset(field.name for field in fields(Cluster) if field.default is None)
 _PEAKS = tuple(f"peak_{precision}" for precision in get_args(Precision))
-_PARTS = ("value", "kind", "source")
-_RULES: Sequence[tuple[str, Callable[[float], bool], frozenset[str]]] = (
-    (
-        "a number of at least 0",
-        lambda value: value >= 0,
-        frozenset(
-            {"intra_node_latency", "inter_node_latency", "ring_latency", "node_ring_latency"}
-            | {"message_overhead", "overhead_bytes", "jitter", "traffic"}
-        ),
-    ),
-    (
-        "a number above 0 and at most 1",
-        lambda value: 0 < value <= 1,
-        frozenset({"efficiency", "nic_efficiency"}),
-    ),
-    (
-        "1 for yes or 0 for no",
-        lambda value: value in (0, 1),
-        frozenset({"fused_attention", "overlapped_messages", "scattered_messages"}),
-    ),
-    (
-        "a whole number of at least 1",
-        lambda value: value > 0 and value % 1 == 0,
-        frozenset({"gpus_per_node"}),
-    ),
-    ("a positive number", lambda value: value > 0, frozenset(CONSTANTS)),
-)
-"""Rules for constants: the first rule that has a constant's name counts."""
+_READ_CONSTANT = TypeAdapter(_Constant).validate_python
 
 
 def load_cluster(source: str) -> Cluster:
@@ -171,31 +154,42 @@ def cluster_text(source: str) -> str:
 @cache
 def parse_cluster(text: str, file: str) -> Cluster:
     """Read the text of a cluster file; the cluster's name is the stem of `file`."""
-    values: dict[str, float] = {}
-    origins: dict[str, Origin] = {}
+    constants: dict[str, _Constant] = {}
+    places: dict[str, str] = {}
     root = compose(text, lambda line: f"{file}:{line}")
-    constants = () if root is None else entries(root, file, file, partial(_reject, CONSTANTS))
-    for key, here, node in constants:
-        inner = entries(node, here, file, partial(_reject, _PARTS))
-        parts = {part: (where, leaf) for part, where, leaf in inner}
-        for part in _PARTS:
-            if part not in parts:
-                raise ConfigError(
-                    f"{here}: {key} has no {part}; write {key}: {{value: …, kind: "
-                    f"{'|'.join(KINDS)}, source: …}}"
-                )
-        values[key] = _number(key, *parts["value"])
-        origins[key] = _origin(key, parts["kind"], parts["source"])
-    lacking = [name for name in CONSTANTS if name not in values and name not in _OPTIONAL]
-    if not lacking and not values.keys() & _PEAKS:
-        lacking = sorted(_PEAKS)
-    if lacking:
+    for key, here, node in () if root is None else entries(root, file, file, _reject_unknown):
+        places[key] = here
+        try:
+            constants[key] = _READ_CONSTANT(value_of(node, here))
+        except ValidationError as reason:
+            [first, *_] = reason.errors()
+            raise ConfigError(
+                f"{here}: {'.'.join(map(str, (key, *first['loc'])))}: {first['msg']}; write {key}: "
+                f"{{value: …, kind: {'|'.join(KINDS)}, source: …}}"
+            ) from None
+    values = {key: each.value for key, each in constants.items()}
+    origins = {key: Origin(each.kind, each.source) for key, each in constants.items()}
+    try:
+        cluster = Cluster(name=Path(file).stem, origins=origins, **values)  # type: ignore[arg-type]
+    except ValidationError as reason:
+        problems = {str(each["loc"][0]): each["msg"] for each in reason.errors()}
+        wrong = next((key for key in problems if key in values), None)
+        if wrong is None:
+            raise _missing(file, min(problems, key=CONSTANTS.index)) from None
         raise ConfigError(
-            f"cluster file {file}: {lacking[0]} is missing; give every constant of "
-            f"{', '.join(CONSTANTS)} (of the peaks those that there are)"
-        )
-    gpus = values.pop("gpus_per_node")
-    return Cluster(name=Path(file).stem, gpus_per_node=int(gpus), origins=origins, **values)
+            f"{places[wrong]}: {wrong} is {values[wrong]:g}: {problems[wrong]}; docs/howto/plan.md "
+            "explains the constants"
+        ) from None
+    if not values.keys() & _PEAKS:
+        raise _missing(file, min(_PEAKS))
+    return cluster
+
+
+def _missing(file: str, key: str) -> ConfigError:
+    return ConfigError(
+        f"cluster file {file}: {key} is missing; give every constant of "
+        f"{', '.join(CONSTANTS)} (of the peaks those that there are)"
+    )
 
 
 def to_yaml(cluster: Cluster) -> str:
@@ -208,36 +202,10 @@ def to_yaml(cluster: Cluster) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _reject(known: Sequence[str], name: str, where: str) -> None:
-    if name in known:
+def _reject_unknown(name: str, where: str) -> None:
+    """ConfigError for a name that is no constant's."""
+    if name in CONSTANTS:
         return
-    near = get_close_matches(name[:60], known, n=1)
-    suggestion = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
-    if name == "name":
-        suggestion = "it is named by its file, so leave this key out"
-    raise ConfigError(f"{where}: a cluster has no {name[:60]!r} here; {suggestion}")
-
-
-def _number(name: str, where: str, node: yaml.Node) -> float:
-    text = node.value if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    rule, passes = next((rule, passes) for rule, passes, names in _RULES if name in names)
-    if not (math.isfinite(value) and passes(value)):
-        raise ConfigError(f"{where}: {name} is {text!r}; a cluster needs {rule} here")
-    return value
-
-
-def _origin(name: str, kind: tuple[str, yaml.Node], source: tuple[str, yaml.Node]) -> Origin:
-    """The origin of a constant, from the "file:line" and the node of its kind and of its source."""
-    known = next((each for each in KINDS if each == kind[1].value), None)
-    if known is None:
-        raise ConfigError(
-            f"{kind[0]}: {name} is of kind {kind[1].value!r}; a constant is {', '.join(KINDS)}"
-        )
-    where, node = source
-    if not isinstance(node, yaml.ScalarNode) or not node.value.strip():
-        raise ConfigError(f"{where}: {name} has an empty source; say where the number comes from")
-    return Origin(known, node.value)
+    near = get_close_matches(name[:60], CONSTANTS, n=1)
+    suggestion = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(CONSTANTS)}"
+    raise ConfigError(f"{where}: a cluster has no {name[:60]!r}; {suggestion}")
