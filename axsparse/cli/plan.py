@@ -49,9 +49,9 @@ The first line is the answer, and the exit code is 78 where nothing fits. FOLDER
 folder, of which config.json alone is read; it is planned by the settings of prune_llama.yaml, in
 samples of at most 4,096 tokens.
 
-A layout is stages × replicas, or stages × tensor-parallel ranks × replicas where several ranks may
-compute a stage together. The fewest ranks for a copy of the model that fit are recommended, at
-their fastest microbatch size; the other layouts follow by predicted step. Phases are the mean over
+A layout is stages × replicas, or stages × tensor-parallel ranks × replicas where several ranks
+compute a stage together (layout.g_tensor). The fewest stages that fit are recommended, at their
+fastest microbatch size; the other layouts follow by predicted step. Phases are the mean over
 stages.
 
 A configuration with layout.g_inter, g_tensor, g_data or split leaves only those layouts.
@@ -81,8 +81,6 @@ def parser() -> CommandParser:
         "replica a microbatch"
     )
     add("--microbatch-size", metavar="N[,N…]", type=_numbers, help=text)
-    text = "tensor-parallel ranks of a stage to try; by default layout.g_tensor alone"
-    add("--g-tensor", metavar="N[,N…]", type=_numbers, help=text)
     add("--compare", metavar="METHODS", type=_methods, help="dense,samo: plan both, side by side")
     add("--json", action="store_true", help="print everything as one JSON object")
     return arguments
@@ -129,14 +127,13 @@ def _plan(arguments: argparse.Namespace) -> None:
     from axsparse.planner.what_fits import DoesNotFitError
 
     asked = planned_model(config, cluster)
-    tried = {"microbatch_sizes": arguments.microbatch_size, "g_tensor": arguments.g_tensor}
     answers, refusals = [], []
     for gpus, method in product(arguments.gpus, arguments.compare or ["start"]):
         try:
-            answers.append(asked.plan(method, cluster, gpus, **tried))
+            answers.append(asked.plan(method, cluster, gpus, arguments.microbatch_size))
         except DoesNotFitError as error:  # noqa: PERF203 - a plan takes seconds
             refusals.append(error.refusal)
-    notes = [*asked.notes, *notes, *_notes(arguments, asked, cluster, answers)]
+    notes = [*asked.notes, *notes, *_notes(arguments, asked, cluster)]
     _print(answers, refusals, notes, arguments)
     if not answers:
         exit_process(EXIT_CONFIG)
@@ -196,11 +193,8 @@ def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     return config.with_origins(folder.resolve().name, given), [note]
 
 
-def _notes(
-    arguments: argparse.Namespace, asked: PlannedModel, cluster: Cluster, answers: Sequence[Plan]
-) -> Iterator[str]:
+def _notes(arguments: argparse.Namespace, asked: PlannedModel, cluster: Cluster) -> Iterator[str]:
     from axsparse.planner.plan_model import BATCH
-    from axsparse.planner.plan_report import has_tensor_parallelism
 
     if BATCH not in asked.config.origins:
         batches = ", ".join(str(asked.batch(gpus)) for gpus in arguments.gpus)
@@ -211,16 +205,10 @@ def _notes(
             f"{cluster.overhead_bytes / 1e9:g} GB of overhead; benchmarks/calibrate.py measures "
             "one of your own"
         )
-    if cluster.host_memory_bytes is not None and any(map(has_tensor_parallelism, answers)):
+    if cluster.host_memory_bytes is not None and asked.config.layout.g_tensor > 1:
         yield (
             "no two GPUs have trained with several tensor-parallel ranks of a stage so far: they "
             "are tested on one that they share, and over NCCL on devices that are played"
-        )
-    g_tensor = asked.config.layout.g_tensor
-    if any(answer.recommended.layout.grid.g_tensor != g_tensor for answer in answers):
-        yield (
-            "training by itself takes as many tensor-parallel ranks as layout.g_tensor says, "
-            f"{g_tensor}; the --set options above train what is recommended"
         )
 
 

@@ -102,7 +102,7 @@ def fitting_row(model: ProfiledModel, grid: Grid, budget: MemoryBudget) -> Candi
     `samo.weights: auto` are decided; None if nothing fits."""
     machine = replace(machine_of(None), overhead_bytes=budget.overhead)
     request = run_request(model, machine, grid.size, [grid.g_inter], budget.nbytes)
-    rows, _ = try_layouts(replace(request, g_tensor=[grid.g_tensor]))
+    rows, _ = try_layouts(replace(request, g_tensor=grid.g_tensor))
     return rows[0] if rows else None
 
 
@@ -253,7 +253,7 @@ def run_request(
         global_batch_size=config.batch.global_batch_size,
         rank_budget=rank_budget,
         g_inter=stages,
-        g_tensor=[config.layout.g_tensor],
+        g_tensor=config.layout.g_tensor,
         microbatch_sizes=[config.batch.microbatch_size],
         schedules=[configured_schedule(pipeline, extra_in_flight=number) for number in tried],
         split_backward=only_backward(pipeline),
@@ -296,7 +296,7 @@ class Prediction:
 def row_of_grid(model: ProfiledModel, grid: Grid, cluster: Cluster | None) -> Candidate:
     """The row of a run whose layout and pipeline are decided, whatever memory there is."""
     request = run_request(model, machine_of(cluster), grid.size, [grid.g_inter], math.inf)
-    [row], _ = try_layouts(replace(request, g_tensor=[grid.g_tensor]))
+    [row], _ = try_layouts(replace(request, g_tensor=grid.g_tensor))
     return row
 
 

@@ -1,10 +1,9 @@
 """Finds the layout that a model should train in on a number of devices, and says why.
 
-Every (G_inter, G_tensor, G_data, microbatch size) of the devices is either rejected with a reason
-or simulated. The smallest model parallelism G_inter · G_tensor that fits is recommended (the
-paper's rule, section IV-B: bubble and messages grow with it), at its fastest stages,
-tensor-parallel ranks and microbatch size. The other layouts are ranked by their predicted step, so
-that everyone sees how much the rule gains or loses.
+Every (G_inter, G_data, microbatch size) of the devices is either rejected with a reason or
+simulated. The smallest G_inter that fits is recommended (the paper's rule, section IV-B: bubble and
+messages grow with it), at its fastest microbatch size. The other layouts are ranked by their
+predicted step, so that everyone sees how much the rule gains or loses.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class SearchRequest:
     g_inter: Sequence[int] | None = None
     """The numbers of stages to try, in this order; None: every divisor of `gpus` / tensor-parallel
     ranks."""
-    g_tensor: Sequence[int] = (1,)
+    g_tensor: int = 1
     microbatch_sizes: Sequence[int] | None = None
     """The sizes to try, in samples; None: powers of two, see `sizes`."""
     usual_size: int | None = None
@@ -173,12 +172,6 @@ class Rejection:
     g_data: int
     microbatch_size: int | None
     reason: str
-    g_tensor: int = 1
-
-    @property
-    def layout(self) -> str:
-        g_tensor = f" × {counted(self.g_tensor, 'tensor-parallel rank')}" * (self.g_tensor > 1)
-        return f"{counted(self.g_inter, 'stage')}{g_tensor}"
 
 
 @dataclass(frozen=True)
@@ -196,7 +189,7 @@ class Plan:
 
     @property
     def recommended(self) -> Candidate:
-        """The fastest layout of the smallest model parallelism that fits."""
+        """The fastest layout of the fewest stages that fit."""
         return self.rows[0]
 
     def margin(self, row: Candidate) -> float:
@@ -223,61 +216,37 @@ def plan(request: SearchRequest) -> Plan:
         last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
         raise NoLayoutError(
             f"{request.model.name} fits no layout of {counted(gpus, 'device')} of "
-            f"{request.cluster.name}; with {last.layout} {last.reason}; take more devices, or "
-            "prune more",
+            f"{request.cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; take "
+            "more devices, or prune more",
             rejected,
         )
     asked = [row for row in rows if row.layout.microbatch_size == request.usual_size] or rows
-    fewest = min(row.layout.grid.parallelism for row in asked)
+    fewest = min(row.layout.grid.g_inter for row in asked)
     rows.sort(key=lambda row: row.seconds)
-    best = next(row for row in rows if row.layout.grid.parallelism == fewest)
+    best = next(row for row in rows if row.layout.grid.g_inter == fewest)
     return Plan(request, [best, *(row for row in rows if row is not best)], rejected)
 
 
 def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection]]:
     """The layouts that fit, and the rejected ones, in the order in which they are tried;
-    ConfigError as `why_not_g_tensor`."""
+    ConfigError for a model that cannot be sharded over the request's tensor-parallel ranks."""
+    request.model.tp_shard(request.g_tensor)
     rows: list[Candidate] = []
     rejected: list[Rejection] = []
-    for g_tensor in request.g_tensor:
-        why = why_not_g_tensor(request, g_tensor)
-        if why is not None:
-            rejected.append(Rejection(1, 0, None, why, g_tensor))
+    of_stages, left = divmod(request.gpus, request.g_tensor)
+    if left:
+        ranks = counted(request.g_tensor, "tensor-parallel rank")
+        reason = f"{ranks} do not divide {counted(request.gpus, 'device')}"
+        return [], [Rejection(1, 0, None, reason)]
+    for stages in request.g_inter or [n for n in range(1, of_stages + 1) if of_stages % n == 0]:
+        if of_stages % stages:
+            uneven = f"{stages} does not divide {counted(of_stages, 'device')}"
+            rejected.append(Rejection(stages, 0, None, uneven))
             continue
-        of_stages = request.gpus // g_tensor
-        for stages in request.g_inter or [n for n in range(1, of_stages + 1) if of_stages % n == 0]:
-            if of_stages % stages:
-                uneven = f"{stages} does not divide {counted(of_stages, 'device')}"
-                rejected.append(Rejection(stages, 0, None, uneven, g_tensor))
-                continue
-            grid = Grid(stages, of_stages // stages, g_tensor)
-            fitting, others = _try_grid(request, grid)
-            rows += fitting
-            rejected += others
+        fitting, others = _try_grid(request, Grid(stages, of_stages // stages, request.g_tensor))
+        rows += fitting
+        rejected += others
     return rows, rejected
-
-
-def why_not_g_tensor(request: SearchRequest, g_tensor: int) -> str | None:
-    """The reason why no number of stages can have so many tensor-parallel ranks; None if some can.
-
-    If the request has one number alone, nodes do not count, and the reason is a ConfigError.
-    """
-    gpus, on_node = request.gpus, request.cluster.gpus_per_node
-    if gpus % g_tensor:
-        return (
-            f"{counted(g_tensor, 'tensor-parallel rank')} do not divide {counted(gpus, 'device')}"
-        )
-    if len(request.g_tensor) == 1:
-        request.model.tp_shard(g_tensor)
-        return None
-    # Ranks fill one node after the other.
-    if g_tensor > on_node or (gpus > on_node and on_node % g_tensor):
-        return f"some would be on another node, as nodes have {counted(on_node, 'device')}"
-    try:
-        request.model.tp_shard(g_tensor)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list[Rejection]]:
@@ -285,7 +254,7 @@ def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list
     rows: list[Candidate] = []
     why = _impossible(request, grid)
     if why is not None:
-        return rows, [Rejection(grid.g_inter, grid.g_data, None, why, grid.g_tensor)]
+        return rows, [Rejection(grid.g_inter, grid.g_data, None, why)]
     rejected: list[Rejection] = []
     for size in request.sizes(grid.g_data):
         tried = _try_ways(request, grid, size)
@@ -332,7 +301,7 @@ def _try_size(
     microbatches = request.microbatches(size)
     if size > request.global_batch_size or microbatches < grid.g_data:
         reason = f"microbatches of {size} make too few of a batch of {request.global_batch_size}"
-        return Rejection(grid.g_inter, grid.g_data, size, reason, grid.g_tensor)
+        return Rejection(grid.g_inter, grid.g_data, size, reason)
     split = request.split_backward
     is_split = grid.g_inter > 1 if split is None else split
     for schedule in request.schedules:
@@ -371,7 +340,7 @@ def split_layers(
     if loads is not None:
         return loads
     reason = f"stage {fullest} needs {needed(most, rank_budget)}"
-    return Rejection(grid.g_inter, grid.g_data, layout.microbatch_size, reason, grid.g_tensor)
+    return Rejection(grid.g_inter, grid.g_data, layout.microbatch_size, reason)
 
 
 def _row(

@@ -85,17 +85,15 @@ class PlannedModel:
         cluster: Cluster,
         gpus: int,
         microbatch_sizes: Sequence[int] | None = None,
-        g_tensor: Sequence[int] | None = None,
     ) -> Plan:
         """The plan; DoesNotFitError if nothing fits, which names a sufficient memory and number of
         devices.
 
-        `g_tensor` are the numbers of tensor-parallel ranks to try for a stage; None: the
-        configuration's. Where nothing fits and `pipeline.checkpoint_activations` is unset,
-        activations are recomputed.
+        Where nothing fits and `pipeline.checkpoint_activations` is unset, activations are
+        recomputed.
         """
         for tried in self._tried(gpus):
-            request = tried._request(method, cluster, gpus, microbatch_sizes, g_tensor)
+            request = tried._request(method, cluster, gpus, microbatch_sizes)
             try:
                 found = plan(request)
             except NoLayoutError as error:
@@ -139,33 +137,26 @@ class PlannedModel:
         cluster: Cluster,
         gpus: int,
         microbatch_sizes: Sequence[int] | None,
-        g_tensor: Sequence[int] | None,
     ) -> SearchRequest:
         config = self.config
-        tried = [config.layout.g_tensor] if g_tensor is None else g_tensor
-        stages, rank_budget = self._stages(gpus, tried), self.rank_budget(cluster)
+        stages, rank_budget = self._stages(gpus), self.rank_budget(cluster)
         return replace(
             run_request(self.profiled(method), cluster, gpus, stages, rank_budget),
-            g_tensor=tried,
             microbatch_sizes=microbatch_sizes,
             usual_size=config.batch.microbatch_size if MICROBATCH in config.origins else None,
         )
 
-    def _stages(self, gpus: int, g_tensor: Sequence[int]) -> list[int] | None:
+    def _stages(self, gpus: int) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all."""
         layout = self.config.layout
         stages = None if layout.split == "auto" else len(layout.split)
         if layout.g_inter != "auto":
             stages = layout.g_inter
         elif layout.g_data != "auto":
-            if len(g_tensor) > 1:
-                raise ConfigError(
-                    f"{self.config.where('layout.g_data')}: {layout.g_data}, and tensor-parallel "
-                    f"ranks has {len(g_tensor)} numbers; give one of the two axes, or one number"
-                )
-            each = layout.g_data * g_tensor[0]
+            g_tensor = layout.g_tensor
+            each = layout.g_data * g_tensor
             if gpus % each:
-                ranks = f" of {counted(g_tensor[0], 'tensor-parallel rank')}" * (g_tensor[0] > 1)
+                ranks = f" of {counted(g_tensor, 'tensor-parallel rank')}" * (g_tensor > 1)
                 raise ConfigError(
                     f"{self.config.where('layout.g_data')}: {counted(layout.g_data, 'replica')}"
                     f"{ranks} do not divide {counted(gpus, 'device')}; choose numbers whose "
@@ -175,7 +166,7 @@ class PlannedModel:
         if stages is None:
             return None
         check_split(self.config, stages, self.dense.most_stages)
-        needed = stages * min(g_tensor)
+        needed = stages * layout.g_tensor
         if needed > gpus:
             key = "layout.g_inter" if layout.split == "auto" else "layout.split"
             raise ConfigError(
@@ -265,24 +256,18 @@ def plan_for(
     *,
     method: Method = "start",
     score: Score | None = None,
-    g_tensor: Sequence[int] | None = None,
 ) -> Plan:
     """The layouts in which a model can train on `gpus` devices: the recommended one, and all
     others.
 
     `cluster` is a bundled cluster's name, a file, or a `Cluster`; `config` has everything else
     (default: `Config()`). `score` is the criterion that draws masks, so that its memory is counted.
-    `g_tensor` are the numbers of tensor-parallel ranks to try; None: the configuration's. Needs no
-    device and no MPI. ConfigError if nothing fits, MissingInputError for an unknown cluster.
+    Needs no device and no MPI. ConfigError if nothing fits, MissingInputError for an unknown
+    cluster.
     """
-    if g_tensor is not None and not (g_tensor and all(type(m) is int and m > 0 for m in g_tensor)):
-        raise ConfigError(
-            f"plan_for: g_tensor is {g_tensor!r}; give whole numbers from 1 on, such as [1, 2], or "
-            "leave it out"
-        )
     found = load_cluster(cluster) if isinstance(cluster, str) else cluster
     named = (config or Config()).named(model.name)
-    return planned_model(named, found, model, score).plan(method, found, gpus, g_tensor=g_tensor)
+    return planned_model(named, found, model, score).plan(method, found, gpus)
 
 
 def _in_a_precision_of(cluster: Cluster, config: Config) -> tuple[Config, list[str]]:

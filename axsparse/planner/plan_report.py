@@ -141,18 +141,13 @@ def settings(plan: Plan) -> str:
 
 def because(plan: Plan) -> str:
     best = plan.recommended
-    grid = best.layout.grid
-    of_three = has_tensor_parallelism(plan) and grid.parallelism > 1
-    smaller = [r for r in plan.rejected if r.g_inter * r.g_tensor < grid.parallelism]
-    stages = "devices for a copy of the model" if of_three else "stages"
+    smaller = [each for each in plan.rejected if each.g_inter < best.layout.grid.g_inter]
     if smaller:
-        last = max(smaller, key=lambda each: each.g_inter * each.g_tensor)
-        with_ = last.layout if of_three else last.g_inter
-        reason = f"fewer {stages} do not do (with {with_}: {last.reason})"
+        last = max(smaller, key=lambda each: each.g_inter)
+        reason = f"fewer stages do not do (with {last.g_inter}: {last.reason})"
     else:
         used, rank_budget = gigabytes(best.most_bytes), gigabytes(plan.request.rank_budget)
-        reason = f"the fewest {stages} fit: {used} GB of {rank_budget} GB"
-    reason += _of_as_many(plan)
+        reason = f"the fewest stages fit: {used} GB of {rank_budget} GB"
     fastest = min(plan.rows, key=lambda row: row.seconds)
     if fastest.seconds < best.seconds:
         reason += (
@@ -162,31 +157,9 @@ def because(plan: Plan) -> str:
     return reason
 
 
-def has_tensor_parallelism(plan: Plan) -> bool:
-    """Whether several tensor-parallel ranks were considered, so that the third axis is shown."""
-    grids = [row.layout.grid.g_tensor for row in plan.rows]
-    return max([*grids, *(each.g_tensor for each in plan.rejected)]) > 1
-
-
 def has_sparse_weights(plan: Plan) -> bool:
     """Whether some layout has weights that are sparse at rest by choice of the plan."""
     return any(row.weights != "dense" for row in plan.rows)
-
-
-def _of_as_many(plan: Plan) -> str:
-    """The comparison of the recommended layout with other layouts that share a copy of the model
-    out over as many devices; empty if none fits."""
-    best = plan.recommended
-    grid = best.layout.grid
-    others: dict[int, Candidate] = {}
-    for row in plan.rows[1:]:
-        other = row.layout.grid
-        if other.parallelism == grid.parallelism and other.g_inter != grid.g_inter:
-            others.setdefault(other.g_inter, row)  # the fastest one is the first
-    said = [
-        f"{row.layout.grid} take {100 * plan.margin(row):.1f} % longer" for row in others.values()
-    ]
-    return f"; shared out otherwise over as many, {', '.join(said)}" if said else ""
 
 
 def comparison(plans: Sequence[Plan]) -> Iterator[str]:
@@ -227,14 +200,12 @@ def scaling(plans: Sequence[Plan]) -> Iterator[str]:
 
 def rejections(found: Sequence[Rejection]) -> Iterator[str]:
     """One line for each rejected layout; successive ones with the same reason share a line."""
-    for (g_tensor, reason), alike in groupby(found, lambda each: (each.g_tensor, each.reason)):
+    for reason, alike in groupby(found, lambda each: each.reason):
         first, *others = alike
         stages = ", ".join(str(each.g_inter) for each in (first, *others))
         size = first.microbatch_size
         sizes = "" if size is None else f", microbatches of {size}"
         plural = "" if stages == "1" else "s"
-        if g_tensor > 1:
-            plural += f" × {g_tensor} tensor-parallel ranks"
         yield f"  {stages} stage{plural}{sizes}: {reason}"
 
 
@@ -259,7 +230,7 @@ def cells(plan: Plan, row: Candidate) -> dict[str, str]:
     """The figures of a layout as texts, by the heads of their columns; its phases come last."""
     phases = row.run.mean_phases
     grid = row.layout.grid
-    g_tensor = f" × {grid.g_tensor}" * has_tensor_parallelism(plan)
+    g_tensor = f" × {grid.g_tensor}" * (grid.g_tensor > 1)
     return {
         "layout": f"{grid.g_inter}{g_tensor} × {grid.g_data}",
         **({"weights": row.weights} if has_sparse_weights(plan) else {}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from axsparse.config.section import counted
 from axsparse.planner.baselines import Baseline
@@ -14,7 +14,6 @@ from axsparse.planner.layout_search import (
     Rejection,
     SearchRequest,
     split_layers,
-    why_not_g_tensor,
 )
 from axsparse.planner.stage_memory import StageLoad
 from axsparse.runtime.errors import ConfigError
@@ -104,11 +103,10 @@ def fewest_devices(request: SearchRequest) -> int | None:
     model, batch = request.model, request.global_batch_size
     stages = max(request.g_inter or [model.most_stages])
     # Each replica takes a sample of a batch at least.
-    most = stages * max(request.g_tensor) * batch
+    most = stages * request.g_tensor * batch
     if not fits(most):
         return None
-    # Tensor-parallel ranks that fit one node need not fit several, so that fewer may do than are
-    # found first.
+    # Stages have to divide the devices, so that fewer may do than are found first.
     enough = 1 + bisect_left(range(1, most), True, key=fits)
     return next(n for n in range(request.gpus + 1, enough + 1) if n == enough or fits(n))
 
@@ -125,16 +123,15 @@ def _layouts(request: SearchRequest, gpus: int) -> Iterator[Layout]:
     size = min(request.microbatch_sizes or [1])
     microbatches = request.microbatches(size)
     schedule = request.schedules[-1]  # the one of fewest microbatches in flight
-    for g_tensor in request.g_tensor:
-        if size > batch or why_not_g_tensor(replace(request, gpus=gpus), g_tensor) is not None:
-            continue
-        of_stages = gpus // g_tensor
-        for stages in request.g_inter or range(min(of_stages, request.model.most_stages), 0, -1):
-            replicas, left = divmod(of_stages, stages)
-            is_possible = stages <= request.model.most_stages and not left
-            if is_possible and 0 < replicas <= microbatches:
-                grid = Grid(stages, replicas, g_tensor)
-                yield Layout(grid, schedule, size, -(-microbatches // replicas))
+    of_stages, left = divmod(gpus, request.g_tensor)
+    if left or size > batch:
+        return
+    most = request.model.most_stages
+    for stages in request.g_inter or range(min(of_stages, most), 0, -1):
+        replicas, left = divmod(of_stages, stages)
+        if stages <= most and not left and 0 < replicas <= microbatches:
+            grid = Grid(stages, replicas, request.g_tensor)
+            yield Layout(grid, schedule, size, -(-microbatches // replicas))
 
 
 def _loads(

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
 from axsparse.planner.layout_search import Plan
-from axsparse.planner.plan_report import because
 from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.stage_memory import StageLoad
-from axsparse.runtime.grid import Grid
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.optim.adamw import ADAMW
 
 BIG = cluster(memory_bytes=1e12)
@@ -115,70 +114,22 @@ def test_backwards_are_split_where_there_are_several_stages_unless_told(
     assert rows == expected
 
 
-# -- tensor-parallel ranks
-# ----------------------------------------------------------------------------------
+# -- tensor-parallel ranks ------------------------------------------------------------------
 
 
-def test_every_layout_of_three_axes_is_a_row_or_rejected() -> None:
-    found = of_three_axes(1e9)
+def test_layouts_of_several_members_are_rows_or_rejected() -> None:
+    found = of_three_axes(1e9, g_tensor=2)
 
-    tried = {(row.layout.grid.g_inter, row.layout.grid.g_tensor) for row in found.rows}
-    assert tried == {(2**n, 2**m) for n in range(3) for m in range(3) if n + m <= 3}
+    assert {row.layout.grid.g_inter for row in found.rows} == {1, 2, 4}
     for row in found.rows:
-        assert row.layout.grid.size == 8
+        assert (row.layout.grid.size, row.layout.grid.g_tensor) == (8, 2)
         assert row.percent_of_peak == pytest.approx(
             100 * 8 * found.request.model.sample_flops / (row.seconds * 8 * 1e9)
         )
-    reasons = {(each.g_inter, each.g_tensor): each.reason for each in found.rejected}
-    assert reasons[1, 8].startswith("layout.g_tensor (default): 8 does not divide the 32 out")
-    assert reasons[8, 1] == "the model can be cut into 4 stages at most"
-
-
-def test_of_the_smallest_model_parallelism_that_fits_the_fastest_is_taken() -> None:
-    roomy = of_three_axes(1e9)
-    alone = roomy.recommended.most_bytes
-    grids = []
-    for latency in (0.0, 1.0):
-        tight = of_three_axes(0.9 * alone, ring_latency=latency, intra_node_latency=latency / 10)
-        grid = tight.recommended.layout.grid
-        rivals = [row for row in tight.rows if row.layout.grid.parallelism == grid.parallelism]
-        grids.append(grid)
-        assert min(row.layout.grid.parallelism for row in tight.rows) == grid.parallelism > 1
-        assert tight.recommended.seconds == min(row.seconds for row in rivals)
-        assert len({row.layout.grid.g_inter for row in rivals}) > 1
-        assert "fewer devices for a copy of the model do not do (with 1 stage: " in because(tight)
-        assert "; shared out otherwise over as many, " in because(tight)
-
-    assert roomy.recommended.layout.grid == Grid(1, 8)
-    one_stage = of_three_axes(0.9 * alone, stages=[1, 8])
-    assert one_stage.recommended.layout.grid == Grid(1, 4, 2)
-    # Tensor-parallel ranks have many messages, stages few but a bubble.
-    assert [grid.g_tensor > 1 for grid in grids] == [True, False]
-
-
-@pytest.mark.parametrize(
-    ("gpus", "on_node", "reasons"),
-    [
-        (
-            12,
-            6,
-            {
-                8: "8 tensor-parallel ranks do not divide 12 devices",
-                4: "some would be on another node",
-            },
-        ),
-        (4, 6, {8: "8 tensor-parallel ranks do not divide 4 devices"}),
-        (8, 4, {8: "some would be on another node, as nodes have 4 devices"}),
-    ],
-)
-def test_the_members_of_a_stage_stand_on_one_node(
-    gpus: int, on_node: int, reasons: dict[int, str]
-) -> None:
-    found = of_three_axes(1e9, gpus, gpus_per_node=on_node)
-
-    apart = {each.g_tensor: each.reason for each in found.rejected if not each.g_data}
-    assert apart.keys() == reasons.keys()
-    assert all(apart[g_tensor].startswith(reason) for g_tensor, reason in reasons.items())
+    with pytest.raises(ConfigError, match="does not divide the 32 outputs or inputs of block0"):
+        of_three_axes(1e9, g_tensor=8)
+    with pytest.raises(ConfigError, match="; with 1 stage 2 tensor-parallel ranks do not divide 9"):
+        of_three_axes(1e9, gpus=9, g_tensor=2)
 
 
 LAYERS = 1000

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.planner_cases import cluster
-from support.runs import mlp, tiny_config, tiny_gpt
+from support.runs import tiny_config, tiny_gpt
 from torch import Tensor
 
 import axsparse
@@ -17,7 +17,6 @@ from axsparse.planner.plan_model import PlannedModel, planned_model
 from axsparse.planner.plan_report import answer, cells, settings
 from axsparse.planner.what_fits import DoesNotFitError, Refusal
 from axsparse.pruning.criteria import Score
-from axsparse.runtime.errors import ConfigError
 
 MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
 
@@ -52,32 +51,10 @@ def g_tensor(found: Plan) -> set[tuple[int, int, int]]:
     return {(grid.g_inter, grid.g_tensor, grid.g_data) for grid in grids}
 
 
-def test_members_are_those_of_the_configuration_unless_it_is_said_how_many() -> None:
+def test_members_are_those_of_the_configuration() -> None:
     assert {each for _, each, _ in g_tensor(planned())} == {1}
     assert {each for _, each, _ in g_tensor(planned(layout={"g_tensor": 2}))} == {2}
     assert g_tensor(planned(layout={"g_tensor": 2, "g_data": 2})) == {(1, 2, 2)}
-    tried = asked().plan("start", MACHINE, 4, g_tensor=[1, 2])
-    assert g_tensor(tried) >= {(1, 1, 4), (1, 2, 2), (2, 2, 1)}
-
-
-def test_members_on_gpus_and_those_that_training_refuses_are_planned_only_if_asked_for() -> None:
-    gpus = cluster(peak_bf16=1e12)
-    config = tiny_config()
-    on_gpus = planned_model(config.with_origins("tiny", {}), gpus, tiny_gpt(config))
-    layers = mlp()
-    images = planned_model(
-        config.with_origins("mlp", {}), MACHINE, replace(layers, example=example)
-    )
-
-    for each in (on_gpus, images):
-        assert {number for _, number, _ in g_tensor(each.plan("start", gpus, 4))} == {1}
-    found = on_gpus.plan("start", gpus, 4, g_tensor=[1, 2])
-    assert {number for _, number, _ in g_tensor(found)} == {1, 2}
-    tried = images.plan("start", MACHINE, 4, g_tensor=[1, 2])
-    [why] = [rejected.reason for rejected in tried.rejected if rejected.g_tensor == 2]
-    assert why.startswith("layout.g_tensor (default): model mlp names no modules to shard")
-    with pytest.raises(ConfigError, match="names no modules to shard"):
-        images.plan("start", MACHINE, 4, g_tensor=[2])
 
 
 def test_a_run_is_planned_as_it_starts() -> None:

@@ -62,19 +62,12 @@ def test_it_says_why_fewer_stages_do_not_do_or_that_more_are_predicted_faster() 
     assert f"; {fastest.grid} with microbatches of {fastest.microbatch_size} are" in because(found)
 
 
-def test_the_third_axis_is_shown_where_several_members_were_tried() -> None:
-    alone, shared = (of_three_axes(1e9, g_tensor=each) for each in ([1], [1, 2, 4, 8]))
-    told = [json.loads(json.dumps(as_json(found))) for found in (alone, shared)]
-    texts = ["\n".join(lines([found], [])) for found in (alone, shared)]
+def test_the_third_axis_is_shown_where_stages_have_several_members() -> None:
+    alone, shared = (list(lines([of_three_axes(1e9, g_tensor=each)], [])) for each in (1, 2))
 
-    assert "tensor-parallel" not in texts[0]
-    assert {row["g_tensor"] for row in told[1]["rows"]} == {1, 2, 4}
-    assert {each["g_tensor"] for each in told[1]["rejected"]} >= {8}
-    assert "1 × 1 × 8" in texts[1] and "2 × 2 × 2" in texts[1]
-    assert (
-        "  1 stage × 8 tensor-parallel ranks: layout.g_tensor (default): 8 does not divide"
-        in texts[1]
-    )
+    assert any(line.startswith("1 × 8 ") for line in alone)
+    assert any(line.startswith("1 × 2 × 4 ") for line in shared)
+    assert any("--set layout.g_tensor=2 " in line for line in shared)
 
 
 def test_neighbours_that_are_rejected_alike_share_a_line() -> None:

@@ -145,7 +145,7 @@ def unpruned(config: Config, info: ModelProfile | None = None, **facts: Any) -> 
 def of_three_axes(
     room: float,
     gpus: int = 8,
-    g_tensor: Sequence[int] = (1, 2, 4, 8),
+    g_tensor: int = 1,
     *,
     global_batch_size: int = 8,
     stages: Sequence[int] | None = None,
