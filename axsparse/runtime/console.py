@@ -2,73 +2,48 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TextIO
 
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.process import started_by_launcher
 
 Unit = Literal["tokens", "samples"]
-_ERASE = "\x1b[J"
-_CLEAR = f"\r{_ERASE}"
-_BACK = "\x1b[1A\r"
-"""Brings the cursor to the beginning of the row above."""
-PLAIN_TERMINALS = ("dumb", "unknown")
+_CLEAR = "\x1b[K"
+"""Erases the row from the cursor on."""
 
 
 class Console:
     """Prints lines on a stream and keeps a row with a progress bar below them, if asked to.
 
-    The cursor rests at the beginning of an empty row above the bar. So what other processes
-    print stands by itself, and a terminal that has become narrower, and may have folded the bar,
-    is clean once everything below the cursor is erased. A terminal of one row has no bar, since
-    what has left it at the top cannot be erased any more.
+    The cursor rests at the beginning of that row, so that what others print covers it.
     """
 
-    def __init__(
-        self,
-        stream: TextIO,
-        bar: bool,
-        size: Callable[[], os.terminal_size] = shutil.get_terminal_size,
-    ) -> None:
-        """`bar` says whether a bar is kept; `size` gives the size of the terminal, which may
-        change."""
+    def __init__(self, stream: TextIO, bar: bool) -> None:
         self._stream = stream
         self._keeps_bar = bar
-        self._size = size
-        self._shown: tuple[int, int, str] | None = None
-        """The last step, the number of steps, and the text next to the bar."""
+        self._bar = ""
         self._lost = False
 
     def line(self, text: str) -> None:
         """Print a full line above the bar, and flush it, since pipes buffer."""
-        drawn = self._drawn()
-        self._write(f"{_CLEAR if drawn else ''}{text}\n{drawn}")
+        self._write(f"{_CLEAR if self._bar else ''}{text}\n{self._bar}")
 
     def progress(self, step: int, steps: int, text: str) -> None:
         """Draw a bar at `step` of `steps` with a text next to it, where a bar is kept."""
         if self._keeps_bar:
-            self._shown = step, steps, text
-            self._write(_CLEAR + self._drawn())
+            columns = shutil.get_terminal_size().columns
+            width = min(24, columns // 4)
+            done = width * step // steps
+            row = f"{'█' * done}{'░' * (width - done)} {step}/{steps}  {text}"
+            self._bar = f"{row[: columns - 1]}\r"
+            self._write(_CLEAR + self._bar)
 
     def close(self) -> None:
-        if self._drawn():
-            self._shown = None
+        if self._bar:
+            self._bar = ""
             self._write(_CLEAR)
-
-    def _drawn(self) -> str:
-        """The bar below an empty row, to whose beginning the cursor returns."""
-        if self._shown is None:
-            return ""
-        step, steps, text = self._shown
-        size = self._size()
-        width = min(24, size.columns // 4)
-        done = width * step // steps
-        row = f"{'█' * done}{'░' * (width - done)} {step}/{steps}  {text}"
-        return f"\n{row[: size.columns - 1]}{_BACK}" if size.lines > 1 else ""
 
     def _write(self, text: str) -> None:
         """Write and flush; once the reader has gone, do nothing, since metrics.jsonl has it all."""
@@ -82,36 +57,13 @@ class Console:
 
 
 def make_console(stream: TextIO) -> Console:
-    """A console that keeps a bar if the stream is a terminal, or as AXSPARSE_PROGRESS says.
+    """A console that keeps a bar if the stream is a terminal.
 
     What a rank under mpirun writes passes through its launcher, so that no rank knows of a
-    terminal. Raises ConfigError if AXSPARSE_PROGRESS is neither "bar" nor "plain".
+    terminal.
     """
-    wish = os.environ.get("AXSPARSE_PROGRESS", "")
-    if wish not in ("", "bar", "plain"):
-        raise ConfigError(
-            f"AXSPARSE_PROGRESS (environment): {wish!r} is no way to show progress; "
-            "set bar or plain, or unset it to let the terminal decide"
-        )
-    return Console(stream, bar=_keeps_bar(stream))
-
-
-def erase_bar(stream: TextIO) -> None:
-    """Erase the bar that a console of this job may have left below the cursor, if it keeps one.
-
-    For a rank that ends the job, whose first rank has no time to do so. Nothing else is erased,
-    whether other output comes before or after.
-    """
-    if _keeps_bar(stream):
-        with contextlib.suppress(OSError):
-            stream.write(_ERASE)
-            stream.flush()
-
-
-def _keeps_bar(stream: TextIO) -> bool:
-    wish = os.environ.get("AXSPARSE_PROGRESS", "")
-    is_able = os.environ.get("TERM") not in PLAIN_TERMINALS and stream.isatty()
-    return wish == "bar" or (wish == "" and is_able and not started_by_launcher())
+    is_able = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return Console(stream, bar=is_able and not started_by_launcher())
 
 
 def format_bytes(n: float) -> str:

@@ -27,7 +27,6 @@ from pydantic import ValidationError
 
 from axsparse.runtime.communication import Closable, Transport
 from axsparse.runtime.connection import connect, connect_alone
-from axsparse.runtime.console import erase_bar
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
     EXIT_INTERNAL,
@@ -266,7 +265,6 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
         words += _keep_traceback(job, failure)
     who = "" if isinstance(failure, KeyboardInterrupt) else f"{job.where}: "
     write_line(f"error: {who}{words}")
-    erase_bar(sys.stdout)
     job.transport.abort(code)
 
 

@@ -144,7 +144,7 @@ def prune_layers(
     options = _state_options(plan, _replicas(plan, transport), placement)
     own = [model.layers[number] for number in plan.stages[plan.coords.stage]]
     healed = _healed_layers(plan, data, folder)
-    console = together(transport, lambda: make_console(sys.stdout))
+    console = make_console(sys.stdout)
     is_shown = plan.coords.replica == 0
     calibration = replace(
         _calibration(plan, own, options, transport, data, held_out),

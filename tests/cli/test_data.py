@@ -66,20 +66,13 @@ def test_a_folder_is_prepared_and_trained_on_by_two_ranks(tmp_path: Path, prepar
     assert records[-1]["eval_loss"] < records[0]["loss"]
 
 
-def test_the_screen_says_what_was_done(
-    prepare: Prepare, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_screen_says_what_was_done(prepare: Prepare) -> None:
     lines = prepare("--validation-fraction", "0")[1].splitlines()
     assert lines[0] == "30 files, 12.2 kB · bytes → words"
     assert lines[1] == "train: 30 documents, 12.3k tokens"
     assert lines[2] == "train begins with 24 tokens: '0 The cat sat on the mat'"
     assert lines[3].startswith("12.2 kB in 00:0")
     assert len(lines) == 4
-
-    Path("a").write_text(TEXT * 50_000)
-    monkeypatch.setenv("AXSPARSE_PROGRESS", "bar")
-    options = ("--out", "o", "--validation-fraction", "0", "--workers", "1")
-    assert " 2/2  MB  " in axsparse("data", "prepare", "a", *options)[1]
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import io
-import os
-from collections.abc import Iterator
 
 import pytest
-from support.terminal import Terminal
 
 from axsparse.runtime.console import (
     Console,
-    erase_bar,
     format_bytes,
     format_count,
     format_rate,
     format_seconds,
     make_console,
 )
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.process import LAUNCHER_VARIABLES
 
 
@@ -33,7 +28,7 @@ class FlushedStream(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AXSPARSE_PROGRESS", *LAUNCHER_VARIABLES):
+    for name in LAUNCHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
 
@@ -53,51 +48,17 @@ def test_a_log_gets_plain_lines_and_no_bar() -> None:
     assert stream.seen == "first\nsecond\n"
 
 
-@pytest.fixture(params=[True, False], ids=["folding", "cutting"])
-def screen(request: pytest.FixtureRequest) -> Iterator[Terminal]:
-    """A pseudo-terminal of the system whose rows can be read."""
-    made = Terminal(100, folds_anew=request.param)
-    yield made
-    made.close()
+def test_a_bar_is_the_last_row_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "32")
+    stream = FlushedStream()
+    screen = Console(stream, bar=True)
 
+    screen.progress(1, 2, "loss 2.000  1.0k tokens/s")
+    screen.line("a line")
+    screen.close()
 
-def console_of(screen: Terminal) -> Console:
-    def size() -> os.terminal_size:
-        return os.get_terminal_size(screen.slave)
-
-    return Console(screen.open(), bar=True, size=size)
-
-
-def test_a_terminal_that_changes_in_mid_run_stays_clean(screen: Terminal) -> None:
-    shown = console_of(screen)
-    sizes = {8: (60, 3), 12: (60, 1), 18: (30, 24), 22: (100, 24), 28: (44, 24)}
-    for step in range(1, 41):
-        shown.progress(step, 80, "eta 00:40  1.0k tokens/s  loss 2.000")
-        if step % 10 == 0:
-            shown.line(f"line {step}")
-        if step == 15:
-            assert not any("eta" in row for row in screen.read())
-        if step in sizes:
-            screen.resize(*sizes[step])
-
-    lines = ["line 10", "line 20", "line 30", "line 40"]
-    assert screen.read() == [*lines, "", "█████░░░░░░ 40/80  eta 00:40  1.0k tokens/s"]
-    shown.close()
-    assert screen.read() == lines
-
-
-def test_what_other_processes_print_stands_by_itself(screen: Terminal) -> None:
-    shown = console_of(screen)
-    shown.line("before")
-    shown.progress(1, 2, "eta")
-
-    other = screen.open()
-    other.write("axsparse: warning: of another rank\n")
-    other.flush()
-    shown.progress(2, 2, "eta")
-    shown.line("after")
-
-    assert screen.read()[:-1] == ["before", "axsparse: warning: of another rank", "after", ""]
+    bar = "████░░░░ 1/2  loss 2.000  1.0k\r"
+    assert stream.seen == f"\x1b[K{bar}\x1b[Ka line\n{bar}\x1b[K"
 
 
 # The choice
@@ -110,48 +71,22 @@ class TerminalStream(FlushedStream):
         return True
 
 
-CHOICES = [
-    ("xterm", None, True, True),
-    ("xterm", None, False, False),
-    ("xterm", "", True, True),
-    ("xterm", "bar", False, True),
-    ("xterm", "plain", True, False),
-    # It cannot move its cursor.
-    ("dumb", None, True, False),
-    ("dumb", "bar", True, True),
-]
-"""TERM, AXSPARSE_PROGRESS, whether the stream is a terminal, and whether there is a bar."""
-
-
-@pytest.fixture(params=CHOICES, ids=str)
-def choice(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[FlushedStream, bool]:
-    term, wish, is_terminal, has_bar = request.param
-    monkeypatch.setenv("TERM", term)
-    if wish is not None:
-        monkeypatch.setenv("AXSPARSE_PROGRESS", wish)
-    return TerminalStream() if is_terminal else FlushedStream(), has_bar
-
-
-def test_the_terminal_decides_on_the_bar_unless_the_user_does(
-    choice: tuple[FlushedStream, bool],
+@pytest.mark.parametrize(
+    ("term", "stream", "has_bar"),
+    [
+        ("xterm", TerminalStream(), True),
+        ("xterm", FlushedStream(), False),
+        ("dumb", TerminalStream(), False),
+    ],
+)
+def test_the_terminal_decides_on_the_bar(
+    term: str, stream: FlushedStream, has_bar: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stream, has_bar = choice
+    monkeypatch.setenv("TERM", term)
 
     make_console(stream).progress(1, 2, "loss")
 
     assert ("1/2  loss" in stream.seen) == has_bar
-
-
-def test_a_rank_that_ends_the_job_erases_the_bar_where_there_may_be_one(
-    choice: tuple[FlushedStream, bool],
-) -> None:
-    stream, has_bar = choice
-
-    erase_bar(stream)
-
-    assert stream.seen == "\x1b[J" * has_bar
 
 
 @pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
@@ -164,16 +99,6 @@ def test_under_a_launcher_no_rank_knows_of_a_terminal(
     make_console(stream).progress(1, 2, "loss")
 
     assert stream.seen == ""
-
-
-def test_an_unknown_wish_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AXSPARSE_PROGRESS", "fancy")
-    with pytest.raises(
-        ConfigError,
-        match=r"AXSPARSE_PROGRESS \(environment\): 'fancy' is no way to show progress; "
-        "set bar or plain, or unset it to let the terminal decide",
-    ):
-        make_console(FlushedStream())
 
 
 # Figures

@@ -1,4 +1,4 @@
-"""Jobs that Ctrl-C ends, and the memory that their ranks share."""
+"""Jobs that Ctrl-C ends, which the launcher passes on."""
 
 from __future__ import annotations
 
