@@ -57,7 +57,7 @@ def test_a_bar_is_the_last_row_cut_to_the_terminal(monkeypatch: pytest.MonkeyPat
     screen.line("a line")
     screen.close()
 
-    bar = "████░░░░ 1/2  loss 2.000  1.0k\r"
+    bar = "████░░░░ 1/2  loss 2.000  1.0k \r"
     assert stream.seen == f"\x1b[K{bar}\x1b[Ka line\n{bar}\x1b[K"
 
 
