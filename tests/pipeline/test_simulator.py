@@ -235,9 +235,9 @@ def test_each_edge_has_its_own_costs() -> None:
 
 
 def test_what_arrives_at_the_instant_of_a_decision_counts() -> None:
-    # At 3, stage 0 ends F2 and B0 arrives: the bound lets B0 run, the preference F3.
+    # At 3, stage 0 ends F2 and B0 arrives.
     durations = Durations(forward=[[1] * 5, [1] * 5], backward=[[1] * 5, [1] * 5])
 
-    result = run(Schedule("message-driven", 3, "backward"), durations)
+    result = run(Schedule("message-driven", 3), durations)
 
     assert to_text(result.stages[0].actions).startswith("F0 F1 F2 B0")
