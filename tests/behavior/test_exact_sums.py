@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -79,20 +78,6 @@ JUMPING = PlannedModel("linear, outliers", lambda config: linear(), outliers)
 LOADED = PlannedModel("loaded mlp", lambda config: loaded(mlp()), vector_data)
 UNEVEN = batch(10, 2)
 """Five microbatches."""
-
-
-def normed(*norms: Callable[[int], nn.Module]) -> Callable[[Config], Model]:
-    """Layers with normalisations that keep running statistics."""
-    layers = [
-        Layer(f"norm{number}", partial(_normed, norm), init=random_init)
-        for number, norm in enumerate(norms)
-    ]
-    out = Layer("out", partial(nn.Linear, 16, 5), init=random_init)
-    return lambda config: Model([*layers, out], loss=summed_loss)
-
-
-def _normed(norm: Callable[[int], nn.Module]) -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 16), norm(16), nn.Tanh())
 
 
 ROWS = [
