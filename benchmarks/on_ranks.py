@@ -90,7 +90,7 @@ def bubble(transport: MpiTransport, rounds: int) -> dict[str, Any]:
         MPI.COMM_WORLD.Barrier()
         began = time.perf_counter()
         phases.begin_step()
-        engine.train(batch, 1.0, 1.0, lambda _: None, lambda _: None)
+        engine.train(batch, 1.0, 1.0, lambda _: None)
         seconds = phases.end_step()
         taken = time.perf_counter() - began
         longest = MPI.COMM_WORLD.allreduce(taken, MPI.MAX)
