@@ -101,20 +101,17 @@ class Played:
 def assert_trained_alike(one: Played, other: Played, *, is_rounded: bool = False) -> None:
     parameters = [dict(each.module.named_parameters()) for each in (one, other)]
     for name, weight in parameters[0].items():
-        gradients = (
-            one.sums.totals.get(weight),
-            other.sums.totals.get(parameters[1][name]),
-        )
-        assert (gradients[0] is None) == (gradients[1] is None), name
-        if gradients[0] is not None and gradients[1] is not None:
-            assert gradients[0].dtype == gradients[1].dtype
-            if is_rounded:
-                torch.testing.assert_close(*gradients)
-            else:
-                assert torch.equal(*gradients), name
-    for mine, yours in zip(one.inputs, other.inputs, strict=True):
-        assert (mine.grad is None) == (yours.grad is None)
-        assert mine.grad is None or torch.equal(mine.grad, torch.as_tensor(yours.grad))
+        mine = one.sums.totals.get(weight)
+        yours = other.sums.totals.get(parameters[1][name])
+        assert (mine is None) == (yours is None), name
+        if mine is not None and yours is not None:
+            assert mine.dtype == yours.dtype
+            assert is_rounded or torch.equal(mine, yours), name
+            torch.testing.assert_close(mine, yours)
+    for one_input, other_input in zip(one.inputs, other.inputs, strict=True):
+        assert (one_input.grad is None) == (other_input.grad is None)
+        if one_input.grad is not None and other_input.grad is not None:
+            assert torch.equal(one_input.grad, other_input.grad)
 
 
 def by_torch(make: Callable[[], nn.Module], shape: tuple[int, ...], **given: Any) -> Played:
