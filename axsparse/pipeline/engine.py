@@ -151,7 +151,10 @@ class Engine:
                     self.stage.weight_gradients(action.microbatch)
 
         self._execute(policy, run)
-        self._finish_sending()
+        # A neighbour may need a message of a GPU to continue.
+        while self._gpu is not None and self._link.unsent:
+            self._receive()
+            self._pause()
         return losses
 
     def evaluate(self, batch: Batch) -> list[Tensor]:
@@ -251,12 +254,6 @@ class Engine:
         with self._phases("bubble"):
             self._while_idle()
             self._backoff.pause()
-
-    def _finish_sending(self) -> None:
-        """Wait until a GPU has sent all messages, since a neighbour may need one to continue."""
-        while self._gpu is not None and self._link.unsent:
-            self._receive()
-            self._pause()
 
     # -- one action ---------------------------------------------------------------------
 

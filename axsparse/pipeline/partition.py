@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,19 +29,26 @@ def partition(costs: Sequence[float], stages: int, fits: Fits | None = None) -> 
     if fits is None or balanced is None or all(itertools.starmap(fits, enumerate(balanced))):
         return balanced
     # Some cut may fit that is less balanced.
-    return _cheapest(costs, [list(_ends(fits, stage, layers)) for stage in range(stages)])
+    return _cheapest(costs, [_ends(fits, stage, stages, layers) for stage in range(stages)])
 
 
-def _ends(fits: Fits, stage: int, layers: int) -> Iterator[int]:
-    """For each first layer of a stage the furthest end that fits; neighbouring ones are close."""
-    end = 0
-    for start in range(layers):
-        end = max(end, start)
+def _ends(fits: Fits, stage: int, stages: int, layers: int) -> list[int]:
+    """For each first layer of a stage the furthest end that fits, of those which a cut may need."""
+    if stage == stages - 1:
+        first = bisect_left(range(layers), True, key=lambda n: fits(stage, range(n, layers)))
+        return [0] * first + [layers] * (layers - first)
+    last = layers - (stages - 1 - stage)  # the stages that follow have a layer each
+    own = range(stage + 1, last + 1)
+    end = stage + bisect_left(own, True, key=lambda n: not fits(stage, range(stage, n)))
+    found = [*[0] * stage, end, *[0] * (layers - stage - 1)]
+    for start in range(stage + 1, last if stage else 0):
+        end = max(end, start)  # neighbouring starts have close ends
         while end > start and not fits(stage, range(start, end)):
             end -= 1
-        while end < layers and fits(stage, range(start, end + 1)):
+        while end < last and fits(stage, range(start, end + 1)):
             end += 1
-        yield end
+        found[start] = end
+    return found
 
 
 def _cheapest(costs: Sequence[float], furthest: Sequence[Sequence[int]]) -> list[range] | None:

@@ -293,15 +293,10 @@ class Prediction:
     that sums most."""
 
 
-def row_of_grid(model: ProfiledModel, grid: Grid, cluster: Cluster | None) -> Candidate:
-    """The row of a run whose layout and pipeline are decided, whatever memory there is."""
+def predict(model: ProfiledModel, grid: Grid, cluster: Cluster | None) -> Prediction:
+    """Of a run whose layout and pipeline are decided, whatever memory there is."""
     request = run_request(model, machine_of(cluster), grid.size, [grid.g_inter], math.inf)
     [row], _ = try_layouts(replace(request, g_tensor=grid.g_tensor))
-    return row
-
-
-def predict(model: ProfiledModel, grid: Grid, cluster: Cluster | None) -> Prediction:
-    row = row_of_grid(model, grid, cluster)
     # The fullest stage while no checkpoint is being written.
     peak = max(stage.total - stage.checkpoint for stage in row.memory)
     return Prediction(peak, None if cluster is None else row.seconds, max(row.sum_bytes))

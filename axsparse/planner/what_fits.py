@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from axsparse.config.section import counted
 from axsparse.planner.baselines import Baseline
@@ -90,12 +91,10 @@ def least_memory(request: SearchRequest) -> Least | None:
 def fewest_devices(request: SearchRequest) -> int | None:
     """The fewest devices of this memory that fit the model, more than the request has; None if no
     number does."""
-    known: dict[Layout, bool] = {}
 
+    @cache
     def layout_fits(layout: Layout) -> bool:
-        if layout not in known:
-            known[layout] = _loads(request, layout, request.rank_budget) is not None
-        return known[layout]
+        return _loads(request, layout, request.rank_budget) is not None
 
     def fits(gpus: int) -> bool:
         return any(map(layout_fits, _layouts(request, gpus)))

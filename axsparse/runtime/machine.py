@@ -81,14 +81,9 @@ def _set_malloc(setting: int, value: int) -> bool:
 def host_memory_bytes(cgroup: Path = CGROUP, own: Path = OWN) -> int:
     """Bytes of memory of this machine, or the limit of its container or job."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([whole, *_limits(cgroup, own)])
-
-
-def _limits(cgroup: Path, own: Path) -> Iterator[int]:
-    for folder, name in product(_groups("memory", cgroup, own), LIMITS):
-        text = _text(folder / name)
-        if text.isdigit():
-            yield int(text)
+    files = product(_groups("memory", cgroup, own), LIMITS)
+    texts = [_text(folder / name) for folder, name in files]
+    return min([whole, *(int(text) for text in texts if text.isdigit())])
 
 
 @dataclass(frozen=True)
