@@ -12,7 +12,7 @@ from torch import Tensor
 
 from axsparse.data_parallel.step_consensus import LocalStats, StepConsensus, StepResult
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.exchange import gather_texts, sum_by_owner
+from axsparse.runtime.exchange import gather_texts
 from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.fixed_point import UnitFit
@@ -116,16 +116,6 @@ def test_the_first_bad_tensor_in_model_order_and_the_ranks_whose_own_were_bad_ar
         return named, verdict.bad_ranks
 
     assert on_every_rank(Grid(1, 4), body) == [("b", (2, 3))] * 4
-
-
-@pytest.mark.parametrize("order", [None, 1, 2])
-def test_values_are_gathered_in_rank_order_and_exact(order: int | None) -> None:
-    def body(transport: Transport, coords: RankCoords) -> list[list[float]]:
-        own = [2.0**52 + coords.rank, 0.1 * coords.rank]
-        return sum_by_owner(transport.world, transport.backoff, own)
-
-    expected = [[2.0**52 + rank, 0.1 * rank] for rank in range(4)]
-    assert on_every_rank(Grid(4, 1), body, order) == [expected] * 4
 
 
 @pytest.mark.parametrize(

@@ -289,27 +289,6 @@ def test_an_arrival_out_of_order_from_nowhere_or_that_nobody_asked_for_is_an_int
         policy.arrived(direction, microbatch)
 
 
-@many
-@given(st.integers(1, 6), st.integers(0, 20), st.integers(0, 2**32))
-def test_an_evaluation_runs_every_forward_once_in_order(
-    g_inter: int, microbatches: int, order: int
-) -> None:
-    actions = forwards(microbatches)
-    policies = [InOrder(actions, stage=stage, g_inter=g_inter) for stage in range(g_inter)]
-
-    def compare(stage: int, policy: Policy, log: StageLog) -> None:
-        assert not policy.expects(BACKWARD)
-        assert policy.expects(FORWARD) == (log.here[FORWARD] < microbatches)
-        assert policy.finished == (log.begun[FORWARD] == microbatches)
-
-    logs = play(policies, microbatches, order, compare)
-
-    for log in logs:
-        assert log.actions == [
-            Action(Kind.FORWARD, microbatch) for microbatch in range(microbatches)
-        ]
-
-
 # -- actions --------------------------------------------------------------------------------
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from support.planner_cases import cluster, unpruned
 from support.runs import tiny_config, tiny_gpt
 
@@ -159,14 +157,6 @@ def test_the_layout_follows_from_ranks_and_settings(
     ranks: int, num_layers: int, overrides: tuple[str, ...], grid: Grid
 ) -> None:
     assert resolve_grid(configure(None, overrides), ranks, num_layers) == grid
-
-
-@given(ranks=st.integers(1, 64), num_layers=st.integers(1, 64))
-def test_auto_always_arranges_all_ranks(ranks: int, num_layers: int) -> None:
-    grid = resolve_grid(configure(None), ranks, num_layers)
-
-    assert grid.size == ranks
-    assert grid.g_inter <= num_layers
 
 
 @pytest.mark.parametrize(
