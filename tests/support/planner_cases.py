@@ -310,7 +310,7 @@ class GptFormula(ProfiledModel):
         words = self.vocabulary * self.hidden
         kept = round(self.density * self.body_params)
         sizes = [
-            TensorSize(self.body_params, kept),
+            *[TensorSize(self.body_params // self.layers, kept // self.layers)] * self.layers,
             TensorSize(self.embedding_params, self.embedding_params),
             TensorSize(words, words, is_alias=g_inter == 1),
         ]
