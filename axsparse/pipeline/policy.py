@@ -24,7 +24,7 @@ class Kind(IntEnum):
 
     A full backward (BACKWARD alone) makes the gradients of its stage's inputs and weights. A split
     one is two actions: BACKWARD makes the gradients of the inputs, which the previous stage waits
-    for; WEIGHT, at any later time, those of the weights (Qi et al., 2024, section 2).
+    for; WEIGHT, at any later time, the gradients of the weights (Qi et al., 2024, section 2).
     """
 
     FORWARD = 0
