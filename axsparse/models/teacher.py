@@ -16,21 +16,18 @@ from torch import Tensor, nn
 from axsparse.config.hf_config import CONFIG_FILE, model_settings, no_folder
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config, sample_length
-from axsparse.models.layer import Layer, LossFunction, Model
+from axsparse.models.layer import Layer, Model
 from axsparse.models.losses import distillation, linear_cross_entropy, summed_cross_entropy
-from axsparse.models.zoo.hf_experts import BalancedLoss
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
 from axsparse.runtime.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """A teacher, and the loss that it makes of a model's own."""
+    """A teacher, and how much it counts in the loss of a model."""
 
     model: Model
     """The teacher as a model of its own; it starts at its weights."""
-    loss: LossFunction
-    """The loss of the trained model without a teacher: a cross entropy."""
     share: float
     """The weight of the divergence from the teacher's logits, up to 1."""
     temperature: float
@@ -44,15 +41,11 @@ class Teacher:
         self, outputs: Sequence[Tensor], taught: Sequence[Tensor], targets: Tensor | None
     ) -> Tensor:
         """The summed loss of a microbatch, from what the last layers of the trained model and of
-        the teacher return (`losses.distillation`); routers are balanced as without a teacher."""
-
-        def plain(*given: Tensor) -> Tensor:
-            *own, wanted = given
-            return distillation(own, taught, wanted, share=self.share, temperature=self.temperature)
-
+        the teacher return (`losses.distillation`)."""
         assert targets is not None, "a language model has targets"
-        loss = replace(self.loss, loss=plain) if isinstance(self.loss, BalancedLoss) else plain
-        return loss(*outputs, targets)
+        return distillation(
+            outputs, taught, targets, share=self.share, temperature=self.temperature
+        )
 
 
 def _frozen(layer: Layer) -> nn.Module:
@@ -69,8 +62,7 @@ def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) ->
     folder, where = config.train.teacher, config.where("train.teacher")
     if folder is None:
         return model
-    loss = model.loss.loss if isinstance(model.loss, BalancedLoss) else model.loss
-    if loss not in (linear_cross_entropy, summed_cross_entropy):
+    if model.loss not in (linear_cross_entropy, summed_cross_entropy):
         raise ConfigError(
             f"{where}: model {model.name} has a loss of its own, and a teacher is for the cross "
             "entropy of a language model; leave it out, or make a loss of both yourself"
@@ -98,7 +90,6 @@ def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) ->
         model,
         teacher=Teacher(
             make(of_teacher),
-            model.loss,
             train.distillation_weight,
             train.distillation_temperature,
         ),

@@ -81,7 +81,6 @@ MIXED = {"head_dim": 8, "sliding_window": 5}
 EXPERTS = {
     **{"num_experts": 4, "num_experts_per_tok": 2},
     **{"intermediate_size": 32, "moe_intermediate_size": 32},
-    **{"output_router_logits": True, "router_aux_loss_coef": 0.4},
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},

@@ -206,12 +206,8 @@ def hf_losses(model: Any, config: Config) -> Iterator[float]:
         total = 0.0
         for start in range(0, batch.global_batch_size, batch.microbatch_size):
             (inputs,), targets = data.read(samples[start : start + batch.microbatch_size])
-            if getattr(model.config, "output_router_logits", False):
-                # The balancing loss is a part of transformers' own.
-                loss = model(inputs, labels=targets, shift_labels=targets).loss * targets.numel()
-            else:
-                logits = model(inputs).logits.flatten(0, 1)
-                loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+            logits = model(inputs).logits.flatten(0, 1)
+            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
             loss = loss / (batch.global_batch_size * targets.shape[1])
             loss.backward()
             total += loss.item()

@@ -23,7 +23,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import Reached, StandIn, outermost_lists
-from axsparse.models.zoo.hf_experts import GATES
 from axsparse.runtime.errors import ConfigError
 
 REMEMBERED = 4
@@ -128,13 +127,11 @@ class Forward:
         output = view(inputs_embeds=self._embeds(hidden), use_cache=False)
         return cast(Tensor, output.last_hidden_state)
 
-    def outputs(self, head: nn.Module, hidden: Tensor, gates: tuple[Tensor, ...] = ()) -> Any:
-        """The result of the model's own forward for these hidden states; with outputs of routers
-        its loss is the balancing loss alone."""
-        beside = {GATES: gates} if gates else {}
+    def outputs(self, head: nn.Module, hidden: Tensor) -> Any:
+        """The result of the model's own forward for these hidden states."""
 
         def body(*_: object, **__: object) -> Any:
-            return self._output_type(last_hidden_state=hidden, **beside)
+            return self._output_type(last_hidden_state=hidden)
 
         # Copies of all modules above the stand-in, so that nothing is changed for others.
         child: nn.Module = StandIn(self.owner, body)
@@ -145,11 +142,7 @@ class Forward:
             child = parent
         child._modules[self.head_name] = head
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        asked: dict[str, Any] = {}
-        if gates:
-            asked = {"labels": tokens, f"output_{GATES}": True}
-            vars(child)["_loss_function"] = lambda *_, **__: torch.zeros(())
-        return child(input_ids=tokens, use_cache=False, **asked)
+        return child(input_ids=tokens, use_cache=False)
 
     def arguments(self, hidden: Tensor, starts: Tensor | None = None) -> list[Arguments]:
         """The arguments that the model's forward passes to its layers next to these hidden
@@ -332,7 +325,8 @@ class Forward:
     def _has_plain_head(self) -> bool:
         """Whether logits are the hidden states times the head's weight, and nothing else."""
         seen: list[tuple[Tensor, Tensor]] = []
-        head, hidden = self.head, self.on_meta(2)
+        head, shape = self.head, (1, 2, self.head_width)
+        hidden = torch.empty(shape, dtype=head.weight.dtype, device="meta")
         hook = head.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
         with torch.no_grad():
             logits = self.outputs(head, hidden).logits
@@ -345,11 +339,6 @@ class Forward:
             and seen[0][0].shape == hidden.shape
             and seen[0][1] is logits
         )
-
-    def on_meta(self, tokens: int) -> Tensor:
-        """Hidden states of one sequence on the meta device, where the head is."""
-        shape = (1, tokens, self.head_width)
-        return torch.empty(shape, dtype=self.head.weight.dtype, device="meta")
 
 
 def _by_hidden(run: Callable[[Tensor, Arguments], Any], *args: Any, **kwargs: Any) -> Any:

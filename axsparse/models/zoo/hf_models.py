@@ -9,9 +9,8 @@ Of a model that also takes pictures, the text model is taken, and the folder's o
 Names of parameters are as in transformers' state dict of the causal language model. Shapes: B
 sequences of a microbatch, S tokens, E embedding width, H hidden size, V vocabulary.
 
-Layers pass two more tensors on to the next layer, next to the hidden states: `starts`, (B, S)
-integers, where the data separates documents: the position in the sequence at which the document of
-each token begins; and in training `loads`, of floating-point numbers, where routers are balanced.
+Where the data separates documents, layers pass on `starts` next to the hidden states, (B, S)
+integers: the position in the sequence at which the document of each token begins.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ from axsparse.models.layer import (
     InitFunction,
     Kind,
     Layer,
-    LossFunction,
     Model,
     Tie,
     TpStyle,
@@ -51,15 +49,7 @@ from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summe
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import Part, PartModule, are_alike, tied_names
 from axsparse.models.start_weights import WeightFile, open_weights, start_from
-from axsparse.models.zoo.hf_experts import (
-    GATES,
-    Balance,
-    BalancedLoss,
-    found_balance,
-    mark_what_multiplies,
-    recorded_gates,
-    records_gates,
-)
+from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.hf_forward import Forward, unfit
 from axsparse.runtime.errors import ConfigError, DataError, one_line
 
@@ -115,10 +105,9 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
                 tp_plan=cut.tp_plan(part) if part.kind == "block" else {},
             )
         )
-    loss: LossFunction = linear_cross_entropy if cut.head_is_plain else summed_cross_entropy
     model = Model(
         layers=layers,
-        loss=loss if cut.balance is None else BalancedLoss(loss, 2 if cut.head_is_plain else 1),
+        loss=linear_cross_entropy if cut.head_is_plain else summed_cross_entropy,
         loss_logits=(
             (lambda samples: logits_at_a_time(samples * s, vocabulary))
             if cut.head_is_plain
@@ -156,8 +145,11 @@ class SplitModel:
         self.causal = empty_model(config.hf)
         self.forward = Forward(self.causal)
         self.head_is_plain = self.forward.head_is_plain
-        balances = getattr(self.causal.config, f"output_{GATES}", False)
-        self.balance = self._balance() if balances else None
+        if getattr(self.causal.config, "output_router_logits", False):
+            raise ConfigError(
+                "model.hf: output_router_logits is true, but routers are not balanced by a loss "
+                "here; set it to false"
+            )
         mark_what_multiplies(self.forward.layers)
         self.parts = self._split()
         self.ties = tied_names(self.causal)
@@ -266,69 +258,34 @@ class SplitModel:
         self, modules: Mapping[str, nn.Module], tokens: Tensor, starts: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         hidden = self.forward.embedded(modules, tokens, starts)
-        carried = () if starts is None else (starts,)
-        if self.balance is not None and next(iter(modules.values())).training:
-            carried = (*carried, self.balance.begin(hidden.device))
-        return hidden, *carried
+        return (hidden,) if starts is None else (hidden, starts)
 
     def _layer(
         self,
         number: int,
         modules: Mapping[str, nn.Module],
         hidden: Tensor,
-        *carried: Tensor,
+        *starts: Tensor,
     ) -> tuple[Tensor, ...]:
-        starts, loads = _starts_and_loads(carried)
         args, kwargs = self.forward.arguments(hidden, *starts)[number]
         [layer] = modules.values()
-        if self.balance is None or not loads:
-            output = layer(hidden, *args, **kwargs)
-        else:
-            with recorded_gates() as gates:
-                output = layer(hidden, *args, **kwargs)
-            loads = [self.balance.add(loads[0], gates)]
-        return output[0] if isinstance(output, tuple) else output, *starts, *loads
+        output = layer(hidden, *args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output, *starts
 
+    # Nothing after the layers looks at documents.
     def _norm(
-        self, modules: Mapping[str, nn.Module], hidden: Tensor, *carried: Tensor
+        self, modules: Mapping[str, nn.Module], hidden: Tensor, *_: Tensor
     ) -> tuple[Tensor, ...]:
-        # Nothing after the layers looks at documents.
-        _, loads = _starts_and_loads(carried)
-        return self.forward.normed(modules, hidden), *loads
+        return (self.forward.normed(modules, hidden),)
 
     def _logits(
-        self, modules: Mapping[str, nn.Module], hidden: Tensor, *carried: Tensor
+        self, modules: Mapping[str, nn.Module], hidden: Tensor, *_: Tensor
     ) -> tuple[Tensor, ...]:
         [head] = modules.values()
-        _, loads = _starts_and_loads(carried)
-        penalties = [self.balance.penalty(each) for each in loads if self.balance is not None]
         if self.head_is_plain:
             weight: Any = head.weight
-            return hidden, weight, *penalties
-        return self.forward.outputs(head, hidden).logits, *penalties
-
-    def _balance(self) -> Balance:
-        """The balancing loss that the settings ask for; ConfigError if it is another than ours."""
-        forward = self.forward
-
-        def theirs(gates: tuple[Tensor, ...]) -> Tensor:
-            hidden = forward.on_meta(len(gates[0]))
-            loss: Tensor = forward.outputs(forward.head, hidden, gates).loss
-            return loss
-
-        # From here on the model's forward looks at routers where it is asked to, and only there.
-        self.causal.config.output_router_logits = False
-        if not records_gates(forward.owner):
-            raise _unbalanced("this model does not return the outputs of its routers")
-        try:
-            with torch.no_grad():
-                found = found_balance(self.causal, forward.layers, theirs)
-        except Exception as reason:
-            told = " ".join(str(reason).split())
-            raise _unbalanced(f"its forward fails without its layers ({told[:200]})") from reason
-        if found is None:
-            raise _unbalanced("this model has no balancing loss, or another one than here")
-        return found
+            return hidden, weight
+        return (self.forward.outputs(head, hidden).logits,)
 
     def _reject_leftovers(self) -> None:
         """ConfigError for parameters of the model that no part has."""
@@ -407,18 +364,6 @@ def surrounding(causal: Any) -> tuple[Any, dict[str, str]]:
         if shapes[1].get(there) != shapes[0][name]:
             raise unfit(f"its text model has no {name} that is another name's")
     return whole, names
-
-
-def _starts_and_loads(carried: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The `starts` and the `loads` that layers get, each alone or not at all."""
-    return (
-        [tensor for tensor in carried if not tensor.is_floating_point()],
-        [tensor for tensor in carried if tensor.is_floating_point()],
-    )
-
-
-def _unbalanced(why: str) -> ConfigError:
-    return ConfigError(f"model.hf: output_router_logits is true, but {why}; set it to false")
 
 
 # -- files whose tensors have other names or shapes than the model has ------------------------
