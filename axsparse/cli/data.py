@@ -98,12 +98,6 @@ def _add_tokenizer(arguments: CommandParser) -> None:
 
 def _add_reading(add: Callable[..., object]) -> None:
     """The options that say how files are split into documents; `add` is `add_argument`."""
-    for name, which in (("include", "only"), ("exclude", "no")):
-        text = (
-            f"read {which} files of folders whose name or path below the folder fits, such as "
-            "'*.txt' or 'drafts/*'; may be repeated"
-        )
-        add(f"--{name}", metavar="PATTERN", action="append", default=[], help=text)
     text = (
         "key of the text, chat or ids in a record or row (default %(default)s; without it, "
         "messages, conversations, input_ids, or prompt with completion)"
@@ -134,8 +128,6 @@ def _prepare(arguments: argparse.Namespace) -> None:
             split_documents=arguments.split_documents,
             jsonl_field=arguments.jsonl_field,
             max_line=arguments.max_line_mb * MEGABYTE,
-            include=tuple(arguments.include),
-            exclude=tuple(arguments.exclude),
         ),
     )
     prepare_and_show(request, arguments.workers)

@@ -83,8 +83,13 @@ class Encoded(NamedTuple):
 class ChatTemplate:
     """The chat templates of a Hugging Face folder, and its tokenizer."""
 
-    def __init__(self, given: GivenTokenizer) -> None:
+    def __init__(self, given: GivenTokenizer | None) -> None:
         """Raises ConfigError without transformers, and for a folder without a template."""
+        if given is None:
+            raise ConfigError(
+                "--tokenizer: the input holds chats, whose words a template puts together; name a "
+                "Hugging Face folder with a chat template"
+            )
         if find_spec("transformers") is None:
             raise ConfigError(
                 "chats need transformers, which is not installed; pip install 'axsparse[hf]', with "

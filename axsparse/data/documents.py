@@ -20,7 +20,6 @@ import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
@@ -48,7 +47,7 @@ an ending of data, or of texts: not its card, its licence or its scripts, as `da
 SPLIT = re.compile(r"(?:^|/)(train|validation|test)(-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.arrow$)")
 """Finds the split in a file's path, as `datasets` and the hub name it."""
 UNREADABLE = "unreadable"
-NO_DATA = "no data (next to files of data; --include '*' takes it)"
+NO_DATA = "no data (next to files of data; name it to take it)"
 """Why files are left out."""
 WHY = 200
 """The length to which the reason why a file cannot be read is cut, in letters."""
@@ -75,21 +74,6 @@ class Reading:
     `chat_template_kwargs` go to the template."""
     max_line: int = 16_000_000
     """The longest line of a usable document, in bytes."""
-    include: tuple[str, ...] = ()
-    """Which files of a folder are read: patterns of the shell, such as *.txt or drafts/*, matched
-    with a file's name and with its path below the folder, in which * also stands for slashes. One
-    of them has to fit, if there are any."""
-    exclude: tuple[str, ...] = ()
-    """None of these patterns may fit."""
-
-    def takes(self, path: PurePath) -> bool:
-        """Whether the file at this path below a folder is read."""
-
-        def fits(pattern: str) -> bool:
-            return fnmatchcase(path.name, pattern) or fnmatchcase(path.as_posix(), pattern)
-
-        chosen = not self.include or any(map(fits, self.include))
-        return chosen and not any(map(fits, self.exclude))
 
 
 # -- formats --------------------------------------------------------------------------------
@@ -414,19 +398,19 @@ class DocumentSource:
 
 
 def find_sources(
-    training: Sequence[Path], validation: Sequence[Path], out: Path, reading: Reading
+    training: Sequence[Path], validation: Sequence[Path], out: Path
 ) -> tuple[list[DocumentSource], list[tuple[str, str]]]:
     """The named files, and the files below named folders in the order of their paths.
 
-    Hidden files, links to folders, the folder `out` and files of folders that `reading` does not
-    take are skipped. Each file is read once, as validation data if it is named as both. Returned
-    second are the names of files and folders that are left out, and why. Raises MissingInputError
-    for a path that is neither a file nor a folder, ConfigError if the patterns leave no file.
+    Hidden files, links to folders and the folder `out` are skipped. Each file is read once, as
+    validation data if it is named as both. Returned second are the names of files and folders that
+    are left out, and why. Raises MissingInputError for a path that is neither a file nor a folder,
+    ConfigError for a folder of several splits.
     """
     found: dict[str, DocumentSource] = {}
     left_out: list[tuple[str, str]] = []
     for paths, is_validation in ((validation, True), (training, False)):
-        for path in _files(paths, out.resolve(), reading, left_out):
+        for path in _files(paths, out.resolve(), left_out):
             try:
                 status = path.stat()
                 if not stat.S_ISREG(status.st_mode):
@@ -437,17 +421,10 @@ def find_sources(
             name, real = os.fsencode(path).decode("utf-8", "replace"), os.path.realpath(path)
             size, changed = status.st_size, status.st_mtime_ns
             found.setdefault(real, DocumentSource(real, name, size, changed, is_validation))
-    if (reading.include or reading.exclude) and not found:
-        raise ConfigError(
-            "input: no file is left by --include and --exclude; a pattern fits a file's name, such "
-            "as '*.txt', or its path below the folder, such as 'drafts/*'"
-        )
     return list(found.values()), left_out
 
 
-def _files(
-    paths: Sequence[Path], out: Path, reading: Reading, left_out: list[tuple[str, str]]
-) -> Iterator[Path]:
+def _files(paths: Sequence[Path], out: Path, left_out: list[tuple[str, str]]) -> Iterator[Path]:
     for path in paths:
         if path.is_file():
             yield path
@@ -464,11 +441,11 @@ def _files(
             at = Path(folder)
             subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
-        if any(_format(name) in DATA_SETS for name in names) and not reading.include:
+        if any(_format(name) in DATA_SETS for name in names):
             others = {name for name in names if _format(name) not in (*READERS, ".txt")}
             names = [name for name in names if name not in others]
-            left_out.extend((str(path / name), NO_DATA) for name in filter(reading.takes, others))
-        taken = sorted(filter(reading.takes, names), key=PurePath.as_posix)
+            left_out.extend((str(path / name), NO_DATA) for name in others)
+        taken = sorted(names, key=PurePath.as_posix)
         found = [match for name in taken if (match := SPLIT.search(name.as_posix()))]
         splits = sorted({match[1] for match in found})
         if len(splits) > 1:

@@ -171,12 +171,10 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
     with writing(f"--out: {out}", "free the disk, or choose another place"):
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out, console):
-            sources, left_out = find_sources(
-                request.inputs, request.validation, out, request.reading
-            )
+            sources, left_out = find_sources(request.inputs, request.validation, out)
             firsts = [*first_contents(sources, request.reading)]
             has_chats = any(isinstance(content, Chat) for content in firsts)
-            template = _template(given) if has_chats else None
+            template = ChatTemplate(given) if has_chats else None
             if template is not None:
                 settings["chat_template"] = template.digest
             if any(map(has_marks, firsts)):
@@ -255,16 +253,6 @@ def _settings(request: Request, given: GivenTokenizer | None) -> Settings:
             "library": library_version(),
         }
     return settings
-
-
-def _template(given: GivenTokenizer | None) -> ChatTemplate:
-    """The template of the tokenizer's folder; ConfigError if there is none."""
-    if given is None:
-        raise ConfigError(
-            "--tokenizer: the input holds chats, whose words a template puts together; name a "
-            "Hugging Face folder with a chat template"
-        )
-    return ChatTemplate(given)
 
 
 def _key(settings: Settings, sources: Sequence[DocumentSource]) -> str:

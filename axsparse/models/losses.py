@@ -43,8 +43,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     flat = hidden.reshape(-1, hidden.shape[-1])
     if flat.shape[0] * weight.shape[0] <= most_logits(hidden.device):
         return summed_cross_entropy(F.linear(flat, weight), targets)
-    in_chunks: Callable[..., Tensor] = _ChunkedCrossEntropy.apply
-    return in_chunks(flat, weight, targets.reshape(-1))
+    in_chunks: Callable[..., Tensor] = _ChunkedLoss.apply
+    return in_chunks(flat, weight, None, None, targets.reshape(-1), 0.0, 1.0)
 
 
 def compiled(loss: LossFunction) -> LossFunction:
@@ -84,46 +84,6 @@ def logits_at_a_time(tokens: int, words: int) -> int:
 
 def _words_of_chunk(tokens: int, most: int) -> int:
     return max(CHUNK_WORDS, most // tokens)
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    """With the logits z = hidden · weightᵀ, (T, V), and the targets y, (T,):
-
-    loss   = Σ_t log Σ_v exp z[t, v] − z[t, y[t]]
-    ∂ / ∂z = softmax(z) − onehot(y), rounded to the type of z
-    """
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        counts = targets != IGNORED
-        reject_foreign_words(targets, weight.shape[0], ignored=IGNORED)
-        log_total = torch.full_like(targets, -torch.inf, dtype=torch.float32)
-        at_target = torch.zeros_like(log_total)
-        for start, stop in _chunks(weight.shape[0], targets):
-            logits = F.linear(hidden, weight[start:stop]).float()
-            log_total = torch.logaddexp(log_total, logits.logsumexp(dim=1))
-            here, column = _among(targets, start, stop)
-            at_target += here * logits.gather(1, column).squeeze(1)
-            del logits  # Freed before the next chunk is computed.
-        ctx.save_for_backward(hidden, weight, targets, log_total)
-        return torch.where(counts, log_total - at_target, 0).sum()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        hidden, weight, targets, log_total = ctx.saved_tensors
-        gradients = _ProductGradients(hidden, weight, *ctx.needs_input_grad[:2])
-        factor = ((targets != IGNORED) * gradient).unsqueeze(1)
-        for start, stop in _chunks(weight.shape[0], targets):
-            logits = F.linear(hidden, weight[start:stop]).float()
-            dense = logits.sub_(log_total.unsqueeze(1)).exp_()
-            here, column = _among(targets, start, stop)
-            dense.scatter_add_(1, column, -here.unsqueeze(1).float())
-            chunk = dense.mul_(factor).to(weight.dtype)
-            del logits, dense  # Freed before the products need memory.
-            gradients.add(start, stop, chunk)
-            del chunk
-        return *gradients.result(), None
 
 
 class _ProductGradients:
@@ -181,13 +141,14 @@ def distillation(
         (first.reshape(-1, first.shape[-1]), *(weights or (None,)))
         for first, *weights in (outputs, taught)
     ]
-    apply: Callable[..., Tensor] = _Distillation.apply
-    return apply(*flat[0], *flat[1], targets.reshape(-1), share, temperature)
+    in_chunks: Callable[..., Tensor] = _ChunkedLoss.apply
+    return in_chunks(*flat[0], *flat[1], targets.reshape(-1), share, temperature)
 
 
-class _Distillation(torch.autograd.Function):
-    """With z, u, α and τ as in `distillation`, and y the targets, (T,):
+class _ChunkedLoss(torch.autograd.Function):
+    """With z, u, α and τ as in `distillation`, y the targets, (T,), and α = 0 without a teacher:
 
+    cross entropy = log Σ_v exp z[t, v] − z[t, y[t]]
     KL     = Σ_v q[t, v] · (u − z)[t, v] / τ − log Σ_v exp(u / τ) + log Σ_v exp(z / τ),
              q = softmax(u / τ)
     ∂ / ∂z = (1 − α) · (softmax(z) − onehot(y)) + α · τ · (softmax(z / τ) − q)
@@ -199,7 +160,7 @@ class _Distillation(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor | None,
-        taught: Tensor,
+        taught: Tensor | None,
         teaching: Tensor | None,
         targets: Tensor,
         share: float,
@@ -217,19 +178,22 @@ class _Distillation(torch.autograd.Function):
                 hard = torch.logaddexp(hard, logits.logsumexp(dim=1))
                 here, column = _among(targets, start, stop)
                 at_target += here * logits.gather(1, column).squeeze(1)
-            logits = logits / temperature
-            soft = torch.logaddexp(soft, logits.logsumexp(dim=1))
-            hints = _logits(taught, teaching, start, stop) / temperature
-            before, known = known, torch.logaddexp(known, hints.logsumexp(dim=1))
-            # The mean under the words so far is weighted anew by those of this chunk.
-            chances = (hints - known.unsqueeze(1)).exp_()
-            apart = apart * (before - known).exp() + chances.mul_(hints.sub_(logits)).sum(dim=1)
-            del logits, hints, chances  # Freed before the next chunk is computed.
+            if taught is not None:
+                logits = logits / temperature
+                soft = torch.logaddexp(soft, logits.logsumexp(dim=1))
+                hints = _logits(taught, teaching, start, stop) / temperature
+                before, known = known, torch.logaddexp(known, hints.logsumexp(dim=1))
+                # The mean under the words so far is weighted anew by those of this chunk.
+                chances = (hints - known.unsqueeze(1)).exp_()
+                apart = apart * (before - known).exp() + chances.mul_(hints.sub_(logits)).sum(dim=1)
+                del hints, chances
+            del logits  # Freed before the next chunk is computed.
         ctx.save_for_backward(hidden, weight, taught, teaching, targets, hard, soft, known)
         ctx.share, ctx.temperature = share, temperature
-        total = share * temperature**2 * (apart - known + soft)
-        if share < 1:
-            total = total + (1 - share) * (hard - at_target)
+        total = hard - at_target
+        if taught is not None:
+            divergence = share * temperature**2 * (apart - known + soft)
+            total = divergence + (1 - share) * total if share < 1 else divergence
         return torch.where(counts, total, 0).sum()
 
     @staticmethod
@@ -241,16 +205,20 @@ class _Distillation(torch.autograd.Function):
         factor = ((targets != IGNORED) * gradient).unsqueeze(1)
         words = hidden.shape[1] if weight is None else weight.shape[0]
         for start, stop in _chunks(words, targets):
+            dense: Any = None
             logits = _logits(hidden, weight, start, stop)
-            hints = _logits(taught, teaching, start, stop) / temperature
-            dense = (logits / temperature).sub_(soft.unsqueeze(1)).exp_()
-            dense.sub_(hints.sub_(known.unsqueeze(1)).exp_()).mul_(share * temperature)
-            del hints
+            if taught is not None:
+                hints = _logits(taught, teaching, start, stop) / temperature
+                dense = (logits / temperature).sub_(soft.unsqueeze(1)).exp_()
+                dense.sub_(hints.sub_(known.unsqueeze(1)).exp_()).mul_(share * temperature)
+                del hints
             if share < 1:
-                own = (logits - hard.unsqueeze(1)).exp_()
+                # Without a weight the logits are the model's own output.
+                own = logits if weight is not None else logits.clone()
+                own.sub_(hard.unsqueeze(1)).exp_()
                 here, column = _among(targets, start, stop)
                 own.scatter_add_(1, column, -here.unsqueeze(1).float())
-                dense.add_(own, alpha=1 - share)
+                dense = own if dense is None else dense.add_(own, alpha=1 - share)
                 del own
             chunk = dense.mul_(factor).to(hidden.dtype)
             del logits, dense  # Freed before the products need memory.

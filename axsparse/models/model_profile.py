@@ -568,26 +568,23 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
 
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:
     """Second use → first use; ConfigError for a tie that does not fit the parameters."""
-    order = {name: number for number, name in enumerate(parameters)}
-    used: set[str] = set()
+    order = list(parameters)
+    used = [name for tie in model.ties for name in (tie.first, tie.second)]
     for tie in model.ties:
-        where = f"tie {tie.first} = {tie.second}"
-        for name in (tie.first, tie.second):
-            if name not in parameters:
-                raise ConfigError(f"{where}: no parameter {name!r}")
-            if name in used:
-                raise ConfigError(
-                    f"{where}: {name} is in two ties; a weight may have two uses, not more"
-                )
-            used.add(name)
-        first, second = parameters[tie.first], parameters[tie.second]
-        if first.shape != second.shape or first.trained != second.trained:
+        pair = [parameters[name] for name in (tie.first, tie.second) if name in parameters]
+        if not (
+            len(pair) == 2
+            and (pair[0].shape, pair[0].trained) == (pair[1].shape, pair[1].trained)
+            and order.index(tie.first) < order.index(tie.second)
+            and used.count(tie.first) == used.count(tie.second) == 1
+        ):
+            found = [f"{p.name} {p.shape}{'' if p.trained else ', frozen'}" for p in pair]
+            there = " and ".join(found) or "neither"
             raise ConfigError(
-                f"{where}: shapes {first.shape} and {second.shape}, trained {first.trained} and "
-                f"{second.trained}; a tie joins two uses of one weight"
+                f"tie {tie.first} = {tie.second}: the model has {there}; "
+                "a tie joins two parameters of one shape, both trained or neither, the earlier one "
+                "first, and each in one tie alone"
             )
-        if order[tie.first] > order[tie.second]:
-            raise ConfigError(f"{where}: the first use comes later in the model; swap them")
     return {tie.second: tie.first for tie in model.ties}
 
 
@@ -600,14 +597,8 @@ def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Mapping[
     }
     for second, first in ties.items():
         one, other = owners[first], owners[second]
-        if one is other or (one.init is not None and one.init is other.init):
-            continue
-        bare = next((layer.name for layer in (one, other) if layer.init is None), None)
-        why = (
-            f"layers {one.name} and {other.name} have two different `init`s, so that the uses "
-            "would start differently; give both the same"
-            if bare is None
-            else f"layer {bare} has no `init`, so that the two uses would start differently on two "
-            "stages; give both layers the same `init`"
-        )
-        raise ConfigError(f"tie {first} = {second}: {why}")
+        if one is not other and (one.init is None or one.init is not other.init):
+            raise ConfigError(
+                f"tie {first} = {second}: layers {one.name} and {other.name} have no common "
+                "`init`, so that the uses could start differently on two stages; give both the same"
+            )

@@ -37,7 +37,7 @@ from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 
 def source_of(path: Path) -> DocumentSource:
-    [source], _ = find_sources([path], [], path / "out", Reading())
+    [source], _ = find_sources([path], [], path / "out")
     return source
 
 
@@ -211,12 +211,12 @@ def test_splits_of_a_folder_are_not_mixed(files: list[str], one: str, tmp_path: 
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     if not one:
-        found, _ = find_sources([tmp_path], [], tmp_path / "out", Reading())
+        found, _ = find_sources([tmp_path], [], tmp_path / "out")
         assert len(found) == len(files)
         return
 
     with pytest.raises(ConfigError) as caught:
-        find_sources([tmp_path], [], tmp_path / "out", Reading())
+        find_sources([tmp_path], [], tmp_path / "out")
 
     splits = ", ".join(
         sorted(name for name in ("train", "validation", "test") if name in str(files))
@@ -226,7 +226,7 @@ def test_splits_of_a_folder_are_not_mixed(files: list[str], one: str, tmp_path: 
         f"{tmp_path}/{one}, and by --validation those that are held out"
     )
     named = [*tmp_path.glob(one)]
-    assert len(find_sources(named, [], tmp_path / "out", Reading())[0]) == 1
+    assert len(find_sources(named, [], tmp_path / "out")[0]) == 1
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.tsv", "a.csv.gz"])
@@ -513,7 +513,7 @@ def test_files_below_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) -
     root = write(tmp_path, "b", "a/z", "a/b/c", "a.txt", ".hidden", ".git/config", "out/train")
     (root / "loop").symlink_to(root, target_is_directory=True)
 
-    found, _ = find_sources([root], [], root / "out", Reading())
+    found, _ = find_sources([root], [], root / "out")
 
     names = [source.name.removeprefix(f"{root}/") for source in found]
     assert names == ["a.txt", "a/b/c", "a/z", "b"]
@@ -527,10 +527,10 @@ def test_the_card_and_the_scripts_of_a_data_set_are_no_documents(
     data, notes = f"data/train-00000-of-00001.{ending}", "more/notes.txt"
     root = write(tmp_path, "README.md", "LICENSE", "load.py", data, notes)
 
-    found, left_out = find_sources([root], [], root / "out", Reading())
+    found, left_out = find_sources([root], [], root / "out")
 
     names = {source.name.removeprefix(f"{root}/") for source in found}
-    why = "no data (next to files of data; --include '*' takes it)"
+    why = "no data (next to files of data; name it to take it)"
     if ending == "csv":
         assert left_out == []
         assert {"README.md", "load.py"} < names
@@ -538,15 +538,13 @@ def test_the_card_and_the_scripts_of_a_data_set_are_no_documents(
         assert names == {data, notes}
         others = ("LICENSE", "README.md", "load.py")
         assert sorted(left_out) == [(f"{root}/{name}", why) for name in others]
-    every = find_sources([root], [], root / "out", Reading(include=("*",)))
-    assert (len(every[0]), every[1]) == (5, [])
 
 
 def test_a_file_counts_once_and_as_validation_data_if_it_is_named_so(tmp_path: Path) -> None:
     root = write(tmp_path, "a", "b")
     (root / "link").symlink_to(root / "a")
 
-    found, _ = find_sources([root, root / "a"], [root / "b"], root / "out", Reading())
+    found, _ = find_sources([root, root / "a"], [root / "b"], root / "out")
 
     assert sorted((Path(s.path).name, s.validation) for s in found) == [("a", False), ("b", True)]
 
@@ -556,29 +554,9 @@ def test_what_is_no_file_is_counted_in_a_folder_and_refused_by_name(tmp_path: Pa
     (root / "lost").symlink_to("/nowhere")
     os.mkfifo(root / "pipe")
 
-    [_], left_out = find_sources([root], [], root / "out", Reading())
+    [_], left_out = find_sources([root], [], root / "out")
     assert left_out == [(f"{root}/lost", "unreadable"), (f"{root}/pipe", "unreadable")]
-    assert find_sources([root / "a"], [], root / "out", Reading())[1] == []
+    assert find_sources([root / "a"], [], root / "out")[1] == []
     for name in ("lost", "pipe", "missing"):
         with pytest.raises(MissingInputError, match=f"{name} is neither a file nor a folder"):
-            find_sources([root / name], [], root / "out", Reading())
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "read"),
-    [
-        ((), (), ["a.txt", "b.md", "drafts/c.txt", "drafts/old/d.txt"]),
-        (("*.txt",), (), ["a.txt", "drafts/c.txt", "drafts/old/d.txt"]),
-        (("*.txt", "*.md"), ("drafts/*",), ["a.txt", "b.md"]),
-        (("drafts/*",), ("drafts/old/*",), ["drafts/c.txt"]),
-    ],
-)
-def test_patterns_say_which_files_of_a_folder_are_read(
-    include: tuple[str, ...], exclude: tuple[str, ...], read: list[str], tmp_path: Path
-) -> None:
-    root = write(tmp_path, "a.txt", "b.md", "drafts/c.txt", "drafts/old/d.txt")
-    reading = Reading(include=include, exclude=exclude)
-
-    found, _ = find_sources([root], [], root / "out", reading)
-
-    assert [Path(file.path).relative_to(root).as_posix() for file in found] == read
+            find_sources([root / name], [], root / "out")

@@ -87,17 +87,6 @@ def test_byte_pairs_are_those_of_each_document(library: Path, tmp_path: Path) ->
     assert ids_of(tmp_path / "words").dtype == np.uint16
 
 
-def test_a_tokenizer_that_is_given_makes_the_tokens(library: Path, tmp_path: Path) -> None:
-    run(requested(library, tmp_path / "trained", train_bpe=300))
-    given = tmp_path / "trained" / "tokenizer.json"
-
-    sidecar, _ = run(requested(library, tmp_path / "given", tokenizer=given))
-
-    assert (sidecar.tokenizer.kind, sidecar.vocab_size, sidecar.separator) == ("file", 300, 0)
-    for name in ("train.tokens", "validation.tokens", "tokenizer.json"):
-        assert outputs(tmp_path / "given")[name] == outputs(tmp_path / "trained")[name]
-
-
 def test_words_of_a_tokenizer_that_no_text_has_need_no_rows(library: Path, tmp_path: Path) -> None:
     import tokenizers
 

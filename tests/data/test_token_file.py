@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -30,7 +29,6 @@ from axsparse.data.token_file import (
     stored,
 )
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import DataError
 
 
 def write(folder: Path, tokens: int = 400, dtype: DtypeName = "uint16", vocab: int = 300) -> Path:
@@ -215,16 +213,6 @@ def test_the_fingerprint_covers_paths_and_contents(
 
     assert copy == original
     assert changed != original
-
-
-def test_an_unreadable_folder_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # The refusal is simulated, since root may read every folder.
-    def scandir(folder: str) -> object:
-        raise PermissionError(13, "Permission denied", folder)
-
-    monkeypatch.setattr(os, "scandir", scandir)
-    with pytest.raises(DataError, match=r"cannot be read \(Permission denied\)"):
-        source_tokens(tmp_path, "train")
 
 
 def test_the_running_pythons_library_is_there_and_its_two_splits_share_no_file() -> None:

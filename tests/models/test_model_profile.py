@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 
-import pytest
 import torch
 from support.mpirun import LONGEST_SECONDS
 from support.runs import random_init
@@ -87,14 +86,6 @@ def test_flops_are_twice_the_parameters_unless_given() -> None:
 
     assert [entry.flops for entry in found.layers] == [24.0, 7.0]
     assert found.flops == 31.0
-
-
-def test_the_layer_of_a_parameter_is_found_by_name() -> None:
-    found = profile(model(layer("a"), layer("b")))
-
-    assert found.layer_of("b.weight") == 1
-    with pytest.raises(KeyError):
-        found.layer_of("b.bias")
 
 
 def test_a_survey_costs_no_memory_and_no_random_numbers() -> None:

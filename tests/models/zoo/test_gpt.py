@@ -6,10 +6,8 @@ import math
 
 import pytest
 import torch
-from support.runs import built_modules
 from torch import Tensor
 
-import axsparse as ax
 from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Model, Tie
 from axsparse.models.model_profile import profile
@@ -82,22 +80,3 @@ def test_matrices_start_normal_and_residual_projections_smaller(
     assert values.dtype == torch.float32
     assert values.mean().item() == pytest.approx(0, abs=std / 50)
     assert values.std().item() == pytest.approx(std, rel=0.02)
-
-
-def test_the_model_of_a_configuration_has_a_public_name() -> None:
-    settings = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "vocab_size": 9}
-
-    model = ax.named_model(ax.configure({"model": settings}))
-
-    assert [layer.name for layer in model.layers] == ["embed", "block0", "head"]
-    assert model.vocab_size == 9
-
-
-def test_dropout_acts_in_training_only() -> None:
-    block = built_modules(gpt(config(dropout=0.5), 10))[1]
-    x = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
-
-    block.train()
-    assert not torch.equal(block(x), block(x))
-    block.eval()
-    assert torch.equal(block(x), block(x))
