@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -29,6 +30,7 @@ from axsparse.data.token_file import (
     stored,
 )
 from axsparse.models.zoo.model_registry import named_model
+from axsparse.runtime.errors import DataError
 
 
 def write(folder: Path, tokens: int = 400, dtype: DtypeName = "uint16", vocab: int = 300) -> Path:
