@@ -43,7 +43,7 @@ CNN = small_cnn()
 CUTS = {
     "gpt": (GPT, 3),
     "cnn": (CNN, 2),
-    "gpt and its teacher": (replace(GPT, teacher=Teacher(GPT, GPT.loss, 1.0, 1.0)), 3),
+    "gpt and its teacher": (replace(GPT, teacher=Teacher(GPT, 1.0, 1.0)), 3),
     "gpt of 2 tensor-parallel ranks": (GPT, 3),
     "gpt of 4 tensor-parallel ranks": (GPT, 3),
 }
