@@ -12,16 +12,11 @@ import pytest
 from published.__main__ import Check, checked_file, choices, place_of_best, scoreboard
 from published.run_file import TABLES, RunRow
 from published.run_step import run_costs
-from support.planner_cases import SUMMIT, formula, schedule
 
 from axsparse.config.load import configure
-from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout_search import Layout
 from axsparse.planner.plan_model import planned_model
-from axsparse.planner.stage_memory import StageMemory
 from axsparse.planner.step_cost import stage_seconds
-from axsparse.runtime.grid import Grid
 
 SMALL: dict[str, Any] = {
     "num_layers": 16,
@@ -135,38 +130,3 @@ def test_a_profile_and_the_formulas_of_published_runs_predict_alike() -> None:
 
     assert profiled.forward == pytest.approx(counted.forward[0][0], rel=0.1)
     assert profiled.backward == pytest.approx(counted.backward[0][0], rel=0.1)
-
-
-# -- the formulas of the paper -----------------------------------------------------------------
-
-MICROBATCHES = 512
-
-
-def memory(config: str, density: float, g_inter: int, order: Schedule) -> list[StageMemory]:
-    loads = formula(config, density).stages(g_inter, 1)
-    assert loads is not None
-    layout = Layout(Grid(g_inter, 1), order, 1, MICROBATCHES)
-    return layout.memory(loads, SUMMIT.overhead_bytes)
-
-
-def fullest(config: str, density: float, g_inter: int, order: Schedule) -> float:
-    return max(stage.total for stage in memory(config, density, g_inter, order))
-
-
-@pytest.mark.parametrize(
-    ("config", "dense", "pruned"),
-    [("gpt3_xl", 4, 1), ("gpt3_2.7b", 8, 2), ("gpt3_6.7b", 16, 4), ("gpt3_13b", 32, 8)],
-)
-def test_the_smallest_power_of_two_that_fits_summit_is_the_papers(
-    config: str, dense: int, pruned: int
-) -> None:
-    for density, expected in ((1.0, dense), (0.1, pruned)):
-        # The default, and two pipelines' worth, as AxoNN has.
-        for extra_in_flight in (1, expected):
-            fits = [
-                g_inter
-                for g_inter in (1, 2, 4, 8, 16, 32)
-                if fullest(config, density, g_inter, schedule(extra_in_flight=extra_in_flight))
-                <= SUMMIT.memory_bytes
-            ]
-            assert fits[0] == expected

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.action_text import peak_in_flight
-from support.planner_cases import cluster, formula, load_of, schedule, uniform
+from support.planner_cases import bundled, cluster, load_of, schedule, uniform
 
 from axsparse.pipeline.policy import ScheduleName
 from axsparse.pipeline.simulator import MessageCost
@@ -52,8 +52,8 @@ ROUND = cluster(
 
 
 def test_a_backward_is_two_forwards_what_is_computed_again_and_the_compression() -> None:
-    dense = stage_seconds(formula("gpt3_xl"), LOAD, ROUND, 3)
-    pruned = stage_seconds(formula("gpt3_xl", 0.1), LOAD, ROUND, 3)
+    dense = stage_seconds(bundled("gpt3_xl"), LOAD, ROUND, 3)
+    pruned = stage_seconds(bundled("gpt3_xl", 0.1), LOAD, ROUND, 3)
 
     forward, again = 100 / 10 + 30 / 5, 60 / 10 + 10 / 5
     assert dense.forward == pruned.forward == 3 * forward
@@ -115,7 +115,7 @@ def test_members_sum_by_a_ring(g_tensor: int, on_node: int, seconds: float) -> N
 
 
 def test_a_pass_takes_its_sums_on_top_and_weight_gradients_take_none() -> None:
-    model = formula("gpt3_xl")
+    model = bundled("gpt3_xl")
     machine = replace(MACHINE, gpus_per_node=6, peak_fp16=20.0, efficiency=0.5)
     summing = replace(LOAD, forward_sums=Sums(40, 2), backward_sums=Sums(80, 3), weight_flops=10.0)
     alone, shared = (stage_seconds(model, each, machine, 3, 2) for each in (LOAD, summing))
@@ -331,6 +331,6 @@ def test_weights_are_gathered_in_all_passes_but_a_steps_first() -> None:
     assert with_gather(stage, 8.0, hosts, 4) == replace(stage, forward=10.0, backward=16.0)
     load = replace(LOAD, gathered=1e3)
     grid, ring = Grid(1, 2), all_reduce_seconds(1e3, ROUND, Grid(1, 2)) / 2
-    [costs] = step_costs(formula("gpt3_xl"), [load], ROUND, grid, 1, 2).stages
-    plain = stage_seconds(formula("gpt3_xl"), LOAD, ROUND, 1)
+    [costs] = step_costs(bundled("gpt3_xl"), [load], ROUND, grid, 1, 2).stages
+    plain = stage_seconds(bundled("gpt3_xl"), LOAD, ROUND, 1)
     assert costs == with_gather(plain, ring, ROUND, 2)

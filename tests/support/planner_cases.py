@@ -1,40 +1,32 @@
-"""A cluster of round numbers, the study's GPTs, costs by hand, and a profile of four layers.
-
-Stages of the study's GPTs have the same share of everything, fractions of layers included.
-Embedding and head are shared out as well: a head of 50,304 words would double the time of a stage
-of one or two layers. Bytes of state are the paper's, with gradients in both precisions and a copy
-of the weights: 20 a parameter dense, 2 + 24 f pruned.
-"""
+"""A cluster of round numbers, bundled GPTs, costs by hand, and a profile of four layers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, astuple, dataclass, fields, replace
-from functools import partial
-from operator import mul
+from dataclasses import MISSING, fields, replace
+from functools import cache
 from typing import Any
 
-import torch
 from support.cases import merged
 from support.runs import tiny_config, tiny_gpt
 
 from axsparse.config.load import configure
-from axsparse.config.model_config import GptConfig, of_family
 from axsparse.config.schema import Config, num_microbatches
 from axsparse.models.layer import Model
 from axsparse.models.layer_cost import Activations
 from axsparse.models.model_profile import LayerInfo, ModelProfile, ParameterInfo, profile
 from axsparse.pipeline.policy import Schedule, ScheduleName
 from axsparse.planner.auto_layout import configured_schedule
-from axsparse.planner.cluster import Cluster, Precision, load_cluster
+from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import Layout, Plan, SearchRequest, plan
+from axsparse.planner.plan_model import planned_model
 from axsparse.planner.profiled_model import ProfiledModel, state_format
-from axsparse.planner.stage_memory import Fits, StageLoad, value_bytes
+from axsparse.planner.stage_memory import StageLoad
 from axsparse.planner.step_cost import StageSeconds, StepCosts
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.precision import DTYPES
-from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, stage_bytes, tensor_bytes
+from axsparse.samo.state_bytes import StateBytes, stage_bytes
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.training.trainer import Trainer
 
@@ -44,24 +36,6 @@ SUMMIT = load_cluster("summit")
 def cluster(**constants: Any) -> Cluster:
     """Summit but for some constants."""
     return replace(SUMMIT, **constants)
-
-
-def formula(config: str, density: float = 1.0) -> GptFormula:
-    """A bundled GPT as formulas."""
-    loaded = configure(config)
-    model = of_family(loaded.model, GptConfig)
-    return GptFormula(
-        config=loaded,
-        profile=ModelProfile([], ties={}),
-        kept={},
-        optimizer=ADAMW,
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        heads=model.num_heads,
-        sequence=model.sequence_length,
-        vocabulary=model.vocab_size,
-        density=density,
-    )
 
 
 def load_of(**sizes: Any) -> StageLoad:
@@ -93,13 +67,20 @@ def schedule(name: ScheduleName = "message-driven", extra_in_flight: int = 1) ->
     return Schedule(name, extra_in_flight)
 
 
+@cache
+def bundled(config: str, density: float = 1.0) -> ProfiledModel:
+    """A bundled GPT in fp16, dense or with this part of its blocks' matrices kept."""
+    asked = configure(config, ["precision=fp16", f"pruning.sparsity={1 - density:g}"])
+    return planned_model(asked, SUMMIT).profiled("samo" if density < 1 else "dense")
+
+
 def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **request: Any) -> Plan:
     """The plan of a bundled GPT, with full backwards and all memory of a device by default."""
     request = {
         **{"split_backward": False, "rank_budget": machine.memory_bytes},
         **request,
     }
-    return plan(SearchRequest(model=formula(config, density), cluster=machine, **request))
+    return plan(SearchRequest(model=bundled(config, density), cluster=machine, **request))
 
 
 def layer(name: str, rows: int, flops: float, saved: int = 100) -> LayerInfo:
@@ -192,129 +173,3 @@ def planned_bytes(trainer: Trainer, model: Model) -> tuple[int, int]:
     schedule = configured_schedule(config.pipeline)
     layout = Layout(grid, schedule, config.batch.microbatch_size, microbatches)
     return state.total, layout.sum_bytes(load)
-
-
-GRADIENT_BYTES = 2 + 4
-"""Bytes of a gradient entry: ∇θ16 and ∇θ32 (section III-D)."""
-COPY_BYTES = 2
-"""Bytes a kept entry of the compressed half weights that are made when masters become weights
-(section III-C)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class GptFormula(ProfiledModel):
-    """A GPT with activation recomputation, trained by AdamW in mixed precision."""
-
-    layers: int
-    hidden: int
-    heads: int
-    sequence: int
-    vocabulary: int
-    density: float = 1.0
-    """f: the fraction of the blocks' matrices that is kept; embeddings and head stay dense."""
-
-    @property
-    def precision(self) -> Precision:
-        return "fp16"
-
-    @property
-    def recomputes(self) -> bool:
-        return True
-
-    @property
-    def is_pruned(self) -> bool:
-        return self.density < 1
-
-    @property
-    def most_stages(self) -> int:
-        """A block can be cut between its two halves, attention and MLP."""
-        return 2 * self.layers
-
-    @property
-    def body_flops(self) -> float:
-        """Flops of a sample's forward through the blocks."""
-        s, h = self.sequence, self.hidden
-        return 24.0 * s * h**2 * (1 + s / (6 * h)) * self.layers
-
-    @property
-    def head_flops(self) -> float:
-        return 2.0 * self.sequence * self.vocabulary * self.hidden
-
-    @property
-    def sample_flops(self) -> float:
-        """Flops of a sample with recomputation (Narayanan et al., 2021):
-
-        F / B = 96 · s · l · h² · (1 + s / 6h + V / 16 l h)
-        """
-        return 4 * self.body_flops + 3 * self.head_flops
-
-    @property
-    def body_params(self) -> int:
-        return 12 * self.layers * self.hidden**2
-
-    @property
-    def embedding_params(self) -> int:
-        """Embeddings of words, whose weight is the head's as well, and of positions."""
-        return (self.vocabulary + self.sequence) * self.hidden
-
-    @property
-    def num_params(self) -> int:
-        return self.body_params + self.embedding_params
-
-    def tp_shard(self, g_tensor: int) -> GptFormula:
-        """Layers are not sharded."""
-        assert g_tensor == 1
-        return self
-
-    def stages(
-        self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
-    ) -> list[StageLoad] | None:
-        """Loads are equal but for the loss. `g_data` and `microbatches` change
-        nothing: nothing is sharded, and gradients always add up in fp32."""
-        assert g_data >= 1 and microbatches >= 1
-        loads = [self._stage(stage, g_inter) for stage in range(g_inter)]
-        if fits is not None and not all(map(fits, range(g_inter), loads)):
-            return None
-        return loads
-
-    def _stage(self, stage: int, g_inter: int) -> StageLoad:
-        s, h, width = self.sequence, self.hidden, value_bytes(self.precision)
-        body = self.body_flops / g_inter
-        kept = round(self.density * self.body_params) + self.embedding_params
-        widest = max(12 * h**2, self.vocabulary * h)
-        copies = COPY_BYTES * kept / g_inter + width * widest if self.is_pruned else 0.0
-        number = self.layers / g_inter
-        return StageLoad(
-            layers=f"{number:g} blocks",
-            flops=body + self.head_flops / g_inter,
-            moved=0.0,
-            again_flops=body,
-            again_moved=0.0,
-            trained=self.num_params // g_inter,
-            kept=kept // g_inter,
-            state=self._state(g_inter),
-            temporary=copies,
-            building=0.0,  # the state is built and saved in the host's memory, not the GPU's
-            saved=0.0,
-            held=number * width * s * h,
-            working=s * (34 * h + 5 * self.heads * s),
-            loss_bytes=partial(mul, 6.0 * s * self.vocabulary * (stage == g_inter - 1)),
-            outputs=float(width * s * h),
-            # Four matrices of a block read 7 h values a token and write 9 h.
-            deferred=number * width * s * 16 * h,
-            weight_flops=24.0 * s * h**2 * number,
-        )
-
-    def _state(self, g_inter: int) -> StateBytes:
-        """A stage's share of the state; a tied weight on two stages has its state twice."""
-        words = self.vocabulary * self.hidden
-        kept = round(self.density * self.body_params)
-        sizes = [
-            *[TensorSize(self.body_params // self.layers, kept // self.layers)] * self.layers,
-            TensorSize(self.embedding_params, self.embedding_params),
-            TensorSize(words, words, is_alias=g_inter == 1),
-        ]
-        stored = StateFormat(DTYPES[self.precision], torch.float32, ADAMW.moments)
-        whole = sum((tensor_bytes(size, stored) for size in sizes), StateBytes())
-        whole = replace(whole, gradient=whole.gradient * GRADIENT_BYTES // 4)
-        return StateBytes(*(-(-part // g_inter) for part in astuple(whole)))
