@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import time
@@ -172,11 +173,12 @@ import sys, threading
 import axsparse as ax
 from support.runs import mlp, tiny_config, vector_data
 
-call = sys.argv[1]
+quiet, call = sys.argv[1] == "quiet", sys.argv[2]
+where = {} if quiet else {"run_dir": "run"}
 # Until the first step is done, the watchdog waits five times as long.
 timeout = 0.5 if call == "evaluate" else 2.0
 config = tiny_config(watchdog={"timeout": timeout}, train={"eval_steps": 1})
-trainer = ax.Trainer(mlp(), (vector_data(), vector_data()), config, run_dir="run")
+trainer = ax.Trainer(mlp(), (vector_data(), vector_data()), config, quiet=quiet, **where)
 trainer.evaluate()
 if call == "step":
     trainer.step()
@@ -186,13 +188,20 @@ threading.Event().wait()
 """
 
 
-@pytest.mark.parametrize("call", by_default(["evaluate"], ["evaluate", "step"]))
-def test_a_call_that_one_rank_makes_alone_ends_the_job(call: str, tmp_path: Path) -> None:
-    job = run_mpirun(2, ["-c", CALLS_ALONE, call], cwd=tmp_path, timeout=60)
+@pytest.mark.parametrize(
+    ("where", "call"),
+    by_default([("quiet", "evaluate")], itertools.product(["quiet", "run"], ["evaluate", "step"])),
+)
+def test_a_call_that_one_rank_makes_alone_ends_the_job(
+    where: str, call: str, tmp_path: Path
+) -> None:
+    job = run_mpirun(2, ["-c", CALLS_ALONE, where, call], cwd=tmp_path, timeout=60)
 
     assert job.returncode == 70, str(job)
     (line,) = job.errors
     assert "hangs" in line, str(job)
+    assert ("are above; a larger" in line) == (where == "quiet")
+    assert (tmp_path / "run").exists() == (where == "run")
 
 
 ENDS = """

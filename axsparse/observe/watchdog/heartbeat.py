@@ -157,8 +157,8 @@ def straggler(ranks: Sequence[RankView]) -> RankView:
     return min(ranks, key=order)
 
 
-def error_line(ranks: Sequence[RankView], report: Path) -> str:
-    """One line on which rank hangs, who waits for it, and where the report is."""
+def error_line(ranks: Sequence[RankView], report: Path | None) -> str:
+    """One line on which rank hangs, who waits for it, and where the report is; None is stderr."""
     last = straggler(ranks)
     heartbeat = last.heartbeat
     if heartbeat is None:
@@ -176,9 +176,13 @@ def error_line(ranks: Sequence[RankView], report: Path) -> str:
             awaited = text.removesuffix(ending)
             what += f"; rank {view.coords.rank} awaits its {awaited} in step {view.heartbeat.step}"
             break
+    if report is None:
+        where = "above; a"
+    else:
+        where = f"in {report}; --resume auto goes on from the last checkpoint, and a"
     return (
-        f"{last.coords}: {what}; the stacks of all ranks are in {report}; --resume auto goes on "
-        "from the last checkpoint, and a larger watchdog.timeout waits longer"
+        f"{last.coords}: {what}; the stacks of all ranks are {where} larger watchdog.timeout waits "
+        "longer"
     )
 
 

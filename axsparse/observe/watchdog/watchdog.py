@@ -13,9 +13,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -37,7 +39,7 @@ from axsparse.observe.watchdog.heartbeat import (
 )
 from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
-from axsparse.runtime.exchange import together
+from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.process import exit_at_once, write_line
 
@@ -107,7 +109,8 @@ class Watchdog:
         self._activity = activity
         self._coords = coords
         self._timeout = timeout
-        self.report = heartbeats.folder.parent / REPORT_FILE
+        self.report: Path | None = heartbeats.folder.parent / REPORT_FILE
+        """The file of the report, in the run directory; None of a quiet run prints it."""
         self._end_job = end_job
         self._clock = clock
         self.interval = min(timeout / LOOKS, MOST_SECONDS)
@@ -250,6 +253,8 @@ class Watchdog:
         line = error_line(ranks, self.report)
         text = report(ranks, line)
         try:
+            if self.report is None:
+                raise FileNotFoundError
             self.report.write_text(text, encoding="utf-8", errors="replace")
         except OSError:
             said = text.partition("\n")[2]
@@ -276,15 +281,28 @@ def open_watchdog(
     activity: Activity,
     transport: Transport,
 ) -> Watchdog | None:
-    """The watchdog of this rank, not yet started; None if `watchdog.timeout` is 0, and of a quiet
-    run, which has no directory.
+    """The watchdog of this rank, not yet started; None if `watchdog.timeout` is 0.
 
-    All ranks call this together. Raises OutputError on all ranks alike.
+    All ranks call this together. Raises OutputError on all ranks alike. Without a run directory the
+    ranks meet in the temporary folder of their host; None if they have several hosts.
     """
-    if settings.timeout == 0 or run_dir is None:
+    if settings.timeout == 0:
         return None
-    folder = run_dir / HEARTBEATS
+    if run_dir is None:
+        here = f"{socket.gethostname()} {uuid.uuid4().hex}"
+        said = [text.split() for text in gather_texts(transport.world, transport.backoff, here)]
+        if len({host for host, _ in said}) > 1:
+            return None
+        folder = Path(tempfile.gettempdir()) / f"axsparse-{said[0][1]}"
+    else:
+        folder = run_dir / HEARTBEATS
     heartbeats = HeartbeatFolder(folder, coords.rank)
+    watchdog = Watchdog(
+        heartbeats, activity, coords, timeout=settings.timeout, end_job=transport.abort
+    )
+    if run_dir is None:
+        watchdog.report = None
+        return watchdog
 
     def prepare(work: Callable[[], None]) -> None:
         with writing(f"{folder}:", "choose another --run-dir, or set watchdog.timeout to 0"):
@@ -292,7 +310,7 @@ def open_watchdog(
 
     together(transport, lambda: prepare(heartbeats.clear) if transport.rank == 0 else None)
     together(transport, lambda: prepare(heartbeats.reserve))
-    return Watchdog(heartbeats, activity, coords, timeout=settings.timeout, end_job=transport.abort)
+    return watchdog
 
 
 def stacks() -> str:
