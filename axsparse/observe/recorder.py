@@ -112,6 +112,10 @@ class Recorder:
         self._first: int | None = None
         self._drawn_at = -DRAWN_SECONDS
 
+    @property
+    def predicted_memory_bytes(self) -> float | None:
+        return self._run.predicted_memory_bytes
+
     def step(
         self, figures: StepFigures, seconds: Mapping[str, float], maxima: Mapping[str, int]
     ) -> None:

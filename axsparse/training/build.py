@@ -26,6 +26,7 @@ from axsparse.models.losses import compiled
 from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
 from axsparse.models.sequential import is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
+from axsparse.observe.out_of_memory import with_advice
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.stage import Stage, StageTeacher
@@ -54,6 +55,7 @@ from axsparse.samo.masks import Masks
 from axsparse.samo.optim.optimizer import Optimizer, own_learning_rate
 from axsparse.samo.precision import DTYPES
 from axsparse.samo.shards import ALONE, Replicas
+from axsparse.samo.state_bytes import StateBytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.lockstep import MeetingLink
 from axsparse.tensor_parallel.modules import Sharding, sharded_loss, sharded_products
@@ -328,12 +330,15 @@ def build_state(
         masks = CheckpointFiles(checkpoint)
     # SparseGPT and healing change weights as well.
     start = masks if isinstance(masks, CalibratedMasks) and masks.changes_weights else options.start
+    planned = None if plan.prediction is None else plan.prediction.memory_bytes
 
     def construct() -> tuple[list[BuiltLayer], list[BuiltLayer]]:
-        built = build_layers(
-            stage_layers, plan.profile.ties, replace(options, masks=masks, start=start)
-        )
-        return built, _teacher_layers(plan, options)
+        where = f"building {coords}"
+        with with_advice(lambda: where, StateBytes, planned):
+            built = build_layers(
+                stage_layers, plan.profile.ties, replace(options, masks=masks, start=start)
+            )
+            return built, _teacher_layers(plan, options)
 
     return *together(transport, construct), options
 

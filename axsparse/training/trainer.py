@@ -27,6 +27,7 @@ from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.sequential import plain_model, reject_dotted_names, snapshot
 from axsparse.models.teacher import with_teacher
 from axsparse.observe.metrics import MaskRecord
+from axsparse.observe.out_of_memory import with_advice
 from axsparse.observe.phases import DevicePhases, Phases
 from axsparse.observe.recorder import StepFigures
 from axsparse.observe.trace_file import TraceRecorder
@@ -530,7 +531,17 @@ class Trainer:
     def _ending_on_failure(self) -> Iterator[None]:
         """Close if the code within fails; whatever the caller has switched, it has gradients."""
         try:
-            with torch.inference_mode(mode=False), torch.enable_grad():
+            with (
+                torch.inference_mode(mode=False),
+                torch.enable_grad(),
+                with_advice(
+                    lambda: (
+                        f"{self.phases.action or self.activity.task} of step {self.activity.step}"
+                    ),
+                    self.state_bytes,
+                    self.recorder.predicted_memory_bytes,
+                ),
+            ):
                 yield
         except BaseException as failure:
             self._failed = type(failure).__name__
