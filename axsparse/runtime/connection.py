@@ -93,17 +93,16 @@ def connect() -> Transport:
         check_size(1)
         return _alone()
     if is_ours:
-        atexit.register(_end_mpi, os.getpid())
+        atexit.register(end_mpi, os.getpid())
     check_size(MPI.COMM_WORLD.size)
     return MpiTransport(MPI.COMM_WORLD)
 
 
-def _end_mpi(process: int) -> None:
-    """End MPI in the process that has started it."""
-    from mpi4py import MPI
-
-    if process == os.getpid() and not MPI.Is_finalized():
-        MPI.Finalize()
+def end_mpi(process: int | None = None) -> None:
+    """End MPI, if it runs, in the process that has started it."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and process in (None, os.getpid()) and not mpi.Is_finalized():
+        mpi.Finalize()
 
 
 def _alone() -> Transport:

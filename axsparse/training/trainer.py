@@ -487,6 +487,7 @@ class Trainer:
         threads = torch.get_num_threads()
         if self._watchdog is not None:
             self._watchdog.start()
+        job.calls += 1
         self._under_way, self._handled = what, sys.exc_info()[1]
         try:
             if meets:
@@ -497,6 +498,7 @@ class Trainer:
             job.note_left(failure)
             raise
         finally:
+            job.calls -= 1
             self._under_way = outer
             _use_threads(threads)
             if self._watchdog is not None and self not in job.in_progress:

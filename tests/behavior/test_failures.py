@@ -259,6 +259,19 @@ def within(call: str) -> tuple[int, str]:
 
 
 FINE = 0, ""
+IN_A_THREAD = """
+threading.Thread(target=os._exit, args=[0]).start()
+threading.Event().wait()
+"""
+IN_A_DAEMON = """
+began = threading.Event()
+def wait(step, result):
+    began.set()
+    threading.Event().wait()
+threading.Thread(target=trainer.train, args=[wait], daemon=True).start()
+began.wait()
+sys.exit()
+"""
 SKIPPED = """
 try:
     trainer.train(lambda *_: 1 / 0)
@@ -276,8 +289,12 @@ assert (trainer.run_dir / "checkpoints" / "step-3").exists()
 
 
 WAYS_OUT = [
+    ("callback", "1", "os._exit(0)", left(1, "os._exit(0)")),
     ("callback", "1", "sys.exit(0)", left(1, "sys.exit(0)")),
+    ("callback", "0", "os.execl('/bin/true', 'true')", left(0, "os.execv('/bin/true')")),
+    ("callback", "1", "os.abort()", left(1, "os.abort()")),
     ("callback", "1", "raise KeyboardInterrupt", (130, "interrupted; nothing was saved")),
+    ("callback", "1", IN_A_THREAD, left(1, "os._exit(0)")),
     ("loop", "1", "sys.exit(0)", apart("has ended", "calls step() after step 2")),
     (
         "loop",
@@ -302,7 +319,14 @@ WAYS_OUT = [
         "ax.Trainer(mlp(), lambda: sys.exit(), quiet=True)",
         left(0, "sys.exit(None)"),
     ),
-    ("before", "1", "sys.exit(0)", apart("has ended", "calls train() after step 0")),
+    (
+        "before",
+        "all",
+        IN_A_DAEMON,
+        left(0, "the main thread has ended, and another one trains; join it"),
+    ),
+    ("before", "1", "os._exit(0)", apart("has ended", "calls train() after step 0")),
+    ("after", "1", "os._exit(0)", FINE),
     ("after", "0", "trainer.model()", apart("has ended", "calls model() after step 6")),
     (
         "callback",
