@@ -224,6 +224,12 @@ def config_json(model: Family, dtype: str) -> dict[str, Any]:
     return {**{key: value for key, value in model.hf.items() if key != TORCH_DTYPE}, "dtype": dtype}
 
 
+IN_BF16 = (
+    "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True))"
+    ".save_pretrained(OTHER), of transformers"
+)
+"""The call that makes the published gpt-oss one of real numbers."""
+BEFORE = "take the checkpoint before it was quantized"
 DEEPEST = 10_000
 """Layers of a model at most, many times more than any published model has."""
 
@@ -252,10 +258,10 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     configs, causal, images, version = _transformers()
     quantized = theirs.get("quantization_config")
     if quantized is not None:
+        is_mxfp4 = isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
         raise DataError(
             f"{where}: quantization_config is {shown(quantized)}, and weights here are real "
-            "numbers; take the checkpoint before it was quantized, or write a dequantized one by "
-            "transformers"
+            f"numbers; {'write one in bf16: ' + IN_BF16 if is_mxfp4 else BEFORE}"
         )
     for section in (theirs, *theirs.values()):
         depth = section.get("num_hidden_layers") if isinstance(section, Mapping) else None

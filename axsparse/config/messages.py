@@ -67,6 +67,8 @@ FOREIGN_KEYS = {name: key for key, names in OTHER_NAMES.items() for name in name
 _SUGGESTIONS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
 """Pydantic's error type -> the suggestion in YAML, where pydantic's text has none."""
 
+NUMBER = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?")
+"""Matches a text that is a number in quotes."""
 NEARNESS = 0.7
 """How alike a key has to be to one of ours, from 0 to 1, to be taken for a slip."""
 
@@ -98,6 +100,8 @@ def _said(problems: list[Any]) -> str:
     suggestion = _SUGGESTIONS.get(kind, "") if len(problems) == 1 else ""
     if kind == "tuple_type" and isinstance(value, str):
         suggestion = f"; write [{value}]"
+    if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
+        suggestion = "; write it without quotes"
     shown = show(list(value) if isinstance(value, tuple) else value)
     return f"{shown} should {' or '.join(texts)}{suggestion}"
 

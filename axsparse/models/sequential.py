@@ -122,9 +122,14 @@ class OwnValues:
         return None if tensor is None else tensor.detach().cpu()
 
     def snapshot(self) -> list[object]:
-        """The values, by their hashes, and which of them are trained."""
+        """The values, by their hashes, hooks and modes of all tensors, to be compared."""
         return [
-            (xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy().data), each.requires_grad)
+            (
+                xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy().data),
+                each.requires_grad,
+                *(_contents(vars(each)), [*map(id, (each._backward_hooks or {}).values())]),
+                [*map(id, (each._post_accumulate_grad_hooks or {}).values())],
+            )
             for each in self._tensors.values()
         ]
 
@@ -253,22 +258,32 @@ def given_module(layer: Layer) -> nn.Module | None:
 
 
 def snapshot(model: Model) -> list[object]:
-    """Values and modes of the modules that a model copies, to be compared; empty if it copies
-    none."""
+    """Values, modes, hooks, numbers and submodules of the modules that a model copies, to be
+    compared; empty if it copies none."""
     if not isinstance(model.start, OwnValues):
         return []
-    return [*model.start.snapshot(), *_modes(model)]
+    return [*model.start.snapshot(), *(_contents(vars(child)) for child in _copied(model))]
 
 
-def _modes(model: Model) -> list[bool]:
+def _contents(attributes: Mapping[Any, object]) -> list[object]:
+    """Numbers, texts and what mappings hold, by their names; other objects may change by use."""
+    return [
+        (name, value if isinstance(value, bool | int | float | str) else [*map(id, value.values())])
+        for name, value in attributes.items()
+        if isinstance(value, bool | int | float | str | Mapping)
+    ]
+
+
+def _copied(model: Model) -> list[nn.Module]:
+    """The modules that a model copies, with their submodules."""
     given = [module for layer in model.layers if (module := given_module(layer)) is not None]
-    return [child.training for module in given for child in module.modules()]
+    return [child for module in given for child in module.modules()]
 
 
 def is_in_evaluation(model: Model) -> bool:
     """Whether a model is made of modules that are all in evaluation mode, as from_pretrained
     returns them: a run then trains all."""
-    modes = _modes(model)
+    modes = [child.training for child in _copied(model)]
     return bool(modes) and not any(modes)
 
 

@@ -525,8 +525,8 @@ class Trainer:
     def _reject_late_values(self) -> None:
         if snapshot(self.plan.model) != self._given:
             raise ConfigError(
-                "model: its values or modes have changed since the Trainer was made, which trains "
-                "copies; change them before"
+                "model: its values, modes or hooks have changed since the Trainer was made, which "
+                "trains copies; change them before"
             )
 
     @contextmanager

@@ -105,7 +105,11 @@ LATE: dict[str, Callable[[Any], object]] = {
     "values": doubled,
     "data": lambda modules: modules[0].weight.data.fill_(1.0),
     "frozen": lambda modules: modules[0].requires_grad_(False),
+    "hook": lambda modules: modules[0].register_forward_hook(lambda *_: None),
+    "gradients": lambda modules: modules[0].weight.register_hook(lambda gradient: gradient),
     "evaluation": lambda modules: modules[1].eval(),
+    "attribute": lambda modules: setattr(modules[3][1], "p", 0.5),
+    "module": lambda modules: setattr(modules[3], "1", nn.Dropout(0.1)),
 }
 
 
@@ -116,7 +120,7 @@ def test_what_is_set_after_the_trainer_is_made_is_refused(
     modules = sequential()
     model = from_sequential(modules, summed_loss)
 
-    with pytest.raises(ConfigError, match=r"values or modes have changed since .* change them bef"):
+    with pytest.raises(ConfigError, match=r"modes or hooks have changed since .* change them bef"):
         train_in_process(
             *(1, 1, model, image_config(), vector_data()), before=lambda _: change(modules)
         )
