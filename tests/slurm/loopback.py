@@ -140,11 +140,6 @@ def loopback(folder: Path) -> Iterator[Cluster]:
             wait_until(lambda: not _says("squeue", "-h"), "jobs to end")
 
 
-def state_of(job: str) -> str:
-    """A job's state, and the reason of it; of a chain, of all that are left."""
-    return _says("squeue", "-h", "-a", "-t", "all", "-j", job, "-o", "%T %r")
-
-
 def wait_for_end(job: str, seconds: float) -> None:
     """Until no part of a job waits or runs."""
     wait_until(

@@ -331,49 +331,32 @@ class Windows(nn.Module):
 class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.downs = nn.ModuleList([nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 16, 3, 2, 1)])
-        self.mid = nn.Conv2d(16, 16, 3, 1, 1)
-        self.ups = nn.ModuleList([nn.ConvTranspose2d(32, 8, 2, 2), nn.ConvTranspose2d(16, 3, 2, 2)])
+        self.downs, self.ups = (nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         skips = []
         for down in self.downs:
             x = torch.relu(down(x))
             skips.append(x)
-        x = self.mid(x)
         for up in self.ups:
-            x = up(torch.cat([x, skips.pop()], dim=1))
-        return x.mean(dim=(2, 3))
+            x = up(x + skips.pop())
+        return x
 
 
-class WaveNet(nn.Module):
+class Sums(nn.Module):
     """Each layer adds to a sum that all of them make together."""
-
-    class Layer(nn.Module):
-        def __init__(self, dilation: int) -> None:
-            super().__init__()
-            self.conv = nn.Conv1d(WIDTH, 2 * WIDTH, 3, padding=dilation, dilation=dilation)
-            self.res, self.skip = nn.Conv1d(WIDTH, WIDTH, 1), nn.Conv1d(WIDTH, WIDTH, 1)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            a, b = self.conv(x).chunk(2, dim=1)
-            gated = torch.tanh(a) * torch.sigmoid(b)
-            return x + self.res(gated), self.skip(gated)
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(WORDS, WIDTH)
-        self.layers = nn.ModuleList(WaveNet.Layer(2**i) for i in range(3))
-        self.out = nn.Conv1d(WIDTH, WORDS, 1)
+        self.layers = nn.ModuleList(nn.Linear(192, 192) for _ in range(3))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens).transpose(1, 2)
-        skips = torch.zeros_like(x)
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        total = torch.zeros_like(x)
         for layer in self.layers:
-            x, skip = layer(x)
-            skips = skips + skip
-        out: Tensor = self.out(torch.relu(skips)).transpose(1, 2)
-        return out
+            x = layer(x)
+            total = total + x
+        return total
 
 
 class Looped(nn.Module):

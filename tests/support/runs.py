@@ -287,20 +287,6 @@ def _of_good_steps(trace: Trace) -> list[tuple[float, float]]:
     return [(loss, norm) for loss, norm, good in steps if good]
 
 
-def built_modules(model: Model) -> list[nn.Module]:
-    """The modules of all layers, with their start values."""
-    built = []
-    for layer in model.layers:
-        module = layer.build()
-        for name, parameter in module.named_parameters():
-            assert layer.init is not None
-            generator = keyed_generator(1, layer.name, name)
-            with torch.no_grad():
-                parameter.copy_(layer.init(name, tuple(parameter.shape), generator))
-        built.append(module)
-    return built
-
-
 def matrices(
     layers: Sequence[Layer],
     sparsity: float,
