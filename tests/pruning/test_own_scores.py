@@ -6,20 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import (
-    mlp,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-    vector_data,
-)
+from support.runs import mlp, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
-from axsparse.data.dataset import Dataset
 from axsparse.data.order import samples_of_step
-from axsparse.models.layer import Model
 from axsparse.training.trainer import Trainer
 
 SAMPLES = 7
@@ -40,12 +31,10 @@ def config_of(**pruning: Any) -> Config:
     )
 
 
-def kept_by(
-    layout: tuple[int, int], config: Config, model: Model, data: Dataset, **own: Any
-) -> dict[str, Tensor]:
+def kept_by(layout: tuple[int, int], config: Config, **own: Any) -> dict[str, Tensor]:
     """The positions of the kept entries, the same on all replicas."""
     kept: dict[str, Tensor] = {}
-    for _, trace in train_in_process(*layout, model, config, data, **own):
+    for _, trace in train_in_process(*layout, mlp(), config, vector_data(), **own):
         for name, positions in trace.kept.items():
             assert torch.equal(kept.setdefault(name, positions), positions), name
     return kept
@@ -96,27 +85,15 @@ def test_a_score_of_inputs_draws_the_masks_of_its_formula_in_every_layout(
     layout: tuple[int, int], pruning: dict[str, Any]
 ) -> None:
     config = config_of(**pruning)
-    plain = kept_by((1, 1), config_of(method="magnitude", **pruning), mlp(), vector_data())
+    plain = kept_by((1, 1), config_of(method="magnitude", **pruning))
 
-    found = kept_by(layout, config, mlp(), vector_data(), score=by_inputs)
+    found = kept_by(layout, config, score=by_inputs)
 
     counts = {name: len(kept) for name, kept in plain.items() if name.endswith(".0.weight")}
     expected = kept_in_torch(config, counts)
     assert expected.keys() == counts.keys()
     assert all(torch.equal(found[name], kept) for name, kept in expected.items())
     assert not all(torch.equal(plain[name], kept) for name, kept in expected.items())
-
-
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
-def test_with_a_pattern_wanda_from_outside_is_wanda(layout: tuple[int, int]) -> None:
-    config = config_of(pattern="2:4")
-    wanda = config_of(method="wanda", pattern="2:4")
-
-    own = kept_by(layout, config, tiny_gpt(config), token_data(), score=by_inputs)
-
-    theirs = kept_by(layout, wanda, tiny_gpt(wanda), token_data())
-    assert own.keys() == theirs.keys()
-    assert all(torch.equal(own[name], theirs[name]) for name in theirs)
 
 
 def from_outside(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
@@ -129,23 +106,16 @@ def snip_config(**pruning: Any) -> Config:
     return tiny_config(pruning={"sparsity": 0.7, **pruning}, train={"steps": 4})
 
 
-def snip_kept(layout: tuple[int, int], config: Config, **own: Any) -> dict[str, Tensor]:
-    kept: dict[str, Tensor] = {}
-    for _, trace in train_in_process(*layout, mlp(), config, vector_data(), **own):
-        kept |= trace.kept
-    return kept
-
-
 @pytest.mark.parametrize(
     "layout",
     [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in [(1, 1), (2, 1)]), (2, 2)],
 )
 def test_sensitivity_from_outside_draws_the_masks_of_snip(layout: tuple[int, int]) -> None:
-    snip = snip_kept(layout, snip_config(method="snip", at_step=2))
+    snip = kept_by(layout, snip_config(method="snip", at_step=2))
 
-    own = snip_kept(layout, snip_config(method="custom", at_step=2), score=from_outside)
+    own = kept_by(layout, snip_config(method="custom", at_step=2), score=from_outside)
 
-    plain = snip_kept(layout, snip_config(method="magnitude", at_step=2))
+    plain = kept_by(layout, snip_config(method="magnitude", at_step=2))
     assert own.keys() == snip.keys()
     assert all(torch.equal(own[name], snip[name]) for name in snip)
     assert not all(torch.equal(own[name], plain[name]) for name in snip)
@@ -158,6 +128,6 @@ def test_every_round_of_gradual_pruning_sees_gradients() -> None:
         seen.append(name)
         return from_outside(name, weight, gradient)
 
-    snip_kept((1, 1), snip_config(method="gradual", interval=1, until_step=3), score=noting)
+    kept_by((1, 1), snip_config(method="gradual", interval=1, until_step=3), score=noting)
 
     assert len(seen) == 3 * len(set(seen))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 import torch
@@ -13,15 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from axsparse.runtime.communication import Collective
-from axsparse.samo.backend import Backend
-from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.index.base import FullIndex, Index, make_index
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import update
-from axsparse.samo.shards import BLOCK, Replicas
 from axsparse.samo.state_bytes import StateBytes, StateFormat, TensorSize, tensor_bytes
 from axsparse.samo.tensor_state import TensorState
 
@@ -174,31 +168,3 @@ def test_an_alias_follows_its_remasked_owner_by_refitting(
     assert not alias.weight_D[~mask].any()
     for layer in {own, following}:
         assert layer.live_bytes() == formula(layer, dtype=dtype)
-
-
-# -- launches -------------------------------------------------------------------------------
-
-
-def test_where_kernels_gather_a_share_is_one_launch_a_tensor() -> None:
-    launched: list[str] = []
-
-    def launch(kernel: str, blocks: int, *arguments: object) -> None:
-        launched.append(kernel)
-
-    here, kept = torch.device("cpu"), 6 * BLOCK
-    positions = torch.arange(kept, dtype=torch.int32)
-    index = DeviceIndex(launch, "int32", 2 * kept, kept, here, positions)
-    weight = TensorState("w", nn.Parameter(torch.zeros(2 * kept)), index, decays=True)
-    replicas = Replicas(group=cast("Collective", SimpleNamespace(rank=0, size=2)), shard=True)
-    state = LayerState(
-        "layer",
-        [weight],
-        StateFormat(torch.float32, torch.float32),
-        replicas=replicas,
-        backend=Backend(here, launch),
-    )
-
-    state.collect_weights()
-
-    assert len(state.shares.own) == 3 * BLOCK
-    assert launched == ["move<Int32Index, unsigned>"]
