@@ -213,15 +213,11 @@ class GradientCollector:
         """Note that a weight has all of its gradient of the microbatch."""
         self._complete(*self._tensors[weight])
 
-    def sample(self, tensor: TensorState, rows: Tensor, outer: Tensor) -> bool:
-        """Compute the kept entries of a gradient `outerᵀ rows`, which `complete` accumulates, where
-        the weight is pruned enough and the tokens are many enough; returns whether it did."""
-        if len(rows) < FEWEST_TOKENS or not can_sample(tensor):
-            return False
-        values_K = sampled_product(outer, rows, tensor.index)
+    def add_kept(self, tensor: TensorState, values_K: Tensor) -> None:
+        """Add the kept entries of a part of a microbatch's gradient, which `complete` accumulates
+        with the other parts."""
         before = self._sampled.get(tensor.name)
         self._sampled[tensor.name] = values_K if before is None else before.add_(values_K)
-        return True
 
     def _complete(self, layer: LayerState, tensor: TensorState) -> None:
         """Note that a microbatch's gradient of a tensor is in, and report its layer after the last
@@ -272,9 +268,12 @@ class SparseWeight:
         return sparse_input_gradient(outer, self.tensor.parameter)
 
     def accumulate(self, rows: Tensor, outer: Tensor) -> bool:
-        """Compute the kept entries of ∂W = ∂yᵀ x, which the collector accumulates; False, having
-        done nothing, where `GradientCollector.sample` declines."""
-        return self.collector.sample(self.tensor, rows, outer)
+        """Compute the kept entries of ∂W = ∂yᵀ x, which the collector adds up; False, having done
+        nothing, where the weight is not pruned enough, or the tokens are few."""
+        if len(rows) < FEWEST_TOKENS or not can_sample(self.tensor):
+            return False
+        self.collector.add_kept(self.tensor, sampled_product(outer, rows, self.tensor.index))
+        return True
 
 
 def _is_small(layer: LayerState, tensor: TensorState) -> bool:

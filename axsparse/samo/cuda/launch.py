@@ -206,17 +206,13 @@ class CupyLauncher:
 def _import_cupy() -> Any:
     try:
         cupy = importlib.import_module("cupy")
-    except ImportError as error:
+        if torch.version.hip is None:  # builds for ROCm may take streams the older way
+            _ = cupy.cuda.Stream.from_external
+    except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"samo: kernels for GPUs need CuPy, which cannot be imported ({_first_line(error)}); "
+            f"samo: kernels for GPUs need CuPy from version 14 on ({_first_line(error)}); "
             f"{_needed()[1]}"
         ) from error
-    # Builds for ROCm may have no newer version; they take streams the older way.
-    if torch.version.hip is None and not hasattr(cupy.cuda.Stream, "from_external"):
-        raise ConfigError(
-            f"samo: CuPy {cupy.__version__} cannot take torch's streams, as it can from 14 on; "
-            f"{_needed()[1]}"
-        )
     return cupy
 
 

@@ -103,27 +103,27 @@ def test_a_compiler_that_is_missing_or_fails_is_said_at_once_in_one_line(
         launcher(monkeypatch, cupy)
 
 
-def test_a_cupy_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
+@pytest.mark.parametrize(
+    ("streams", "why"),
+    [(None, "import of cupy halted"), (SimpleNamespace(), "has no attribute 'from_external'")],
+)
+def test_a_cupy_that_is_missing_or_too_old_is_refused_before_the_first_launch(
+    monkeypatch: pytest.MonkeyPatch, streams: Any, why: str
+) -> None:
+    cupy = StandInCupy()
+    cupy.cuda.Stream = streams
+    monkeypatch.setitem(sys.modules, "cupy", cupy if streams else None)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
 
-    with pytest.raises(ConfigError, match="kernels for GPUs need CuPy, which cannot be imported"):
+    said = (
+        rf"kernels for GPUs need CuPy from version 14 on \(.*{why}.*\); pip install 'cupy-cuda12x"
+    )
+    with pytest.raises(ConfigError, match=said):
         CupyLauncher(3)
+    assert cupy.compiled == []
 
 
 # -- what is refused before a kernel sees it ------------------------------------------------
-
-
-def test_a_cupy_without_streams_of_others_is_refused_before_the_first_launch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cupy = StandInCupy()
-    cupy.cuda.Stream = SimpleNamespace()
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-
-    said = r"CuPy 13\.4\.1 cannot take torch's streams, as it can from 14 on; pip install"
-    with pytest.raises(ConfigError, match=said):
-        launcher(monkeypatch, cupy)
-    assert cupy.compiled == []
 
 
 def nothing(kernel: str, blocks: int, *arguments: Argument) -> None:
