@@ -9,7 +9,6 @@ times as long.)
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -41,8 +40,13 @@ FEATURES = {2: "avx512vbmi2", 4: "avx512f"}
 
 
 def _word_mover(into_dense: bool) -> Any:
-    """A generator of the code that moves the kept entries of a word to or from `values`, and
-    returns their number."""
+    """A function for loops that copies the entries of `dense`, from `at` on, whose bits are set in
+    a word, lowest first, to `values` from `number` on, or these entries of `values` to `dense`.
+
+    It returns how many there are; −1, having done nothing, where the processor has no instructions
+    for it. Of `values`, 64 entries must exist, and those behind the copied ones may get any
+    numbers.
+    """
 
     # Reason: the arguments of the function that it stands for.
     def move(_: Any, dense: Any, at: Any, bits: Any, values: Any, number: Any) -> Any:
@@ -73,43 +77,16 @@ def _word_mover(into_dense: bool) -> Any:
                 number = builder.add(number, count)
             return builder.sub(number, first)
 
-        return types.int64(dense, types.int64, types.uint64, values, types.int64), call
+        needed = FEATURES.get(dense.dtype.bitwidth // 8)
+        are_flat = dense.layout == values.layout == "C" and dense.dtype == values.dtype
+        moves = are_flat and needed in cpu_features()
+        signature = types.int64(dense, types.int64, types.uint64, values, types.int64)
+        return signature, call if moves else lambda *_: INT64(-1)
 
     return intrinsic(move)
 
 
-def _by_instructions(into_dense: bool) -> Callable[..., Any]:
-    """The replacement that is compiled for `take_word` or `put_word`, for some types."""
-    move = _word_mover(into_dense)
-
-    def moved(dense: Any, at: Any, bits: Any, values: Any, number: Any) -> Any:
-        needed = FEATURES.get(dense.dtype.bitwidth // 8)
-        are_flat = dense.layout == values.layout == "C" and dense.dtype == values.dtype
-        if are_flat and needed in cpu_features():
-            return lambda dense, at, bits, values, number: move(dense, at, bits, values, number)
-        return lambda dense, at, bits, values, number: -1
-
-    return moved
-
-
-def take_word(dense: Array, at: int, bits: int, values: Array, number: int) -> int:
-    """Copy the entries of 64, from `at` on, whose bits are set in a word, lowest first, to `values`
-    from `number` on.
-
-    Returns how many there are; −1, having done nothing, where the processor has no instructions for
-    it. Of `values`, 64 entries must exist, and those behind the copied ones may get any numbers.
-    """
-    raise NotImplementedError
-
-
-def put_word(dense: Array, at: int, bits: int, values: Array, number: int) -> int:
-    """Copy entries of `values` from `number` on to the entries of `dense` that `take_word` reads;
-    else like `take_word`."""
-    raise NotImplementedError
-
-
-compiles_to(take_word)(_by_instructions(into_dense=False))
-compiles_to(put_word)(_by_instructions(into_dense=True))
+take_word, put_word = _word_mover(into_dense=False), _word_mover(into_dense=True)
 
 
 @intrinsic
