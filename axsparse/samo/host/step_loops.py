@@ -15,7 +15,7 @@ import numpy as np
 from numba import types
 
 from axsparse.samo.host.compiled_loops import Array
-from axsparse.samo.host.loop_parts import FLOAT, INT32, INT64, compiled, compiles_to, intrinsic
+from axsparse.samo.host.loop_parts import FLOAT, INT32, INT64, compiled, intrinsic
 
 SIXTEEN, HALF_UNIT = np.uint32(16), np.uint32(0x8000)
 QUIET_NAN = np.uint16(0x7FC0)
@@ -35,29 +35,23 @@ def multiply_add(_: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 @intrinsic
-def from_bits(_: Any, bits: Any) -> Any:
-    """The fp32 number of 32 bits."""
-    cast = types.float32(types.uint32)
-    return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], FLOAT)
-
-
-@intrinsic
 def to_bits(_: Any, value: Any) -> Any:
     """The 32 bits of an fp32 number."""
     cast = types.uint32(types.float32)
     return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], INT32)
 
 
-def widened(value: Any) -> Any:
+@intrinsic
+def widened(_: Any, value: Any) -> Any:
     """A number that is fp32, or bf16 as its bits, as fp32."""
-    raise NotImplementedError  # a name only: machine code calls what follows
 
+    def call(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
+        if value != types.uint16:
+            return arguments[0]
+        bits = builder.zext(arguments[0], INT32)
+        return builder.bitcast(builder.shl(bits, INT32(16)), FLOAT)
 
-@compiles_to(widened)
-def _widened(value: Any) -> Any:
-    if value == types.uint16:
-        return lambda value: from_bits(np.uint32(np.uint32(value) << SIXTEEN))
-    return lambda value: value
+    return types.float32(value), call
 
 
 @compiled
