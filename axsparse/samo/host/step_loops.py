@@ -30,15 +30,15 @@ STRETCH = 512
 
 @intrinsic
 def multiply_add(_: Any, a: Any, b: Any, c: Any) -> Any:
-    """a·b + c with one rounding."""
-    return types.float32(a, b, c), lambda _, builder, __, arguments: builder.fma(*arguments)
+    """a·b + c with one rounding, in fp32 or fp64."""
+    return a(a, b, c), lambda _, builder, __, arguments: builder.fma(*arguments)
 
 
 @intrinsic
 def to_bits(_: Any, value: Any) -> Any:
-    """The 32 bits of an fp32 number."""
-    cast = types.uint32(types.float32)
-    return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], INT32)
+    """The bits of a number: of fp32 unsigned, of fp64 signed."""
+    kind, bits = (types.uint32, INT32) if value == types.float32 else (types.int64, INT64)
+    return kind(value), lambda _, builder, __, arguments: builder.bitcast(arguments[0], bits)
 
 
 @intrinsic
@@ -145,19 +145,6 @@ def sgd_step(
         store(master, weight, i, value)
 
 
-@intrinsic
-def bits_of_double(_: Any, value: Any) -> Any:
-    """The 64 bits of an fp64 number, signed."""
-    cast = types.int64(types.float64)
-    return cast, lambda _, builder, __, arguments: builder.bitcast(arguments[0], INT64)
-
-
-@intrinsic
-def multiply_add_wide(_: Any, a: Any, b: Any, c: Any) -> Any:
-    """a·b + c with one rounding, in fp64."""
-    return types.float64(a, b, c), lambda _, builder, __, arguments: builder.fma(*arguments)
-
-
 # Reason: an argument for each array and number, as numba takes them.
 @compiled
 def add_integers(values: Array, scale: Any, sums: Array, adds: int, most: Array) -> None:
@@ -173,10 +160,10 @@ def add_integers(values: Array, scale: Any, sums: Array, adds: int, most: Array)
         value = widened(values[i])
         largest = max(largest, np.uint32(to_bits(value) & ABSOLUTE))
         wide = np.float64(value)
-        upper = multiply_add_wide(wide, down, ROUNDING)
-        lower = multiply_add_wide(ROUNDING - upper, UP, wide * scale) + ROUNDING
+        upper = multiply_add(wide, down, ROUNDING)
+        lower = multiply_add(ROUNDING - upper, UP, wide * scale) + ROUNDING
         before = sums[i] if adds else np.int64(0)
-        high, low = bits_of_double(upper) << PART_BITS, bits_of_double(lower) - ROUNDING_BITS
+        high, low = to_bits(upper) << PART_BITS, to_bits(lower) - ROUNDING_BITS
         sums[i] = before + high + low
     most[0] = max(most[0], largest)
 
