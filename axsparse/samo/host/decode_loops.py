@@ -11,6 +11,7 @@ by a shuffle of bytes (`vpshufb`) for 8 columns, whose control it reads from a t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -268,9 +269,7 @@ def _masked_rows(tokens: int) -> Any:
                             builder.store(added, total)
             for row in range(ROWS):
                 for token in range(tokens):
-                    result, *others = map(builder.load, sums[row][token])
-                    for other in others:
-                        result = builder.fadd(result, other)
+                    result = reduce(builder.fadd, map(builder.load, sums[row][token]))
                     entry = INT64(row * tokens + token)
                     where = _address_of(builder, out, entry, 4, FLOAT)
                     builder.store(lane_sum(builder, result), where)
@@ -374,10 +373,8 @@ def _listed_row(lanes: int) -> Any:
                     added = _multiply_add(builder, weight, factor, builder.load(total))
                     builder.store(added, total)
                 builder.store(column, last)
-            parts = [builder.load(each) for each in sums]
-            while len(parts) > 1:
-                parts = [builder.fadd(*parts[:2]), *parts[2:]]
-            builder.store(parts[0], builder.inttoptr(out, vector.as_pointer()), align=4)
+            total = reduce(builder.fadd, map(builder.load, sums))
+            builder.store(total, builder.inttoptr(out, vector.as_pointer()), align=4)
             return context.get_dummy_value()
 
         return types.void(x, values, steps, at, end, out), call
