@@ -1,14 +1,13 @@
-"""`axsparse config show | schema`: shows where each setting comes from, and the schema of all."""
+"""`axsparse config show`: shows where each setting comes from."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping
 
 from axsparse.cli.parser import CommandParser, add_configuration, integer, say
 from axsparse.config.load import configure, setting_to_yaml
-from axsparse.config.schema import Config, editor_schema
+from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 
 SHOW = """\
@@ -22,30 +21,16 @@ SHOW_END = """\
 With --ranks, values that are auto are decided as a run on CPUs would decide them. Those that the
 machine decides stay auto; if its memory is too small, a run may also take more stages.
 """
-SCHEMA = """\
-Print the JSON schema of configuration files. Editors with a YAML language server check and complete
-a file that begins with the line
-
-  # yaml-language-server: $schema=axsparse.schema.json
-
-after axsparse config schema > axsparse.schema.json
-"""
 
 
 def parser() -> CommandParser:
     group = CommandParser(prog="axsparse config")
     purpose = "every setting, its value and where that comes from"
     show = group.add_subcommand("show", _show, help=purpose, description=SHOW, epilog=SHOW_END)
-    purpose = "the JSON schema of configuration files, for editors"
-    group.add_subcommand("schema", _schema, help=purpose, description=SCHEMA)
     add_configuration(show.add_argument)
     text = "decide every auto for this number of ranks"
     show.add_argument("--ranks", metavar="N", type=integer(most=100_000), help=text)
     return group
-
-
-def _schema(_: argparse.Namespace) -> None:
-    say(json.dumps(editor_schema(), indent=2, ensure_ascii=False))
 
 
 def _show(arguments: argparse.Namespace) -> None:

@@ -11,16 +11,15 @@ from types import FunctionType
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
-from support.page_blocks import BUNDLED, PACKAGE
+from support.page_blocks import PACKAGE
 
 from axsparse.config.hf_config import FROM
 from axsparse.config.load import configure, to_yaml
 from axsparse.config.model_config import FAMILIES, Family
-from axsparse.config.schema import FIELDS, Config, editor_schema
+from axsparse.config.schema import FIELDS, Config
 from axsparse.config.section import Section
 from axsparse.runtime.errors import ConfigError
 
@@ -247,54 +246,3 @@ def test_the_functions_that_decide_an_auto_exist() -> None:
         tree = ast.parse((PACKAGE / row["file"]).read_text(encoding="utf-8"))
         functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         assert row["function"] in functions, row["key"]
-
-
-CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-@pytest.fixture(scope="module")
-def validator() -> Any:
-    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema: pip install axsparse[test]")
-    checker = jsonschema.Draft202012Validator
-    checker.check_schema(editor_schema())
-    return checker(editor_schema())
-
-
-def test_it_has_every_setting_with_its_meaning() -> None:
-    schema = editor_schema()
-    found: dict[str, Any] = {}
-    for name, field in schema["properties"].items():
-        references = [member["$ref"] for member in field.get("anyOf", [field]) if "$ref" in member]
-        for reference in references:
-            section = schema["$defs"][reference.rpartition("/")[2]]
-            assert not section["additionalProperties"]
-            found |= {f"{name}.{leaf}": value for leaf, value in section["properties"].items()}
-        if not references:
-            found[name] = field
-
-    assert set(found) == set(FIELDS)
-    assert all(field["description"] and "default" in field for field in found.values())
-
-
-@pytest.mark.parametrize("name", BUNDLED)
-def test_bundled_configurations_pass(name: str, validator: Any) -> None:
-    text = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8")
-
-    assert [error.message for error in validator.iter_errors(yaml.safe_load(text))] == []
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"trian": {}},
-        {"train": {"setps": 3}},
-        {"train": {"steps": 0}},
-        {"train": {"steps": "many"}},
-        {"layout": {"g_inter": "none"}},
-        {"model": {"num_key_value_heads": 2}},
-        {"model": {"name": "hf", "num_layers": 2}},
-        {"optimizer": {"betas": [0.9]}},
-    ],
-)
-def test_what_the_loader_refuses_fails(wrong: dict[str, Any], validator: Any) -> None:
-    assert not validator.is_valid(wrong)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +10,13 @@ import numpy as np
 import pytest
 from support.preparing import run, write_jsonl, write_table
 
-from axsparse.config.schema import DataConfig
 from axsparse.data.chats import Chat, ChatTemplate
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
-from axsparse.data.token_file import read_sidecar
 from axsparse.data.tokenizers import (
     byte_tokenizer,
-    exported_tokenizer,
     given_tokenizer,
-    import_tokenizers,
 )
 from axsparse.runtime.errors import ConfigError, DataError
 
@@ -188,30 +183,6 @@ def test_a_completion_begins_where_its_ids_differ_from_those_of_the_prompt(tmp_p
     assert ids.tolist() == [2 | 128, 3, 1, 0]
 
 
-def test_special_tokens_of_the_settings_are_themselves_in_chats_and_in_prompts(
-    tmp_path: Path,
-) -> None:
-    """Words of the vocabulary that tokenizer_config.json alone calls tokens, as transformers."""
-    folder = folder_of("plain", tmp_path)
-    own = json.loads((folder / "tokenizer.json").read_text())
-    own["added_tokens"] = [one for one in own["added_tokens"] if one["id"] != 257]
-    (folder / "tokenizer.json").write_text(json.dumps(own))
-    set_up(folder, **{"eos_token": "<|im_end|>", "pad_token": "<|pad|>"})
-    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
-    from transformers import AutoTokenizer
-
-    run(Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json"))
-
-    data = DataConfig(source="tokens", path=str(tmp_path / "out"))
-    made = exported_tokenizer(data, "tokens", read_sidecar(tmp_path / "out", "").train.digest)
-    assert made is not None
-    tokenizer = import_tokenizers().Tokenizer.from_str(json.dumps(made.tokenizer))
-    text = "<|im_start|>user\nHi<|im_end|>\n<|pad|>"
-    theirs: Any = AutoTokenizer.from_pretrained(str(folder))
-    assert tokenizer.encode(text).ids == theirs(text)["input_ids"]
-    assert tokenizer.get_vocab_size() == len(theirs) == 259
-
-
 def begin_by(folder: Path, single: str) -> None:
     """Let a folder's tokenizer put its own tokens around a text."""
     library = pytest.importorskip("tokenizers", reason="pip install 'axsparse[text]'")
@@ -314,36 +285,6 @@ def test_tools_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     for tools in ("[", {"name": "add"}):
         found = str(template.encode(Chat([*CHATS[0]], tools)))
         assert found.startswith("tools or chat_template_kwargs that cannot be read (")
-
-
-@pytest.mark.parametrize("ends", [False, True])
-def test_texts_and_prompts_have_the_ids_that_transformers_gives_them(
-    ends: bool, tmp_path: Path
-) -> None:
-    """Special tokens are themselves, and BOS begins a text, also one that is cut."""
-    folder = folder_of("plain", tmp_path)
-    begin_by(folder, f"<|im_start|> $A{' <|endoftext|>' if ends else ''}")
-    from transformers import AutoTokenizer
-
-    judge = AutoTokenizer.from_pretrained(str(folder))
-    texts = ["Hello.", "a <|im_end|> b<|im_start|>", "word " * 40_000]
-    source = write_jsonl(tmp_path / "texts.jsonl", [{"text": text} for text in texts])
-
-    run(Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json"))
-
-    expected = [judge(text)["input_ids"] + ([] if ends else [0]) for text in texts]
-    ids = np.fromfile(tmp_path / "out" / "train.tokens", np.uint16)
-    assert ids.tolist() == [*chain.from_iterable(expected)]
-    data = DataConfig(source="tokens", path=str(tmp_path / "out"))
-    sidecar = read_sidecar(tmp_path / "out", "")
-    made = exported_tokenizer(data, "tokens out", sidecar.train.digest)
-    assert made is not None
-    assert made.ids == {"bos_token_id": 256, "eos_token_id": 0}
-    (tmp_path / "exported").mkdir()
-    for name, content in made.files(64).items():
-        (tmp_path / "exported" / name).write_text(json.dumps(content))
-    again = AutoTokenizer.from_pretrained(str(tmp_path / "exported"))
-    assert [again(text)["input_ids"] for text in texts] == [judge(t)["input_ids"] for t in texts]
 
 
 @pytest.mark.parametrize(

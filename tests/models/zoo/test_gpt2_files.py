@@ -27,11 +27,9 @@ from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
 from torch import Tensor
 
 from axsparse.config.hf_config import config_json
-from axsparse.config.load import configure
 from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt2_name, turned
 from axsparse.models.zoo.hf_models import HfFile
-from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import DataError
 
 LOGITS_RTOL = 1e-5
@@ -170,20 +168,6 @@ def test_settings_that_a_folder_lacks_or_no_settings_at_all_are_taken(tmp_path: 
     ours_from(tmp_path, **beside(tmp_path))
     (tmp_path / "config.json").unlink()
     assert profile(ours_from(tmp_path, **beside(tmp_path))).start.startswith("model.safetensors ")
-
-
-def test_a_folder_says_what_the_model_is(tmp_path: Path) -> None:
-    ours = gpt2_folder(tmp_path, GPT.model_copy(update={"tie_embeddings": False}))
-
-    loaded = configure(None, [f"model.from={tmp_path}", "data.sequence_length=8"])
-
-    assert loaded.model.name == "gpt"
-    model = named_model(loaded)
-    assert model.ties == []
-    assert model.start is not None
-    read = model.start.read("head.weight")
-    assert read is not None
-    assert torch.equal(read, ours["head.weight"])
 
 
 class Given:

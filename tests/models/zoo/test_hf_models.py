@@ -37,7 +37,6 @@ from support.images import write_safetensors
 from support.resuming import train_and_save
 from support.runs import VOCABULARY, assert_bitwise, tiny_config, token_data, train_in_process
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from axsparse.config.load import configure
 from axsparse.config.schema import PruningConfig
@@ -386,30 +385,6 @@ def test_a_model_without_a_folder_starts_as_transformers_would_in_every_pipeline
     assert torch.equal(norm, torch.ones_like(norm))
 
 
-def test_saved_activations_of_a_layer_are_those_that_its_forward_keeps() -> None:
-    model = small_llama(64)
-    profiled = profile(model).layers[1].activations
-    module = model.layers[1].build()
-    weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    hidden = torch.randn(1, 64, 32, requires_grad=True)
-    own, kept = hidden.untyped_storage()._cdata, {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage()._cdata] = tensor
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        module(hidden)
-
-    real = sum(
-        tensor.untyped_storage().nbytes()
-        for storage, tensor in kept.items()
-        if storage not in weights and storage != own
-    )
-    assert profiled is not None
-    assert profiled.saved == pytest.approx(real, rel=0.08)
-
-
 @pytest.mark.parametrize("family", by_default(["llama", "smollm3"], FAMILIES))
 def test_a_layer_like_the_one_before_is_run_once_with_the_costs_of_each(
     transformers: Any, family: str, monkeypatch: pytest.MonkeyPatch
@@ -430,28 +405,6 @@ def test_a_layer_like_the_one_before_is_run_once_with_the_costs_of_each(
 
     assert together.layers == profile(model).layers
     assert count == {"llama": 4, "smollm3": 6}.get(family, count)
-
-
-def test_a_stage_reads_its_own_tensors_one_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_llama(tmp_path)
-    config = tiny_config(
-        model={**SMALL_LLAMA, "from": str(tmp_path)}, pruning={"sparsity": 0.0}, train={"steps": 1}
-    )
-    read: list[str] = []
-    whole = SafetensorsFile.read
-
-    def note(file: SafetensorsFile, name: str) -> Tensor:
-        read.append(name)
-        return whole(file, name)
-
-    monkeypatch.setattr(SafetensorsFile, "read", note)
-    named_model(config)
-    assert read == []  # Names and shapes are enough.
-    train_in_process(2, 1, named_model(config), config, token_data())
-
-    assert sorted(read) == sorted(profile(small_llama()).shapes)
 
 
 # -- what is refused ------------------------------------------------------------------------
