@@ -25,8 +25,6 @@ from support.images import (
     assert_equal_tensors,
     buffers_of,
     image_config,
-    image_data,
-    small_wide_resnet,
 )
 from support.oracle import Trace
 from support.runs import Doing, kept, random_init, summed_loss, train_in_process, vector_data
@@ -159,24 +157,14 @@ def test_a_skipped_step_leaves_no_trace_in_the_statistics(g_inter: int, g_data: 
 
 
 def test_statistics_count_as_state_in_live_bytes_and_formula() -> None:
-    model = small_wide_resnet()
-    settings = image_config(train={"steps": 1})
-    [(trainer, _)] = train_in_process(1, 1, model, settings, image_data(33))
+    model, settings = norm_model(), config(train={"steps": 1})
+    [(trainer, _)] = train_in_process(1, 1, model, settings, vector_data())
     layers = trainer.profile.layers
+    state = StateFormat(torch.float32, torch.float32, ("mean", "square"), "auto")
 
-    statistics = sum(layer.buffer_bytes for layer in layers)
-    weights = sum(4 * layer.numel for layer in layers)
-    shapes = [buffer.shape for layer in layers for buffer in layer.buffers]
-    norms = shapes.count(())
-    channels = sum(shape[0] for shape in shapes if shape)
-    assert statistics == 4 * channels + 8 * norms > 0
-    assert trainer.state_bytes().weight == weights + statistics
-    assert trainer.state_bytes() == stage_bytes(
-        layers,
-        {},
-        kept(model, settings.pruning),
-        StateFormat(torch.float32, torch.float32, ("mean", "square"), "auto"),
-    )
+    statistics = 3 * (2 * 4 * WIDTH + 8)
+    assert trainer.state_bytes().weight == sum(4 * layer.numel for layer in layers) + statistics
+    assert trainer.state_bytes() == stage_bytes(layers, {}, kept(model, settings.pruning), state)
 
 
 def reassigning(m: Any, x: Tensor) -> Any:

@@ -11,12 +11,18 @@ import pytest
 import torch
 from photos import Photos, image_folders
 from PIL import Image
-from support.images import assert_same_in_1_to_4_stages, image_config, shapes_of
+from support.images import (
+    assert_same_in_1_to_4_stages,
+    image_config,
+    shapes_of,
+    small_vgg,
+    small_wide_resnet,
+)
 from support.mpirun import run_mpirun
 from support.page_blocks import ROOT
 from torch import Tensor
-from vgg19 import vgg, vgg19
-from wideresnet101 import wide_resnet, wide_resnet101_2
+from vgg19 import vgg19
+from wideresnet101 import wide_resnet101_2
 
 from axsparse.data.torch_dataset import from_torch
 from axsparse.models.layer import Model
@@ -24,14 +30,6 @@ from axsparse.models.model_profile import profile
 
 VISION = ROOT / "examples" / "vision"
 SHADES = {"dark": 40, "light": 220}
-
-
-def small_vgg(dropout: float = 0.5) -> Model:
-    return vgg(((4, 4), (8, 8)), 16, hidden=16, classes=2, dropout=dropout)
-
-
-def small_wide_resnet() -> Model:
-    return wide_resnet((1, 2, 1, 1), 33, width=4, factor=2, classes=2)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +75,7 @@ def test_names_shapes_parameters_and_flops_are_those_published(
 @pytest.mark.parametrize(
     ("model", "size"),
     [
-        pytest.param(small_vgg(), 16, id="vgg"),
+        pytest.param(small_vgg(0.5), 16, id="vgg"),
         pytest.param(small_wide_resnet(), 33, id="wide_resnet", marks=pytest.mark.exhaustive),
     ],
 )

@@ -71,8 +71,8 @@ def small_cnn() -> Model:
     return classifier("cnn", [*layers, head], 32)
 
 
-def small_vgg() -> Model:
-    return vgg(((4, 4), (8, 8), (16, 16)), 16, hidden=16, classes=CLASSES, dropout=0.0)
+def small_vgg(dropout: float = 0.0) -> Model:
+    return vgg(((4, 4), (8, 8), (16, 16)), 16, hidden=16, classes=CLASSES, dropout=dropout)
 
 
 def small_wide_resnet() -> Model:
