@@ -8,7 +8,7 @@
 #              ARGS="--against REV" compares with another revision, bit for bit, ARGS=--update
 #              writes the file anew, ARGS="--rows PATTERN" takes some
 # make soak    kill a training CYCLES=200 times at random moments, and resume it
-# make test-browser  open reports, the plan page and the site in a headless Chromium, which is
+# make test-browser  open reports and the site in a headless Chromium, which is
 #                    installed where there is none (Debian, as root)
 # make test-slurm  submit jobs to a SLURM that is installed and started here (Debian, as root)
 # make fuzz    set up, read 100,000 broken manifests, mask files and settings

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-COUNT = "num_batches_tracked"
-_STATISTICS = {"running_mean": 0, "running_var": 1, COUNT: 0}
+_STATISTICS = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
 """Running statistics of torch's normalisations, and their start values."""
 
 

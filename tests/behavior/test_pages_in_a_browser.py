@@ -1,4 +1,4 @@
-"""Reports, the plan page and the documentation site in a headless Chromium: `make test-browser`.
+"""Reports and the documentation site in a headless Chromium: `make test-browser`.
 
 Of every page: nothing is complained of in the console, no request fails, nothing is wider than a
 window of 1,200 or 400 pixels, pictures are painted and their texts are readable, in light and dark.
