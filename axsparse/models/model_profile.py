@@ -525,6 +525,11 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
                     "values, since `init` fills parameters only; make it in the forward, or leave "
                     "Layer's init out"
                 )
+        if isinstance(child, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"layer {layer.name}: SyncBatchNorm needs torch.distributed, and its results would "
+                "depend on the layout; use BatchNorm, which sees one microbatch"
+            )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
             raise ConfigError(
                 f"layer {layer.name}: parameter {f'{prefix}.weight'.lstrip('.')!r} has a max_norm, "
