@@ -36,8 +36,6 @@ PICKLED = ".bin"
 MOST_NAMED = 8
 SAMPLES, SAMPLE_BYTES = 16, 65_536
 """A fingerprint covers SAMPLES + 1 blocks of a file, and its length."""
-COUNTER = "num_batches_tracked"
-"""A counter that older files of batch normalisations lack; it then starts at zero."""
 Convert = Callable[[str, Tensor], Tensor]
 """`convert(global name, tensor of the file)` returns the tensor as the model has it."""
 
@@ -259,20 +257,17 @@ def start_from(
     profiled = profile(replace(model, example=None))
     needed = _needed(profiled)
     fresh = match(new, list(needed), "new", "no tensor of the model")
-    needed = {name: entry for name, entry in needed.items() if name not in fresh}
-    if all(name in file.shapes or not required for name, (_, required) in needed.items()):
+    needed = {name: shape for name, shape in needed.items() if name not in fresh}
+    if needed.keys() <= file.shapes.keys():
         named, convert = str, unchanged
-    names = {}
-    for name, (shape, required) in needed.items():
-        there = named(name)
-        if there in file.shapes:
-            names[name] = there
-            _check_shape(file, there, name, shape, convert)
-        elif required:
+    names = {name: named(name) for name in needed}
+    for name, there in names.items():
+        if there not in file.shapes:
             raise DataError(
                 f"{file.path}: has no tensor {there!r}, which is {name} of the model; take the "
                 f"file of a {model.name} model"
             )
+        _check_shape(file, there, name, needed[name], convert)
     seconds = {named(second): named(first) for second, first in profiled.ties.items()}
     _check_ties(file, seconds)
     unused = tuple(there for name in fresh if (there := _name_in(file, named, name)))
@@ -303,14 +298,10 @@ def _name_in(file: WeightFile, named: Callable[[str], str], name: str) -> str:
     return there if there in file.shapes else ""
 
 
-def _needed(profiled: ModelProfile) -> dict[str, tuple[tuple[int, ...], bool]]:
-    """By name of each tensor that a file should contain, its shape and whether it must be there."""
-    needed = {name: (shape, True) for name, shape in profiled.shapes.items()}
-    for layer in profiled.layers:
-        for buffer in layer.buffers:
-            if buffer.persists:
-                needed[buffer.name] = buffer.shape, not buffer.name.endswith(COUNTER)
-    return needed
+def _needed(profiled: ModelProfile) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor that a file has to contain, by name."""
+    buffers = (buffer for layer in profiled.layers for buffer in layer.buffers)
+    return profiled.shapes | {each.name: each.shape for each in buffers if each.persists}
 
 
 def _check_shape(

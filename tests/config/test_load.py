@@ -148,21 +148,6 @@ def _lines_of_refusal(source: str | None, overrides: list[str]) -> int:
     return 0
 
 
-def test_a_configuration_made_in_python_is_as_strict_as_a_file() -> None:
-    config = configure({"optimizer": {"betas": [0.8, 0.9]}, "seed": 7})
-
-    assert (config.optimizer.betas, config.seed) == ((0.8, 0.9), 7)
-
-
-def test_keys_that_were_given_in_python_are_no_defaults() -> None:
-    loaded = configure({"seed": 5, "batch": {"global_batch_size": 64}}).named("mine")
-
-    assert loaded.where("seed") == "seed (configure)"
-    assert loaded.where("batch.global_batch_size") == "batch.global_batch_size (configure)"
-    assert loaded.where("batch.microbatch_size") == "batch.microbatch_size (default)"
-    assert loaded.where("precision") == "precision (default)"
-
-
 def test_a_script_takes_a_file_and_overrides_as_the_command_does(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("seed: 3\ntrain:\n  steps: 7\n")

@@ -6,12 +6,9 @@ import pytest
 
 from axsparse.config.load import configure
 from axsparse.config.validate import (
-    check_batch,
     check_config,
-    check_data,
     remarks,
 )
-from axsparse.runtime.grid import Grid
 
 # --- check_config ------------------------------------------------------------------------
 
@@ -43,36 +40,10 @@ def test_consistent_settings_pass(overrides: tuple[str, ...]) -> None:
     check_config(configure(None, overrides))
 
 
-def test_a_model_is_written_without_the_fields_of_others() -> None:
-    config = configure(None, ["model.name=hf", "model.hf={model_type: llama}"])
-
-    assert config.model_dump()["model"] == {
-        "name": "hf",
-        "weights": None,
-        "from": None,
-        "new": (),
-        "sequence_length": config.model.sequence_length,
-        "vocab_size": config.model.vocab_size,
-        "hf": {"model_type": "llama"},
-    }
-
-
 # --- check_batch -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("grid", "size"), [(Grid(1, 1), 48), (Grid(2, 7), 5), (Grid(1, 48), 1), (Grid(1, 1), 100)]
-)
-def test_a_batch_of_a_microbatch_for_each_replica_passes(grid: Grid, size: int) -> None:
-    check_batch(configure(None, [f"batch.microbatch_size={size}"]), grid)
-
-
 # --- check_data --------------------------------------------------------------------------
-
-
-def test_data_that_just_fits_passes() -> None:
-    check_data(configure(None), source="stdlib", words=256, vocab_size=256, num_samples=48)
-    check_data(configure(None), source="stdlib", words=None, vocab_size=999, num_samples=48)
 
 
 # --- remarks -----------------------------------------------------------------------------

@@ -74,20 +74,6 @@ def test_a_file_is_split_as_it_is_asked_for(how: str, expected: list[str]) -> No
     assert texts(text.replace(b"\n", b"\r\n"), how) == [e.replace("\n", "\r\n") for e in expected]
 
 
-def test_a_document_that_cannot_be_used_spoils_no_other() -> None:
-    data = b"good\n\n\xff\n\n" + b"y" * 101 + b"\n\nalso good\n"
-
-    assert texts(data, "blank-line") == ["good\n", "not UTF-8", "huge line", "also good\n"]
-
-
-@pytest.mark.parametrize("length", [100, 101])
-@pytest.mark.parametrize("before", [b"", b"ab\n" * 40, b"c\n"])
-def test_the_longest_line_is_the_longest_allowed(length: int, before: bytes) -> None:
-    text = before + b"x" * length + b"\nz\n"
-
-    assert texts(text, "none") == ([text.decode()] if length == 100 else ["huge line"])
-
-
 def expected_documents(data: bytes, how: str, max_line: int) -> list[str]:
     """The usable documents of a file, found by a simple loop over its lines."""
     found = [b""]

@@ -3,8 +3,6 @@ overwritten."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import pickle
 import re
@@ -118,15 +116,6 @@ def test_a_fraction_of_the_documents_is_held_out_and_equal_ones_fall_alike(
     assert not set(training) & set(held_out)
     assert sidecar.validation is not None
     assert sidecar.validation.documents == len(held_out) == pytest.approx(400, abs=60)
-
-
-def test_validation_files_are_no_training_files(library: Path, tmp_path: Path) -> None:
-    named = (library / "more" / "3.txt",)
-
-    run(requested(library, tmp_path / "o", validation=named, validation_fraction=0.0))
-
-    assert documents_of(tmp_path / "o", "validation") == [LINE * 3]
-    assert LINE * 3 not in documents_of(tmp_path / "o")
 
 
 @pytest.mark.parametrize(("split", "fraction"), [("none", 0.1), ("none", 0.999), ("lines:10", 0.1)])
@@ -445,14 +434,3 @@ def test_two_runs_do_not_prepare_one_folder_at_once(library: Path, tmp_path: Pat
     with pytest.raises(OutputError, match="is being prepared by another"):
         run(requested(library, tmp_path / "o"))
     lock.release()
-
-
-def test_a_file_system_without_locks_is_told_of(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def flock(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-
-    assert "no locks on this file system" in run(requested(library, tmp_path / "o"))[1]

@@ -116,42 +116,6 @@ def test_a_tied_weight_is_in_a_file_once_or_twice_alike(tmp_path: Path) -> None:
         start_from(plain, open_weights(save(tmp_path / "two.pt", state)))
 
 
-def test_a_conversion_makes_a_files_tensors_those_of_the_model(tmp_path: Path) -> None:
-    plain = small_vgg()
-    state = random_tensors(plain)
-    other = {f"net.{name}": tensor for name, tensor in state.items()}
-    other["net.classifier.6.weight"] = other["net.classifier.6.weight"].t().contiguous()
-    other["net.cache"] = torch.zeros(3)
-
-    def turned(name: str, tensor: Tensor) -> Tensor:
-        return tensor.t() if name == "classifier.6.weight" else tensor
-
-    model = start_from(
-        plain,
-        open_weights(save(tmp_path / "w.safetensors", other)),
-        named=lambda name: f"net.{name}",
-        convert=turned,
-        ignored=lambda name: name == "net.cache",
-    )
-
-    assert model.start is not None
-    read = model.start.read("classifier.6.weight")
-    assert read is not None
-    assert torch.equal(read, state["classifier.6.weight"])
-
-
-def test_counts_that_older_files_lack_start_at_zero(tmp_path: Path) -> None:
-    plain = small_wide_resnet()
-    state = random_tensors(plain, torchvision_name)
-    old = {name: t for name, t in state.items() if not name.endswith("num_batches_tracked")}
-
-    model = start_from(plain, open_weights(save(tmp_path / "old.pth", old)), named=torchvision_name)
-
-    assert model.start is not None
-    assert model.start.read("stem.bn1.num_batches_tracked") is None
-    assert model.start.read("stem.bn1.running_var") is not None
-
-
 def test_ranks_compare_what_they_start_at(tmp_path: Path) -> None:
     state = random_tensors(small_vgg())
     one = save(tmp_path / "one.safetensors", state)
