@@ -46,13 +46,6 @@ def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunPla
     return decided(config, transport(ranks), grid)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6])
-def test_auto_takes_one_stage_where_one_fits(ranks: int) -> None:
-    layout = resolved(tiny_config(), ranks).config.layout
-
-    assert (layout.g_inter, layout.g_data) == (1, ranks)
-
-
 @pytest.mark.parametrize(
     ("microbatch_size", "ranks", "gradient"), [(1, 1, "fp32"), (2, 1, "half"), (1, 4, "half")]
 )
@@ -198,16 +191,6 @@ def auto(
 
 def stages(run: RunPlan) -> int:
     return run.coords.grid.g_inter
-
-
-def test_memory_that_was_found_asks_for_as_many_stages_as_it_needs() -> None:
-    deep: dict[str, Any] = {"model": {"num_layers": 10}}
-    roomy = auto(found=1e9, **deep)
-    assert roomy.prediction is not None
-    more = auto(found=0.8 * roomy.prediction.memory_bytes, **deep)
-
-    assert (stages(roomy), stages(more)) == (1, 2)
-    assert stages(auto(3, found=1e9)) == 1
 
 
 def test_stages_that_are_asked_for_in_a_limited_memory_have_the_slack_of_their_plan() -> None:

@@ -111,24 +111,34 @@ def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_pat
 # -- a directory whose run recorded nothing -------------------------------------------------
 
 
-def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(tmp_path: Path) -> None:
-    for name in ("step-2", "step-4.tmp", "of the user"):
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    for name in ("metrics.jsonl", "notes.txt", "mask.safetensors"):
-        (tmp_path / name).touch()
-    RunMark.of(tmp_path)
-    lock = RunLock(tmp_path)
+def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(run: Path) -> None:
+    steps = run / "checkpoints"
+    (steps / "step-4").rename(steps / "step-4.tmp")
+    (steps / "of the user").mkdir()
+    (run / "trace").mkdir()
+    notes = [folder / "notes.txt" for folder in (run, run / "trace", steps / "step-2")]
+    for path in (*notes, run / "mask.safetensors", run / "trace" / "steps-2-3.json"):
+        path.touch()
+    lock = RunLock(run)
     with pytest.raises(OutputError, match="is in use by process"):
-        make_run_dir(loaded(tmp_path), overwrite=True)
+        make_run_dir(loaded(run), overwrite=True)
     lock.release()
 
-    path, lock = make_run_dir(loaded(tmp_path), overwrite=True)
+    path, lock = make_run_dir(loaded(run), overwrite=True)
+    lock.release()
 
     left = {one.name for one in path.iterdir()}
-    assert left == {"metrics.jsonl", "notes.txt", "run.json", "run.lock", "checkpoints"}
-    # What is unfinished goes with the next checkpoint.
-    assert {one.name for one in (path / "checkpoints").iterdir()} == {"step-4.tmp", "of the user"}
-    lock.release()
+    assert left == {
+        *("metrics.jsonl", "notes.txt", "run.json", "run.lock", "config.yaml"),
+        *("checkpoints", "trace"),
+    }
+    assert [one.name for one in (run / "trace").iterdir()] == ["notes.txt"]
+    # What is unfinished goes with the next checkpoint, which goes around files of the user.
+    gone = steps / "step-2.old"
+    assert {one.name for one in steps.iterdir()} == {gone.name, "step-4.tmp", "of the user"}
+    assert [one.name for one in gone.iterdir()] == ["notes.txt"]
+    checkpoint_folder.begin(steps, 2)
+    assert (gone / "notes.txt").exists()
 
 
 def test_a_directory_is_free_again_once_its_run_ended_before_its_first_step(
@@ -252,26 +262,6 @@ def test_a_best_checkpoint_that_somebody_removed_is_forgotten(run: Path) -> None
         progress = RunDir(run, newest, steps).progress
         assert progress is not None
         assert (progress.best and progress.best.step) == best
-
-
-def test_files_of_the_user_in_folders_of_a_run_stay(run: Path) -> None:
-    notes = [run / "trace" / "notes.txt", checkpoint(run, 2) / "notes.txt"]
-    (run / "trace").mkdir()
-    for path in (*notes, run / "trace" / "steps-2-3.json"):
-        path.touch()
-
-    make_run_dir(loaded(run), overwrite=True)[1].release()
-
-    left = sorted(path for path in run.rglob("*") if path.is_file())
-    gone = run / "checkpoints" / "step-2.old"
-    assert left == sorted(
-        [run / "metrics.jsonl", run / "run.json", run / "run.lock", notes[0], gone / "notes.txt"]
-        + [path for path in left if path.name == "config.yaml"]
-    )
-    checkpoint_folder.begin(run / "checkpoints", 2)  # goes around it
-    assert (gone / "notes.txt").exists() and checkpoint_folder.unfinished(gone.parent) == [
-        run / "checkpoints" / "step-2.tmp"
-    ]
 
 
 def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(

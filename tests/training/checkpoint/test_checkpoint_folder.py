@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
@@ -61,22 +60,6 @@ def test_the_manifest_is_on_the_disk_before_the_name_and_the_name_before_commit_
     commit(begin(tmp_path / "new", 4), b"{}")
 
     assert synced[-2:] == [("step-4.tmp", ["manifest.json"]), ("new", ["step-4"])]
-
-
-def test_without_its_manifest_nothing_has_a_checkpoints_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, contents: bytes) -> NoReturn:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    partial = begin(tmp_path, 40)
-    monkeypatch.setattr("axsparse.training.checkpoint.checkpoint_folder.write_new", full)
-
-    with pytest.raises(OSError, match="No space left"):
-        commit(partial, b"manifest")
-
-    assert saved_steps(tmp_path) == []
-    assert unfinished(tmp_path) == [partial]
 
 
 def test_steps_are_numbers_newest_first_and_other_names_are_none(tmp_path: Path) -> None:
@@ -262,19 +245,3 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(AxsparseError):
         read_manifest(tmp_path)
-
-
-def test_what_vanishes_while_it_is_looked_at_is_not_unfinished(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("step-1.tmp", "step-2.tmp"):
-        (tmp_path / name).mkdir()
-
-    def own_files(path: Path, _: object) -> list[Path]:
-        if path.name == "step-1.tmp":
-            path.rmdir()
-        return list(path.iterdir())
-
-    monkeypatch.setattr(checkpoint_folder, "own_files", own_files)
-
-    assert [path.name for path in unfinished(tmp_path)] == ["step-2.tmp"]

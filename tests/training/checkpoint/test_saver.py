@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from support.resuming import Ran, note_state, ran, same_state, settings
 from support.runs import FEW_MICROBATCHES, mlp, tiny_config, vector_data
 from torch import Tensor
@@ -367,34 +366,3 @@ def test_what_appears_when_a_rank_fails_has_appeared_when_it_is_told(
         ran((1, 1), config_of(every=4), tmp_path, look=before_each_step(fail))
 
     assert saved(tmp_path) == [4]
-
-
-# -- the queue ------------------------------------------------------------------------------
-
-
-def test_who_puts_waits_while_it_is_full_and_no_longer() -> None:
-    """Of five tensors of 8 bytes, no more than two are ever between the threads; one that is
-    larger than the limit passes alone."""
-    queue, alive, most = CopyQueue(16), list[int](), 0
-
-    def put() -> None:
-        nonlocal most
-        for number in range(5):
-            queue.put(torch.tensor([number]))
-            alive.append(number)
-            most = max(most, len(alive))
-        queue.put(torch.zeros(10))
-        queue.all_put()
-
-    writer = threading.Thread(target=put)
-    writer.start()
-    for _ in range(5):
-        next(queue)
-        # What was taken counts until the next is asked for, and one may be on its way in.
-        while len(alive) == 0:
-            pass
-        alive.pop(0)
-    assert next(queue).numel() == 10
-    writer.join()
-
-    assert most <= 3
