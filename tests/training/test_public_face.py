@@ -161,9 +161,7 @@ def test_errors_of_all_ranks_are_one_line_with_their_code(tmp_path: Path) -> Non
     done = run_mpirun(2, ["-c", "import axsparse as ax; ax.Trainer(sparsity=2)"], cwd=tmp_path)
 
     assert done.returncode == 78, done
-    assert done.errors == [
-        "axsparse: error: pruning.sparsity (Trainer): 2 should be less than 1; write 0.02"
-    ]
+    assert done.errors == ["axsparse: error: pruning.sparsity (Trainer): 2 should be less than 1"]
 
 
 def test_mistakes_in_a_loop_are_refused(tmp_path: Path) -> None:
