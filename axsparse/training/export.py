@@ -487,11 +487,9 @@ def hf_files(
         texts[CONFIG_FILE] |= tokenizer.ids
         texts |= tokenizer.files(config.sequence_length)
     elif source is not None:
-        untold = "config.json says nothing of the first and last tokens of a text, and "
         notes = [
-            f"model.from {config.from_} is there no more: "
-            f"{untold if isinstance(config, GptConfig) else ''}there are no files of a tokenizer; "
-            "copy them"
+            f"model.from {config.from_} is there no more: there are no files of a tokenizer; copy "
+            "them"
         ]
     return {name: _json(text) for name, text in texts.items()}, notes
 

@@ -15,7 +15,6 @@ folder without it is no checkpoint.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 import os
 import re
@@ -26,6 +25,7 @@ from typing import Annotated, Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from axsparse.config.schema import CheckpointConfig
 from axsparse.pruning.methods.pruner import MethodState
 from axsparse.runtime.errors import DataError, printable, reading
 from axsparse.runtime.files.atomic import sync_folder, write_new
@@ -268,27 +268,22 @@ def _delete(path: Path) -> None:
 
 
 def outdated(
-    folder: Path, keep_last: int, keep_every: int, is_complete: Callable[[int], bool]
+    folder: Path, settings: CheckpointConfig, progress: Progress, is_complete: Callable[[int], bool]
 ) -> list[int]:
-    """The steps whose checkpoints are to be removed.
+    """The steps whose checkpoints are to be removed; `progress` is the newest checkpoint's.
 
-    Kept are the `keep_last` newest complete ones, everything newer than those, and the multiples of
-    `keep_every`. A damaged checkpoint does not count as one of the newest.
+    Kept are the `keep_last` newest complete ones, everything newer than those, the multiples of
+    `keep_every`, the best one, and the newest whose weights a later step has trained on, since
+    weights that none has trained on may be ruined already. A damaged checkpoint does not count as
+    one of the newest.
     """
-    whole = 0
+    steps, complete = saved_steps(folder), 0
+    trained_on = (step for step in steps if step < progress.last_good and is_complete(step))
+    kept = {next(trained_on, None), progress.best and progress.best.step}
     gone = []
-    for step in saved_steps(folder):
-        if whole < keep_last:
-            whole += is_complete(step)
-        elif not (keep_every and step % keep_every == 0):
+    for step in steps:
+        if complete < settings.keep_last:
+            complete += is_complete(step)
+        elif step not in kept and not (settings.keep_every and step % settings.keep_every == 0):
             gone.append(step)
     return gone
-
-
-def kept_also(folder: Path, progress: Progress, is_complete: Callable[[int], bool]) -> set[int]:
-    """The steps whose checkpoints stay in addition to the newest ones: the best, and the newest
-    whose weights a later step has trained on, since weights that none has trained on may be ruined
-    already; `progress` is the newest checkpoint's."""
-    best = [] if progress.best is None else [progress.best.step]
-    trained_on = (step for step in saved_steps(folder) if step < progress.last_good)
-    return {*best, *itertools.islice(filter(is_complete, trained_on), 1)}

@@ -306,14 +306,11 @@ class Saver:
         if self._mark is not None:
             self._mark.note_saved()
         self._whole.add(manifest.progress.step)
-        settings = self._settings
-        kept = folders.kept_also(self.folder, manifest.progress, self._is_complete)
         for step in folders.outdated(
-            self.folder, settings.keep_last, settings.keep_every, self._is_complete
+            self.folder, self._settings, manifest.progress, self._is_complete
         ):
-            if step not in kept:
-                folders.remove(folders.path_of(self.folder, step))
-                self._note_progress()
+            folders.remove(folders.path_of(self.folder, step))
+            self._note_progress()
 
     def _is_complete(self, step: int) -> bool:
         """Whether a checkpoint is complete; one of an earlier process is read."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from axsparse.config.schema import CheckpointConfig, Config
 from axsparse.runtime.errors import AxsparseError, MissingInputError
 from axsparse.training.checkpoint import checkpoint_folder
 from axsparse.training.checkpoint.checkpoint_folder import (
@@ -25,6 +26,7 @@ from axsparse.training.checkpoint.checkpoint_folder import (
     saved_steps,
     unfinished,
 )
+from axsparse.training.progress import BestEntry, Progress
 
 
 def saved(folder: Path, *steps: int) -> Path:
@@ -141,7 +143,19 @@ def test_the_newest_whole_ones_stay(
 ) -> None:
     saved(tmp_path, 10, 20, 30, 40, 50)
 
-    assert outdated(tmp_path, keep_last, keep_every, all_but(*damaged)) == gone
+    settings = CheckpointConfig(keep_last=keep_last, keep_every=keep_every)
+    progress = Progress.at_start(Config())
+    assert outdated(tmp_path, settings, progress, all_but(*damaged)) == gone
+
+
+def test_the_best_stays_and_the_newest_that_a_later_step_has_trained_on(tmp_path: Path) -> None:
+    saved(tmp_path, 10, 20, 30, 40, 50)
+    progress = Progress.at_start(Config())
+    progress.last_good, progress.best = 41, BestEntry(step=10, loss=1.0)
+
+    found = outdated(tmp_path, CheckpointConfig(keep_last=1), progress, all_but(40))
+
+    assert found == [40, 20]
 
 
 HASH = "0123456789abcdef" * 2
