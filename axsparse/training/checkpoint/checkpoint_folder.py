@@ -279,7 +279,9 @@ def outdated(
     """
     steps, complete = saved_steps(folder), 0
     trained_on = (step for step in steps if step < progress.last_good and is_complete(step))
-    kept = {next(trained_on, None), progress.best and progress.best.step}
+    kept = {next(trained_on, None)}
+    if progress.best is not None:
+        kept.add(progress.best.step)
     gone = []
     for step in steps:
         if complete < settings.keep_last:
