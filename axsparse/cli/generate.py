@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from axsparse.cli.parser import CommandParser, add_checkpoint, decimal, integer, is_folder, say
@@ -20,7 +22,8 @@ generates (pip install 'axsparse[hf]'):
   axsparse generate my_pruned_folder --prompt "Once upon" --compare
 
 The most likely token follows, unless --top-k or --temperature ask to draw. One process computes it
-on the CPU in bf16, with pruned weights multiplied from their kept entries.
+on the CPU in bf16, with pruned weights multiplied from their kept entries; a run is exported into a
+temporary folder first.
 """
 
 
@@ -51,24 +54,27 @@ def parser() -> CommandParser:
 def _generate(arguments: argparse.Namespace) -> None:
     _check(arguments)
     # Imported late, so that --help does not load torch.
-    from axsparse.training.load_pruned import load, of_folder, of_run, tokenizer_of
+    from axsparse.training.export import export
+    from axsparse.training.load_pruned import load_pruned, tokenizer_of
 
-    if is_folder(arguments.run):
-        if arguments.step is not None:
-            raise ConfigError(
-                f"--step: {arguments.run} is a folder, and has no steps; leave it out"
-            )
-        source, tokenizer = of_folder(arguments.run), tokenizer_of(arguments.run)
-    else:
-        source, tokenizer = of_run(arguments.run, arguments.step)
-    with warnings.catch_warnings(record=True) as noted:
-        warnings.simplefilter("always", UserWarning)
-        model = load(source)
-    for note in noted:
-        say(f"note: {note.message}")
-    _one(arguments, model, tokenizer)
-    if arguments.compare:
-        _one(arguments, load(source, None), tokenizer)
+    folder: Path = arguments.run
+    if is_folder(folder) and arguments.step is not None:
+        raise ConfigError(f"--step: {folder} is a folder, and has no steps; leave it out")
+    with TemporaryDirectory() as place:
+        named = str(folder)
+        if not is_folder(folder):
+            folder = Path(place) / "model"
+            done = export(arguments.run, "sparse", folder, step=arguments.step)
+            named += "".join(f" ({note})" for note in done.notes)
+        tokenizer = tokenizer_of(folder, named)
+        with warnings.catch_warnings(record=True) as noted:
+            warnings.simplefilter("always", UserWarning)
+            model = load_pruned(folder)
+        for note in noted:
+            say(f"note: {note.message}")
+        _one(arguments, model, tokenizer)
+        if arguments.compare:
+            _one(arguments, load_pruned(folder, fewest_zeros=None), tokenizer)
 
 
 def _one(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:

@@ -1,5 +1,5 @@
-"""Opens a pruned language model of a folder or of a run for use, with its weights as their kept
-entries, and continues a text with it by transformers.
+"""Opens a pruned language model of a folder for use, with its weights as their kept entries, and
+continues a text with it by transformers.
 
 Tensors are read one at a time, and each that is pruned is turned into its kept entries before the
 next one is read, so that the dense model is never in memory.
@@ -7,21 +7,19 @@ next one is read, so that the dense model is never in memory.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.config.hf_config import CONFIG_FILE, config_json, hf_settings, read_json
-from axsparse.data.tokenizers import SETTINGS, exported_tokenizer
+from axsparse.config.hf_config import CONFIG_FILE, hf_settings, read_json
 from axsparse.models.layer import mismatched_values
 from axsparse.models.module_buffers import slots
-from axsparse.models.start_weights import WeightFile, open_weights
+from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.hf_models import HfFile, empty_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.files.paths import expanded
@@ -33,8 +31,6 @@ from axsparse.samo.pruned_weight import (
     multiplied_weights,
     put,
 )
-from axsparse.training.checkpoint.verification import checkpoint_of
-from axsparse.training.export import Weights
 
 GENERATION_FILE = "generation_config.json"
 
@@ -50,34 +46,13 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
     Raises MissingInputError if the folder or transformers is not there, DataError if it is damaged
     or of no causal language model.
     """
-    return load(of_folder(Path(expanded(folder))), fewest_zeros)
-
-
-@dataclass(frozen=True)
-class Source:
-    """The parts of a language model of transformers before it is built."""
-
-    weights: WeightFile
-    settings: Mapping[str, Any]
-    """The contents of config.json."""
-    folder: Path | None
-    """The folder whose generation_config.json applies, if it has one."""
-
-
-def of_folder(folder: Path) -> Source:
-    """The source that is a folder; raises MissingInputError and DataError of `load_pruned`."""
+    folder = Path(expanded(folder))
     if not (folder / CONFIG_FILE).is_file():
         raise MissingInputError(
             f"load_pruned: {folder} has no {CONFIG_FILE}; name a folder that axsparse prune, "
             "axsparse export --to sparse or save_pretrained wrote"
         )
-    return Source(open_weights(folder), read_json(folder / CONFIG_FILE), folder)
-
-
-def load(source: Source, fewest_zeros: float | None = FEWEST_ZEROS) -> Any:
-    """The model of a source, as `load_pruned` returns it."""
-    opened, folder = source.weights, source.folder
-    causal = empty_model(source.settings)
+    opened, causal = open_weights(folder), empty_model(read_json(folder / CONFIG_FILE))
     file = HfFile(opened, causal)
     places = {name: (module, turned) for module, name, _, turned in multiplied_weights(causal)}
     kept_exact = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
@@ -108,7 +83,7 @@ def load(source: Source, fewest_zeros: float | None = FEWEST_ZEROS) -> Any:
             "its files anew"
         )
     causal.config.dtype = torch.bfloat16
-    if folder is not None and (folder / GENERATION_FILE).is_file():
+    if (folder / GENERATION_FILE).is_file():
         causal.generation_config = type(causal.generation_config).from_pretrained(str(folder))
     if fewest_zeros is not None:
         finish(causal, replaced)
@@ -129,68 +104,24 @@ def _checked(file: HfFile, name: str, wanted: Tensor) -> Tensor:
     return tensor
 
 
-class RunWeights:
-    """A `WeightFile` of the fp32 masters of a checkpoint, named as transformers names them."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._tensors = weights.published()
-        self.path = weights.checkpoint.path
-        self.files = (self.path,)
-        self.shapes = {name: header.shape for name, (header, _) in self._tensors.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name][0].dtype
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name][1]()
-
-
-def of_run(run: Path, step: int | Literal["best"] | None) -> tuple[Source, Any]:
-    """The source that is a checkpoint of a run, and the tokenizer of its data or of `model.from`.
-
-    Raises what `Weights`, its `published` and `exported_tokenizer` raise, MissingInputError
-    without a tokenizer or transformers.
-    """
-    weights = Weights(checkpoint_of(run, step), trained=False)
-    opened = RunWeights(weights)
-    config, data = weights.config(), weights.checkpoint.manifest.data
-    settings = config_json(config.model, "float32")
-    hf_settings(run, settings)
-    folder = None if config.model.from_ is None else Path(config.model.from_)
-    made = exported_tokenizer(config.data, data.name, data.fingerprint)
-    if made is not None:
-        import tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        own = tokenizers.Tokenizer.from_str(json.dumps(made.tokenizer))
-        how = made.files(config.model.sequence_length)[SETTINGS]
-        fast: Any = PreTrainedTokenizerFast
-        tokenizer = fast(tokenizer_object=own, **how)
-        settings |= made.ids
-    elif folder is not None:
-        tokenizer = tokenizer_of(folder)
-    else:
-        raise MissingInputError(
-            f"{run}: its data ({data.name}) have no tokenizer; write a folder by axsparse export "
-            "--to hf, copy the files of a tokenizer there, and name it"
-        )
-    return Source(opened, settings, folder), tokenizer
-
-
-def tokenizer_of(folder: Path) -> Any:
-    """transformers' tokenizer of a folder; MissingInputError if there is none, or no
-    transformers."""
+def tokenizer_of(folder: Path, named: object) -> Any:
+    """transformers' tokenizer of a folder; MissingInputError, which begins with `named`, if there
+    is none, and if there is no transformers."""
     hf_settings(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
     from transformers import AutoTokenizer
 
     load: Any = AutoTokenizer.from_pretrained
     try:
-        return load(str(folder), local_files_only=True)
+        tokenizer = load(str(folder), local_files_only=True)
+        if tokenizer.vocab_size:
+            return tokenizer
+        said = "it would have no vocabulary"
     except (OSError, ValueError, KeyError) as reason:
         said = " ".join(str(reason).split())[:200]
-        raise MissingInputError(
-            f"{folder}: transformers finds no tokenizer there ({said}); copy its files"
-        ) from reason
+    raise MissingInputError(
+        f"{named}: transformers finds no tokenizer ({said}); copy the files of one into a Hugging "
+        "Face folder (axsparse export --to hf)"
+    )
 
 
 @dataclass(frozen=True)

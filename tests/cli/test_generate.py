@@ -16,7 +16,7 @@ from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
 from axsparse.data.tokenizers import SEPARATOR
 from axsparse.models.layer import as_tuple
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_DATA, EXIT_MISSING
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
 from axsparse.training.evaluation import open_saved_model
 
 pytest.importorskip("transformers", reason="pip install 'axsparse[test]'")
@@ -122,7 +122,7 @@ def test_what_is_missing_or_changed_is_named(
     assert_one_line(gone, EXIT_MISSING, "none: holds no checkpoint; name a run that")
     ran((1, 1), tiny_config(train={"steps": 1}), tmp_path / "drawn", model=tiny_gpt)
     drawn = axsparse("generate", tmp_path / "drawn", "--prompt", "x")
-    assert_one_line(drawn, EXIT_MISSING, "drawn: its data (random) have no tokenizer; write a fol")
+    assert_one_line(drawn, EXIT_MISSING, "drawn: transformers finds no tokenizer (")
     ran((1, 1), tiny_config(), tmp_path / "own", model=lambda _: mlp(), data=vector_data())
     own = axsparse("generate", tmp_path / "own", "--prompt", "x")
     assert_one_line(own, EXIT_CONFIG, "is of a model of your own, not of the gpt of its config")
@@ -132,7 +132,7 @@ def test_what_is_missing_or_changed_is_named(
     try:
         tokenizer.write_text(text + "\n")
         said = axsparse("generate", recited, "--prompt", "x")
-        assert_one_line(said, EXIT_DATA, "tokenizer.json is not the tokenizer that made")
+        assert_one_line(said, EXIT_MISSING, "tokenizer.json is not the tokenizer that made")
         tokenizer.unlink()
         said = axsparse("generate", recited, "--prompt", "x")
         assert_one_line(said, EXIT_MISSING, "tokenizer.json cannot be read")

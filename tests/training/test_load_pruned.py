@@ -141,6 +141,7 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_folder(folder)
     whole = SafetensorsFile(folder / "model.safetensors")
     weights = {name: whole.read(name) for name in whole.shapes}
+    torch.manual_seed(0)  # some other masks end the text at once
     for name, one in weights.items():
         if one.dim() == 2 and "embed" not in name:
             one[torch.rand_like(one) < 0.7] = 0
@@ -187,6 +188,6 @@ def test_folders_that_are_damaged_end_in_one_line(
     shutil.copytree(talking, folder)
     (folder / "tokenizer.json").unlink()
     ended = axsparse("generate", folder, "--prompt", "a")
-    assert_one_line(ended, EXIT_MISSING, "transformers finds no tokenizer there")
+    assert_one_line(ended, EXIT_MISSING, "transformers finds no tokenizer (")
     ended = axsparse("export", folder, "--to", "sparse", "--out", tmp_path / "s", "--trained")
     assert_one_line(ended, EXIT_CONFIG, "a folder has no checkpoints; leave them out")
