@@ -398,29 +398,26 @@ def refusals(facts: Mapping[int, Mapping[str, str]], monkeypatch: pytest.MonkeyP
     return on_ranks(len(facts), body)
 
 
+@pytest.mark.parametrize(
+    ("fact", "values", "said"),
+    [
+        (
+            "seed",
+            ["1", "1", "9", "1"],
+            "rank 2 on host host2 has 9, the others have 1; start all ranks with the same command, "
+            "configuration and environment",
+        ),
+        (
+            "start values",
+            ["modules 0", "modules 1"],
+            "rank 1 on host host1 has modules 1, rank 0 has modules 0; call torch.manual_seed "
+            "before you make the modules",
+        ),
+    ],
+)
 def test_the_odd_rank_is_named_with_its_host_and_both_values(
-    monkeypatch: pytest.MonkeyPatch,
+    fact: str, values: list[str], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    facts = {rank: {"torch": "2.13", "seed": "9" if rank == 2 else "1"} for rank in range(4)}
+    facts = {rank: {"torch": "2.13", fact: value} for rank, value in enumerate(values)}
 
-    said = refusals(facts, monkeypatch)
-
-    assert (
-        said
-        == [
-            "seed: rank 2 on host host2 has 9, the others have 1; start all ranks with the same "
-            "command, configuration and environment"
-        ]
-        * 4
-    )
-
-
-def test_of_two_ranks_both_are_named_and_drawn_modules_have_a_mend_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    facts = {rank: {"start values": f"modules {rank}"} for rank in range(2)}
-
-    assert refusals(facts, monkeypatch)[0] == (
-        "start values: rank 1 on host host1 has modules 1, rank 0 has modules 0; call "
-        "torch.manual_seed before you make the modules"
-    )
+    assert refusals(facts, monkeypatch) == [f"{fact}: {said}"] * len(values)

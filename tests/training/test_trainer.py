@@ -261,12 +261,16 @@ def test_a_predicted_peak_has_the_memory_of_expansions_once(
     assert trainer.recorder._run.predicted_memory_bytes == predicted.memory_bytes + beside
 
 
-def test_the_best_stays_until_another_is_better(tmp_path: Path) -> None:
+def test_the_best_stays_until_another_is_better(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = train(tmp_path, config_of(), layout=(2, 2))
 
     # An evaluation sees what was saved up to the step before. Beside the newest and the best one
     # stays the newest that a step has trained on.
     assert there == {1: [], 2: [1], 3: [2, 1], 4: [2, 1], 5: [4, 2], 6: [5, 4], 7: [6, 5]}
+    said = f"lowest validation loss 0.5000 after step 5, kept in {tmp_path}/checkpoints/step-5"
+    assert said in capsys.readouterr().out
 
 
 def test_the_best_is_found_without_other_checkpoints_and_has_the_weights_of_then(
@@ -303,13 +307,6 @@ def test_another_run_directory_does_not_have_the_best_of_the_first(tmp_path: Pat
     train(tmp_path / "c", config_of(checkpoint={"keep_best": False}))
     with pytest.raises(MissingInputError, match="knows of no best evaluation"):
         ax.load(tmp_path / "c", step="best")
-
-
-def test_the_end_names_the_best(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train(tmp_path, config_of())
-
-    said = f"lowest validation loss 0.5000 after step 5, kept in {tmp_path}/checkpoints/step-5"
-    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
