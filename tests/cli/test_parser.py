@@ -54,7 +54,7 @@ def test_an_interrupt_may_say_how_to_go_on(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
-    assert unread("config", "schema", cwd=tmp_path) == (0, b"")
+    assert unread("config", "show", cwd=tmp_path) == (0, b"")
 
 
 # --- mistakes that need neither torch nor MPI ---------------------------------------------
