@@ -87,6 +87,8 @@ class Job:
         """Held by the thread that ends the job."""
         self.has_spoken = False
         """Whether this rank has written the line about an error of all ranks."""
+        self.is_over = False
+        """Whether this rank has left the others."""
         self.process = os.getpid()
         """The process of this rank; a fork of it has another one, and is no rank."""
         self._branches: list[tuple[Transport, Callable[[], object | None]]] = []
@@ -225,6 +227,7 @@ def _leave(job: Job) -> None:
     leave_together(job.transport, job.has_spoken)
     for trainer in [*job.in_progress]:
         trainer.close()
+    job.is_over = True
     (job.placement or job).transport.close()
 
 

@@ -213,6 +213,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
             ) from reason
         has_mark = _is_run(path, where)
         if overwrite or not _contains_run(path):  # otherwise not even a lock file is left there
+            _reject_broken_link(path / CHECKPOINTS, where)
             lock = RunLock(path)
             if overwrite and has_mark:
                 _clear(path)
@@ -237,6 +238,15 @@ def _is_run(path: Path, where: str) -> bool:
             "has marked as its own, and a run replaces nothing that it has not written; choose "
             "another --run-dir"
         ) from reason
+
+
+def _reject_broken_link(path: Path, where: str) -> None:
+    """OutputError for a link to a folder that is not there, such as one on a disk that is away."""
+    if path.is_symlink() and not path.is_dir():
+        raise OutputError(
+            f"{where}: {path} is a link to {path.readlink()}, which is no folder; mount or make "
+            "it, or choose another --run-dir"
+        )
 
 
 def _clear(path: Path) -> None:
@@ -364,6 +374,7 @@ def rewind_metrics(path: Path, progress: Progress | None) -> None:
     """
     if not path.exists():
         return
+    path = path.resolve()  # a link stays
     with (
         new_path(path) as unfinished,
         path.open(encoding="utf-8", errors="replace") as old,

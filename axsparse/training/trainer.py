@@ -41,6 +41,7 @@ from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.method_registry import choose_pruner
 from axsparse.pruning.methods.pruner import Pruner, StepContext
 from axsparse.runtime.errors import (
+    EXIT_CONFIG,
     ConfigError,
     StoppedError,
     TrainingError,
@@ -52,6 +53,7 @@ from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import RunLock
 from axsparse.runtime.job import Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
+from axsparse.runtime.process import exit_in_c, flush_streams, write_line
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.offload import Offload
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer
@@ -475,9 +477,14 @@ class Trainer:
         """One call of all ranks together, in the threads of the settings; the watchdog watches.
 
         ConfigError in another call of this trainer, or in a callback unless `in_callbacks`; and on
-        all ranks if one makes another call, unless they have met.
+        all ranks if one makes another call, unless they have met. At the program's exit, where
+        Python ignores exceptions, it ends with a line.
         """
         job, outer = self._job, self._under_way
+        if job.is_over:
+            write_line(f"error: {what}: the job has ended; call it before the program's exit")
+            flush_streams()
+            exit_in_c(EXIT_CONFIG)
         is_own = (outer, what) == ("train", "step")
         if outer and not is_own and not (in_callbacks and outer in CALLBACKS):
             raise ConfigError(

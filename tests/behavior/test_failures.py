@@ -205,7 +205,7 @@ def test_a_call_that_one_rank_makes_alone_ends_the_job(
 
 
 ENDS = """
-import os, sys, threading
+import atexit, os, sys, threading
 import axsparse as ax
 from support.runs import mlp, tiny_config, vector_data
 
@@ -223,6 +223,8 @@ data = vector_data(), vector_data()
 config = tiny_config(train={"steps": 6, "eval_steps": 1})
 # What all ranks do is done in a run that listens to signals.
 place = {"run_dir": "run"} if who == "all" else {"quiet": True}
+if where == "exit":
+    atexit.register(act)
 trainer = ax.Trainer(mlp(), data, config, g_inter=2, **place)
 if where == "before":
     act()
@@ -333,6 +335,12 @@ WAYS_OUT = [
         "0",
         "trainer.save_hf('x')",
         apart("returns from on_step", "calls save_hf() after step 2"),
+    ),
+    (
+        "exit",
+        "0",
+        "trainer.model()",
+        (78, "model: the job has ended; call it before the program's exit"),
     ),
     ("callback", "1", "trainer.train()", within("train")),
     ("callback", "1", "trainer.close()", within("close")),

@@ -227,6 +227,16 @@ def test_the_config_of_a_run_means_the_directory_that_it_is_in(
     assert configure(other / "config.yaml").run_dir != str(other)
 
 
+def test_a_run_overwrites_nothing_while_the_disk_of_its_checkpoints_is_away(run: Path) -> None:
+    (run / "checkpoints").rename(run.with_name("away"))
+    (run / "checkpoints").symlink_to(run.with_name("disk"))
+
+    with pytest.raises(OutputError, match=r"checkpoints is a link to \S+/disk, which is no folder"):
+        make_run_dir(loaded(run), overwrite=True)
+
+    assert (run / "metrics.jsonl").stat().st_size and (run / "checkpoints").is_symlink()
+
+
 @pytest.mark.parametrize("resume", ["auto", "the run"])
 @pytest.mark.parametrize(
     ("lost", "error", "said"),
@@ -262,6 +272,17 @@ def test_a_best_checkpoint_that_somebody_removed_is_forgotten(run: Path) -> None
         progress = RunDir(run, newest, steps).progress
         assert progress is not None
         assert (progress.best and progress.best.step) == best
+
+
+def test_records_behind_a_link_stay_there(run: Path, tmp_path: Path) -> None:
+    (run / "metrics.jsonl").rename(tmp_path / "log.jsonl")
+    (run / "metrics.jsonl").symlink_to(tmp_path / "log.jsonl")
+
+    rewind_metrics(run / "metrics.jsonl", open_checkpoint(checkpoint(run, 4)).manifest.progress)
+
+    assert (run / "metrics.jsonl").is_symlink()
+    records = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert max(record["step"] for record in records) == 4
 
 
 def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(
