@@ -368,11 +368,6 @@ def tokens() -> Model:
     )
 
 
-def compiled() -> nn.Module:
-    module: Any = torch.compile(nn.Sequential(linear(), nn.Tanh()), backend="eager")
-    return nn.Sequential(module)
-
-
 FINE: dict[str, Callable[[], Model]] = {
     "dropout": lambda: given(partial(nn.Dropout, 0.5)),
     "dropout in a declared layer": lambda: declared(partial(nn.Dropout, 0.5)),
@@ -396,7 +391,6 @@ FINE: dict[str, Callable[[], Model]] = {
         nn.Sequential(linear(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), linear(CLASSES)).eval(),
         summed_loss,
     ),
-    "compiled by the user": lambda: given(compiled),
     "recurrent": lambda: given(
         lambda: after(lambda m, x: m.cell(x), cell=nn.GRUCell(WIDTH, WIDTH))
     ),
