@@ -55,4 +55,4 @@ def test_there_is_no_other_way_out() -> None:
         if isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.exit", "os._exit")
     }
 
-    assert others <= {"runtime.process"}
+    assert others <= {"runtime.process", "samo.host.loop_compiler"}  # the latter is no rank
