@@ -210,7 +210,9 @@ MASKS = ("completion_mask", "assistant_masks")
 """Columns next to token ids: 0 for tokens that are no targets."""
 PADDING = "attention_mask"
 """The column next to token ids that is 0 for padding, which is no text."""
-OTHER_COLUMNS = (LABELS, PADDING, *MASKS, TOOLS, KWARGS)
+PACKED = LENGTHS, PLACES = "seq_lengths", "position_ids"
+"""Columns that say where documents begin that TRL has packed into one row of ids."""
+OTHER_COLUMNS = (LABELS, PADDING, *MASKS, *PACKED, TOOLS, KWARGS)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
@@ -360,6 +362,12 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
     0, are no targets."""
     if min(ids, default=0) < 0:
         return Piece(number, "", problem="ids beyond the vocabulary")
+    lengths, places = (record.get(name) for name in PACKED)
+    if (isinstance(lengths, list) and lengths[1:]) or (
+        isinstance(places, list) and 0 in places[1:]
+    ):
+        what = "several documents packed into a record: name the data before it was packed"
+        return Piece(number, "", problem=what)
     names = (LABELS, PADDING, *MASKS)
     columns = {name: record[name] for name in names if record.get(name) is not None}
     for name, column in columns.items():

@@ -304,6 +304,9 @@ def test_a_record_means_what_trl_means_by_it(record: dict[str, object], content:
         assert (found.content, found.problem) == (content, None)
 
 
+PACKED = "several documents packed into a record: name the data before it was packed"
+
+
 @pytest.mark.parametrize(
     ("columns", "content"),
     [
@@ -323,6 +326,9 @@ def test_a_record_means_what_trl_means_by_it(record: dict[str, object], content:
         ({"attention_mask": [0] * 5}, "empty"),
         ({"completion_mask": [1]}, "completion_mask that do not fit the ids"),
         ({"labels": [1] * 5}, "labels that do not fit the ids"),
+        ({"position_ids": [0, 1, 2, 3, 4], "seq_lengths": [5]}, [5, 6, 7, 8, 9]),
+        ({"position_ids": [0, 1, 0, 1, 2]}, PACKED),
+        ({"seq_lengths": [2, 3]}, PACKED),
     ],
 )
 def test_padding_is_no_text_and_what_a_mask_leaves_out_is_no_target(
