@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import queue
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -215,19 +216,30 @@ class MetricsFile:
     def __init__(self, path: Path, sinks: Sequence[SinkThread] = ()) -> None:
         """Open or create the file; OutputError if its folder is missing or not writable."""
         self._path = path
+        self._place = path.absolute()  # a program may change its working directory
         self._sinks = sinks
         with self._writing():
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        """Append one line of strict JSON, with null for numbers that are not finite, and flush it;
-        OutputError if that fails."""
+        """Append one line of strict JSON, with null for numbers that are not finite, and flush it.
+
+        A file that was moved or removed meanwhile is opened anew, with a warning. Raises
+        OutputError if that fails.
+        """
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values(record).items()
         }
         line = json.dumps(finite, allow_nan=False)
         with self._writing():
+            if not self._is_in_place():
+                self._file.close()
+                self._file = self._place.open("a", encoding="utf-8")
+                write_line(
+                    f"warning: {self._path}: was moved or removed while the run trained; its "
+                    "records from now on are in a new file"
+                )
             self._file.write(line + "\n")
             self._file.flush()
         for sink in self._sinks:
@@ -239,6 +251,11 @@ class MetricsFile:
             self._file.close()
         for sink in self._sinks:
             sink.close()
+
+    def _is_in_place(self) -> bool:
+        with suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._file.fileno()), self._place.stat())
+        return False
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(f"{self._path}:", "free space there or choose another run_dir")

@@ -94,6 +94,21 @@ def test_metrics_are_keys_of_their_own_and_what_is_not_finite_is_null(
     assert written(tmp_path, record) == [line]
 
 
+@pytest.mark.parametrize("kept", [None, "old.jsonl"])
+def test_records_go_on_in_a_new_file_where_theirs_was_moved_or_removed(
+    kept: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with closing(MetricsFile(path)) as metrics:
+        metrics.write(STEP_RECORD)
+        path.unlink() if kept is None else path.rename(tmp_path / kept)
+        for step in (2, 3):
+            metrics.write(replace(STEP_RECORD, step=step))
+
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 3]
+    assert capsys.readouterr().err.count(f"warning: {path}: was moved or removed while") == 1
+
+
 def test_what_cannot_be_written_is_named_with_its_mend(tmp_path: Path) -> None:
     with pytest.raises(
         OutputError,
