@@ -219,11 +219,23 @@ def _lists(module: nn.Module) -> dict[str, nn.Module]:
     """The lists whose members may be layers, by path."""
     if isinstance(module, nn.Sequential):
         return {"": module}
+    outermost = outermost_lists(module, nn.ModuleList, nn.Sequential)
     return {
         path: found
-        for path, found in outermost_lists(module, nn.ModuleList, nn.Sequential).items()
+        for outer, each in outermost.items()
+        for path, found in _innermost(outer, each)
         if not isinstance(found, nn.Sequential) or type(found).forward is nn.Sequential.forward
     }
+
+
+def _innermost(path: str, found: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """A list, or the lists of a list that has nothing but `nn.ModuleList`s, which do not run."""
+    members = dict(found.named_children())
+    if members and all(isinstance(member, nn.ModuleList) for member in members.values()):
+        for name, member in members.items():
+            yield from _innermost(f"{path}.{name}" if path else name, member)
+    else:
+        yield path, found
 
 
 # -- where it is cut --------------------------------------------------------------------------
@@ -561,7 +573,9 @@ class _Split:
             assert other is not None
             names = {f"{path}.{name}" for name, _ in _state(child)}
             has_list = any(f"{each}.".startswith(f"{path}.") for each in self._lists)
-            if path in self._lists or (names and not names & own and not has_list):
+            if path in self._lists and isinstance(module, nn.ModuleList):
+                children[key] = other  # which runs over its members
+            elif path in self._lists or (names and not names & own and not has_list):
                 vars(view)[key] = other
             elif names <= own and not has_list:
                 children[key] = child

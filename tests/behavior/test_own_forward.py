@@ -29,6 +29,7 @@ LAYOUTS = [(1, 1), (2, 1), (1, 2)]
 Loss = Callable[[Tensor, Tensor], Tensor]
 MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
     "Vit": (own_models.Vit, images, summed_loss),
+    "Nested": (own_models.Nested, images, summed_loss),
     "Dit": (own_models.Dit, noisy_images, square_loss),
     "ResNet": (own_models.ResNet, images, summed_loss),
     "Stages": (own_models.Stages, images, summed_loss),

@@ -29,6 +29,7 @@ def cut(module: nn.Module, data: Callable[[], Any] = images) -> Model:
     ("module", "data", "layers"),
     [
         (own_models.Vit, images, "stem blocks.0 blocks.1 blocks.2 head"),
+        (own_models.Nested, images, "stem stages.0.0 stages.1.0 stages.1.1 head"),
         (own_models.Dit, noisy_images, "stem blocks.0 blocks.1 blocks.2 head"),
         (
             own_models.ResNet,

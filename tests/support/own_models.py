@@ -112,6 +112,25 @@ class Vit(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
+class Nested(Vit):
+    """Stages of blocks as a list of lists, none of which has a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, *others = self.blocks
+        del self.blocks
+        self.stages = nn.ModuleList([nn.ModuleList([first]), nn.ModuleList(others)])
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self.patch_embed(x)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
+        for stage in self.stages:
+            for block in stage.children():
+                x = block(x)
+        out: Tensor = self.norm(x)
+        return out
+
+
 class TimeEmbed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
