@@ -6,6 +6,7 @@ The template is rendered by transformers, an optional dependency, in a sandbox o
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 import sys
@@ -107,12 +108,22 @@ class ChatTemplate:
         self.digest = hashlib.blake2b(told, digest_size=16).hexdigest()
 
     def encode(self, chat: Chat) -> Encoded | str:
-        """The tokens of a chat, or why it cannot be used; ConfigError if none of several templates
-        is the default."""
+        """The tokens of a chat, or why it cannot be used.
+
+        ConfigError if a template of the folder is no Jinja, or none of several is the default.
+        """
+        from jinja2 import TemplateSyntaxError  # of transformers' chats
+
         try:
             arguments = chat.arguments()
         except ValueError as reason:
             return f"{TOOLS} or {KWARGS} that cannot be read ({reason})"[:WHY]
+        taken = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
+        if settled := sorted(taken & arguments.keys() - {TOOLS, TEMPLATE, "documents", "kwargs"}):
+            return (
+                f"{KWARGS} that are no variables of a template ({', '.join(settled)}: the "
+                "preparation sets what apply_chat_template does)"
+            )
         named = arguments.get(TEMPLATE)
         try:
             asked = named if isinstance(named, str) else None
@@ -130,6 +141,11 @@ class ChatTemplate:
                 return self._by_marks(chat.messages, arguments)
             return self._by_turns(chat.messages, arguments)
         except Exception as reason:  # Templates raise what they like about a chat, as do filters.
+            if isinstance(reason, TemplateSyntaxError) and named is None:
+                raise ConfigError(
+                    f"--tokenizer: the chat template of {self._folder} is no Jinja (line "
+                    f"{reason.lineno}: {one_line(reason)[:WHY]}); correct it"
+                ) from None
             return f"a chat that the template fails on ({one_line(reason)[:WHY]})"
 
     def _by_prompt(self, messages: Messages, prompt: int, arguments: dict[str, Any]) -> Encoded:

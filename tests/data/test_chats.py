@@ -247,12 +247,24 @@ def test_tools_and_variables_of_a_record_go_to_the_template_that_transformers_ta
 
 
 @pytest.mark.parametrize(
+    ("name", "value"), [("add_generation_prompt", True), ("tokenize", False), ("max_length", 5)]
+)
+def test_what_is_no_variable_of_a_template_is_named(name: str, value: Any, tmp_path: Path) -> None:
+    template = ChatTemplate(given_tokenizer(folder_of("plain", tmp_path)))
+
+    assert template.encode(Chat([*CHATS[0]], None, {name: value, "mood": "calm"})) == (
+        f"chat_template_kwargs that are no variables of a template ({name}: the preparation sets "
+        "what apply_chat_template does)"
+    )
+
+
+@pytest.mark.parametrize(
     ("template", "error", "why"),
     [
         (
             "\n{% for m in messages %}",
-            DataError,
-            "line 1: a chat that the template fails on (TemplateSyntaxError: Unexpected end of te",
+            ConfigError,
+            "--tokenizer: the chat template of FOLDER is no Jinja (line 2: TemplateSyntaxError: U",
         ),
         (
             [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}],
