@@ -18,7 +18,7 @@ from axsparse.cli.parser import CommandParser, say
 from axsparse.config.section import counted
 from axsparse.runtime import process
 from axsparse.runtime.console import format_bytes
-from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
+from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError, OutputError
 
 DESCRIPTION = """\
 Check whether this machine is fit for training; under a launcher, whether all ranks are.
@@ -64,9 +64,13 @@ def main(argv: Sequence[str]) -> NoReturn:
         process.write_line(f"error: doctor: rank {transport.rank}: {failure}")
         transport.abort(EXIT_INTERNAL)
     lines = [*findings([json.loads(text) for text in texts])]
-    if transport.rank == 0 and (process.speaks() or problem is None):
-        say("\n".join(lines))
+    prints = transport.rank == 0 and (process.speaks() or problem is None)
     transport.close()
+    try:
+        if prints:
+            say("\n".join(lines))
+    except OutputError as error:
+        process.exit_process(error.exit_code, f"error: {error}")
     process.exit_process(int(any(line.startswith(WRONG) for line in lines)))
 
 

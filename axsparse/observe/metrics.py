@@ -22,6 +22,7 @@ from typing import Any
 
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import ConfigError, writing
+from axsparse.runtime.files.run_folder import has_mark, replaced
 from axsparse.runtime.process import write_line
 
 
@@ -225,7 +226,7 @@ class MetricsFile:
         """Append one line of strict JSON, with null for numbers that are not finite, and flush it.
 
         A file that was moved or removed meanwhile is opened anew, with a warning. Raises
-        OutputError if that fails.
+        OutputError if that fails, or if the directory is no run's any more.
         """
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -234,6 +235,8 @@ class MetricsFile:
         line = json.dumps(finite, allow_nan=False)
         with self._writing():
             if not self._is_in_place():
+                if not has_mark(self._place.parent):
+                    raise replaced(self._path.parent)
                 self._file.close()
                 self._file = self._place.open("a", encoding="utf-8")
                 write_line(

@@ -36,6 +36,7 @@ from axsparse.observe.metrics import (
 )
 from axsparse.observe.phases import PHASES
 from axsparse.runtime.errors import ConfigError, OutputError
+from axsparse.runtime.files.run_folder import RunMark
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
@@ -99,6 +100,7 @@ def test_records_go_on_in_a_new_file_where_theirs_was_moved_or_removed(
     kept: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
+    RunMark.of(tmp_path)
     with closing(MetricsFile(path)) as metrics:
         metrics.write(STEP_RECORD)
         path.unlink() if kept is None else path.rename(tmp_path / kept)
@@ -107,6 +109,18 @@ def test_records_go_on_in_a_new_file_where_theirs_was_moved_or_removed(
 
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 3]
     assert capsys.readouterr().err.count(f"warning: {path}: was moved or removed while") == 1
+
+
+def test_records_go_into_no_directory_that_took_the_place_of_the_runs(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    with closing(MetricsFile(path)) as metrics:
+        path.parent.rename(tmp_path / "moved")
+        path.parent.mkdir()
+        with pytest.raises(OutputError, match="run is not the directory of this run any more"):
+            metrics.write(STEP_RECORD)
+
+    assert not path.exists()
 
 
 def test_what_cannot_be_written_is_named_with_its_mend(tmp_path: Path) -> None:

@@ -66,6 +66,15 @@ def has_mark(path: Path) -> bool:
     return _read(path) is not None
 
 
+def replaced(path: Path) -> OutputError:
+    """The error of a run whose directory is gone, or another one."""
+    return OutputError(
+        f"{path} is not the directory of this run any more: it was moved, removed or replaced "
+        "while the run trained, and nothing can be saved there; put it back, or start again with "
+        "--resume auto where it is now"
+    )
+
+
 def is_marked(path: Path) -> bool:
     """Whether a directory is a run's; ConfigError if it has files of a run, but no mark."""
     if has_mark(path):
@@ -121,11 +130,7 @@ class RunMark:
         """OutputError if the directory was moved, removed or replaced since the run began."""
         found = _read(self._path)
         if found is None or found.get(_KEY) != self._content.get(_KEY):
-            raise OutputError(
-                f"{self._path} is not the directory of this run any more: it was moved, removed or "
-                "replaced while the run trained, and nothing can be saved there; put it back, or "
-                "start again with --resume auto where it is now"
-            )
+            raise replaced(self._path)
 
     def note_saved(self) -> None:
         """Note that a checkpoint was saved. OutputError if that cannot be written."""
