@@ -45,8 +45,8 @@ from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
 COPIABLE = (
-    "give a module that copy.deepcopy can copy, such as one after torch.nn.utils.prune.remove or "
-    "remove_weight_norm"
+    "give a module that copy.deepcopy can copy; if it has hooks of torch.nn.utils.prune or "
+    "weight_norm, call prune.remove or remove_weight_norm before"
 )
 FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
@@ -537,13 +537,20 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
                 "out, and normalize the rows that the forward has looked up"
             )
     for name, parameter in module.named_parameters():
-        is_real = not is_lazy(parameter) and parameter.is_floating_point()
-        if not is_real or parameter.dtype == torch.float64 or not can_be_stored(parameter):
-            kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
-            kind = "lazy" if is_lazy(parameter) else kind
+        if is_lazy(parameter):
             raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} is {kind}; parameters have all sizes and "
-                "are dense, of real numbers of 8 to 32 bits: convert it (module.float(), to_dense, "
+                f"layer {layer.name}: parameter {name!r} has no shape yet; give its module all "
+                "sizes, instead of a lazy one"
+            )
+        if (
+            not parameter.is_floating_point()
+            or parameter.dtype == torch.float64
+            or not can_be_stored(parameter)
+        ):
+            kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
+            raise ConfigError(
+                f"layer {layer.name}: parameter {name!r} is {kind}; parameters are dense, of "
+                "real numbers of 8 to 32 bits: convert it (module.float(), to_dense, "
                 "torch.view_as_real), or make it a buffer"
             )
     for slot in slots(module):

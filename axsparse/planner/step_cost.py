@@ -327,7 +327,8 @@ def joined_step(costs: StepCosts, pipelines: dict[int, PipelineRun], microbatche
             "p2p": fmean(run.stages[stage].p2p for run in runs),
             "collective": costs.all_reduce[stage] + sums,
         }
-        phases.append({**seconds_of, "bubble": seconds - sum(seconds_of.values())})
+        bubble = max(0.0, seconds - sum(seconds_of.values()))
+        phases.append({**seconds_of, "bubble": bubble})
     return StepRun(seconds, pipelines, phases)
 
 

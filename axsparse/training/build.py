@@ -184,6 +184,11 @@ def reject_arguments(optimizer: object, learning_rate: Any, starts: Mapping[str,
             "out and set optimizer.name"
         )
     if learning_rate is not None:
+        if not callable(learning_rate):
+            raise ConfigError(
+                f"Trainer: learning_rate is {type(learning_rate).__name__}; give a number, or a "
+                "function of the number of a step"
+            )
         own_learning_rate(learning_rate, 0)
     given = [name for name, is_given in starts.items() if is_given]
     if len(given) > 1:

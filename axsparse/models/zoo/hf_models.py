@@ -318,8 +318,13 @@ def empty_model(theirs: Mapping[str, Any]) -> Any:
             slot.put(value.fill_(torch.nan) if value.is_floating_point() else value)
             for parameter in slot.owner.parameters():
                 parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-            with torch.no_grad():
-                causal._init_weights(slot.owner)
+            try:
+                with torch.no_grad():
+                    causal._init_weights(slot.owner)
+            except Exception as reason:  # transformers' own errors, such as Gemma 3n's text alone
+                raise unfit(
+                    f"transformers fails on buffer {slot.name} ({one_line(reason)})"
+                ) from None
     for slot in slots(causal):
         if not slot.persists and slot.tensor.is_floating_point() and slot.tensor.isnan().any():
             raise unfit(f"transformers does not say how buffer {slot.name} is computed")
