@@ -17,6 +17,7 @@ least. U is upper triangular.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -250,8 +251,13 @@ class ProductStatistics:
         is_turned = (matrix.stride(-2) == 1) != self._is_last and min(matrix.shape[-2:]) > 1
         if is_turned or matrix.shape[-2:].numel() != self._matrices[0].numel():
             how = "by its other dimension" if is_turned else "in parts"
+            alike = re.sub(r"\.\d+\.", ".*.", self._name)
+            if self._weight.dim() == 3:  # a stack, whose neighbours are multiplied as it is
+                alike = f"{alike.rpartition('.')[0]}.*"
+            everywhere = "" if alike == self._name else f" ({alike} for all of its kind)"
             raise ConfigError(
                 f"pruning.method: {self._name} is multiplied {how}; name it in pruning.exclude"
+                f"{everywhere}"
             )
         if matrix.dim() == 2:
             first = matrix.storage_offset() - self._weight.storage_offset()

@@ -15,6 +15,7 @@ from axsparse.pruning.input_statistics import (
     WandaStatistics,
     WatchedProducts,
 )
+from axsparse.runtime.errors import ConfigError
 
 
 def case(rows: int, columns: int) -> tuple[Tensor, list[Tensor]]:
@@ -81,3 +82,23 @@ def test_a_product_shows_its_inputs_on_either_side_of_the_weight(
 
     assert not gathered.unmet
     torch.testing.assert_close(gathered.norms, x.norm(dim=0))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "ending"),
+    [
+        ("layers.3.experts.up", (2, 6, 4), r" \(layers\.\*\.experts\.\* for all of its kind\)"),
+        ("layers.3.up.weight", (6, 4), r" \(layers\.\*\.up\.weight for all of its kind\)"),
+        ("up.weight", (6, 4), ""),
+    ],
+)
+def test_a_matrix_that_is_multiplied_in_parts_is_named_with_all_of_its_kind(
+    name: str, shape: tuple[int, ...], ending: str
+) -> None:
+    weight = torch.zeros(shape)
+    half = weight.view(-1, *shape[-2:])[0][:3]
+
+    with pytest.raises(ConfigError, match=f"{name} is multiplied in parts; .*exclude{ending}$"):
+        ProductStatistics(WandaStatistics, name, weight, weight.dim() - 1).add(
+            torch.zeros(5, 4), half.t(), None
+        )
