@@ -215,14 +215,14 @@ class StageProducts:
         collector: GradientCollector,
         *,
         is_split: bool,
-        beside: Set[nn.Module] = frozenset(),
+        deferring: Set[nn.Module] = frozenset(),
     ) -> None:
         """If backwards are not split, only two kinds of modules take part: modules whose weight may
-        have sparse products, and modules in `beside`, whose gradients `compute_deferred` may
+        have sparse products, and modules in `deferring`, whose gradients `compute_deferred` may
         compute."""
         self.is_in_backward = False
         self._is_split = is_split
-        self.deferred = DeferredGradients(collector) if is_split or beside else None
+        self.deferred = DeferredGradients(collector) if is_split or deferring else None
         self._products: dict[nn.Module, WeightProducts] = {}
         for each in chain.from_iterable(map(_uncompiled, layers)):
             if not has_products(each):
@@ -230,7 +230,7 @@ class StageProducts:
             weight = each._parameters["weight"]
             assert isinstance(weight, nn.Parameter)
             sparse = collector.sparse_products(weight) if isinstance(each, nn.Linear) else None
-            deferred = self.deferred if is_split or each in beside else None
+            deferred = self.deferred if is_split or each in deferring else None
             if deferred is not None or sparse is not None:
                 self._products[each] = WeightProducts(weight, sparse, self, deferred)
         self._forwards: dict[nn.Module, Callable[..., object]] = {}

@@ -70,7 +70,7 @@ class WandaStatistics:
 
     @staticmethod
     def statistics_bytes(inputs: int) -> int:
-        """Bytes of the statistics of so many inputs; plans count them."""
+        """Bytes of the statistics of a matrix with this number of inputs; plans count them."""
         return 4 * inputs
 
     @staticmethod

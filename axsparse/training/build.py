@@ -544,8 +544,8 @@ def stage_products(
     if plan.targets is not None and plan.config.samo.sparse_products is not False:
         collector.allow_sparse_products(plan.targets.shapes)
     modules = [layer.module for layer in layers]
-    beside = set[nn.Module]().union(*(sharded_products(layer.module) for layer in layers))
-    products = StageProducts(modules, collector, is_split=is_split, beside=beside)
+    deferring = set[nn.Module]().union(*(sharded_products(layer.module) for layer in layers))
+    products = StageProducts(modules, collector, is_split=is_split, deferring=deferring)
     return products if is_split or len(products) else None
 
 

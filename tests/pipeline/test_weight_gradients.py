@@ -44,12 +44,12 @@ class Played:
         is_dropping: bool = False,
         needs_input: bool = True,
         dtype: torch.dtype = torch.float32,
-        beside: Set[nn.Module] = frozenset(),
+        deferring: Set[nn.Module] = frozenset(),
     ) -> None:
         self.module = module
         self.sums = Sums(module, is_sparse=is_sparse, is_dropping=is_dropping)
         self.products = StageProducts(
-            [module], self.sums.collector, is_split=is_split, beside=beside
+            [module], self.sums.collector, is_split=is_split, deferring=deferring
         )
         self.stage = Stage(
             [LayerRunner("layer", module, is_recomputed=is_recomputed)],
@@ -471,7 +471,7 @@ def test_an_input_is_free_once_its_gradient_is_accumulated() -> None:
     assert alive == [0, 0, 0]
 
 
-# -- beside sums over ranks -------------------------------------------------------------
+# -- during sums over ranks -------------------------------------------------------------
 
 
 class Polled:
@@ -573,4 +573,4 @@ def test_without_split_backwards_only_chosen_modules_wait() -> None:
     module, other = (Uses(lambda m, x: m.inner(m.inner(x))) for _ in range(2))
 
     assert len(Played(other).products) == 0
-    assert len(Played(module, beside={module.inner}).play().products) == 1
+    assert len(Played(module, deferring={module.inner}).play().products) == 1

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.allocated import peak_of
 from support.hf import SMALL_LLAMA, config_from, saved_with_pictures, write_llama
-from support.images import assert_equal_tensors, write_safetensors
+from support.images import assert_equal_tensors, image_data, small_cnn, write_safetensors
 from support.resuming import dense_state, ran
 from support.runs import (
     FEW_MICROBATCHES,
@@ -120,6 +120,22 @@ def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(tmp_pat
         expected["hidden1.0.weight"] = frozen["hidden1.0.weight"].to(dtype)
         assert {tensor.dtype for tensor in written.values()} == {dtype}
         assert_equal_tensors(written, expected)
+
+
+def test_a_type_by_name_is_that_of_parameters_and_buffers_of_floats(tmp_path: Path) -> None:
+    data = image_data(32)
+    ran((1, 1), config_of(), tmp_path / "run", model=lambda _: small_cnn(), data=data)
+
+    out = tmp_path / "out.safetensors"
+    export(newest(tmp_path / "run"), "torch", out, dtype=lambda _: torch.bfloat16)
+
+    types = {name.rpartition(".")[2]: tensor.dtype for name, tensor in tensors_of(out).items()}
+    counts = types.pop("num_batches_tracked")
+    assert (counts, types["running_mean"], {*types.values()}) == (
+        torch.int64,
+        torch.bfloat16,
+        {torch.bfloat16},
+    )
 
 
 # -- memory ---------------------------------------------------------------------------------
