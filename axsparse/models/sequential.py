@@ -137,8 +137,9 @@ class OwnValues:
 def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Module]:
     if not isinstance(modules, Iterable):
         raise ConfigError(
-            f"sequential: {type(modules).__name__} is no list; give an nn.Sequential or a list of "
-            "modules"
+            f"sequential: {type(modules).__name__} is no list; give a list of modules, or a module "
+            "with a forward of its own to ax.Trainer, with loss= (docs/howto/own-models.md, A "
+            "module as it is)"
         )
     # named_children() would leave out a module that the Sequential contains a second time.
     named = (

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from axsparse.config.schema import Config, PipelineConfig, num_microbatches
 from axsparse.config.section import counted, divisors, one_of
-from axsparse.config.validate import check_divides_ranks, check_split
+from axsparse.config.validate import check_divides_ranks, check_split, check_stages
 from axsparse.models.model_profile import ModelProfile
 from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
@@ -131,18 +131,14 @@ def resolve_grid(config: Config, ranks: int, num_layers: int) -> Grid:
     check_divides_ranks(config, "layout.g_tensor", g_tensor, ranks, of_tensor)
     ranks //= g_tensor
     stages = [divisor for divisor in divisors(ranks) if divisor <= num_layers]
+    check_stages(config, num_layers)
     if g_inter != "auto":
-        if g_inter > num_layers:
-            raise ConfigError(
-                f"{config.where('layout.g_inter')}: {g_inter} stages for "
-                f"{counted(num_layers, 'layer')}; choose at most {num_layers}"
-            )
         if g_data == "auto":
-            check_divides_ranks(config, "layout.g_inter", g_inter, ranks, stages)
+            check_divides_ranks(config, "layout.g_inter", g_inter, ranks, stages, each=g_tensor)
             g_data = ranks // g_inter
     elif g_data != "auto":
         replicas = [ranks // count for count in stages]
-        check_divides_ranks(config, "layout.g_data", g_data, ranks, replicas)
+        check_divides_ranks(config, "layout.g_data", g_data, ranks, replicas, each=g_tensor)
         g_inter = ranks // g_data
         if g_inter > num_layers:
             raise ConfigError(

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
 from pydantic import ValidationError
@@ -33,6 +33,7 @@ from axsparse.runtime.errors import (
     EXIT_INTERRUPTED,
     AxsparseError,
     StoppedError,
+    one_line,
 )
 from axsparse.runtime.exchange import leave_together, sum_of
 from axsparse.runtime.process import (
@@ -83,6 +84,8 @@ class Job:
         """How many calls of trainers, one within the other, are under way."""
         self.left: BaseException | None = None
         """The exception that has ended a call of a trainer and that Python passes to no hook."""
+        self.hook: object = None
+        """The `sys.excepthook` of this job; the program may put its own in place of it."""
         self.ending = threading.RLock()
         """Held by the thread that ends the job."""
         self.has_spoken = False
@@ -140,7 +143,7 @@ def own_job() -> Job:
             os.register_at_fork(after_in_child=_own[0].stop.release)
         else:
             job = _connected(None)
-            sys.excepthook = lambda _, failure, __: _end(job, failure)
+            job.hook = sys.excepthook = partial(_end_uncaught, job, sys.excepthook)
             atexit.register(_leave_at_exit, job)
             _own.append(job)
     return _own[0]
@@ -203,6 +206,16 @@ def _forget(job: Job) -> None:
     job.stop.release()
 
 
+def _end_uncaught(job: Job, own: Callable[..., object], *raised: Any) -> NoReturn:
+    """Call the program's own `sys.excepthook`, if it has one, and end this process."""
+    if own is not sys.__excepthook__:
+        try:
+            own(*raised)
+        except BaseException as reason:
+            write_line(f"sys.excepthook: {one_line(reason)}")
+    _end(job, raised[1])
+
+
 def _end(job: Job, failure: BaseException) -> NoReturn:
     """End this process after an exception; end the job, unless all ranks have raised it."""
     job.in_progress.clear()
@@ -236,6 +249,8 @@ def _leave_at_exit(job: Job) -> None:
     if job.calls:
         job.left = job.left or SystemExit(0)
         job.left.__dict__["way"] = "the main thread has ended, and another one trains; join it"
+    if sys.excepthook is not job.hook:
+        job.left = job.left or getattr(sys, "last_value", None)  # which the program's hook has had
     if job.left is not None:
         _last_words(job, job.left)
     try:

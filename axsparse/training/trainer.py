@@ -356,6 +356,8 @@ class Trainer:
         self._is_stopped = self._closed = False
         self._failed = ""
         """The class of the exception that has ended the run in its middle."""
+        self._is_left = False
+        """Whether the program has closed this, and wants only weights of it."""
         self._handled: BaseException | None = None
         """The exception that the program was handling when it made the last call."""
         self._given = snapshot(plan.model)
@@ -576,7 +578,7 @@ class Trainer:
         self._release()
 
     def close(self) -> None:
-        """End the run, all threads and the record; weights and evaluations can still be had.
+        """End the run, all threads and the record; weights can still be had.
 
         All ranks call this together. In the middle of a run it saves, as a signal does, so that
         `resume="auto"` continues from here; while an exception is handled that came after the last
@@ -594,6 +596,7 @@ class Trainer:
                     with self._ending_on_failure():
                         self._save_in_the_middle(self._saver)
         self._release()
+        self._is_left = True
 
     def _save_in_the_middle(self, saver: Saver) -> None:
         """Save, unless a checkpoint has it all, and say where."""
@@ -663,8 +666,10 @@ class Trainer:
 
         All ranks call this together, before, between or after steps; the training state does not
         change. None if there is no validation data. ConfigError on all ranks if one makes another
-        call meanwhile.
+        call meanwhile, and after `close` or a failed step.
         """
+        if self._is_left or self._failed:
+            self._reject_closed("evaluate")
         if not self._evaluates:
             return None
         with self._call("evaluate"):

@@ -140,6 +140,7 @@ def main() -> None:
         code = exit_code(end.code)
     except BaseException as error:
         code = 1
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
     finish(code, aborts=job.words[:2] == ["-m", "mpi4py"])
 

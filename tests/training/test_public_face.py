@@ -19,6 +19,9 @@ import axsparse as ax
 from support.runs import mlp, vector_data
 
 how, run_dir, *rest = sys.argv[1:]
+own_hook = lambda kind, *_: print("own hook:", kind.__name__, flush=True)
+if "hook" in rest:
+    sys.excepthook = own_hook
 settings = {
     "pruning": {"method": "gradual", "sparsity": 0.8, "interval": 1, "until_step": 6},
     "batch": {"global_batch_size": 12, "microbatch_size": 3},
@@ -32,6 +35,8 @@ trainer = ax.Trainer(
     mlp(), (vector_data(), vector_data()), settings, precision="fp32", learning_rate=1e-2,
     resume="auto" if "resume" in rest else None, g_inter=2 if "stages" in rest else 1,
 )
+if "late-hook" in rest:
+    sys.excepthook = own_hook
 if how == "train":
     trainer.train()
 elif how == "steps":
@@ -145,11 +150,16 @@ def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
         same(tmp_path / name, tmp_path / "train", steps=every | {f"step-{after}"})
 
 
-def test_an_exception_in_the_loop_of_one_rank_ends_all_with_one_line(tmp_path: Path) -> None:
-    words = ["-c", PROGRAM, "raise", "run", "stages"]
+@pytest.mark.parametrize("hook", by_default(["hook"], ["no", "hook", "late-hook"]))
+def test_an_exception_in_the_loop_of_one_rank_ends_all_with_one_line(
+    hook: str, tmp_path: Path
+) -> None:
+    """After the program's own `sys.excepthook`."""
+    words = ["-c", PROGRAM, "raise", "run", "stages", hook]
     done = run_mpirun(2, words, cwd=tmp_path, timeout=90)
 
     assert done.returncode == 70, done
+    assert done.stdout.count("own hook: ValueError") == ("hook" in hook)
     assert done.errors == [
         "axsparse: error: rank 1 (stage 1, replica 0): ValueError: a mistake of the user's; "
         "traceback in run/traceback-rank-1.txt"
@@ -198,6 +208,7 @@ second.step()
 told(second.step)
 second.close()
 second.close()
+told(second.evaluate)
 assert signal.getsignal(signal.SIGINT) is handler
 try:
     trainer()
@@ -217,6 +228,7 @@ assert "mpi4py.MPI" not in sys.modules
         f"save: {closed}",
         f"the loop: {closed}",
         "step: the run is over after 2 steps; raise train.steps",
+        f"evaluate: {closed}",
         "OutputError: run_dir (Trainer): run holds another run's records or checkpoints, which "
         "would be mixed up; choose another --run-dir (in Python run_dir=), or go on with that run "
         'by --resume auto (in Python resume="auto", or overwrite=True to begin it anew)',
