@@ -38,7 +38,7 @@ from axsparse.models.layer_cost import (
     LayerSums,
     Tracer,
 )
-from axsparse.models.module_buffers import slots
+from axsparse.models.module_buffers import slots, unfilled_attribute
 from axsparse.models.stand_ins import PartModule, are_alike
 from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
@@ -79,6 +79,8 @@ class ParameterInfo:
     """The dimension of the inputs in a stack of matrices, one for each expert: 2 in (experts,
     outputs, inputs), 1 in (experts, inputs, outputs); and 0 in a matrix (inputs, outputs). None:
     it is neither, and has its outputs first."""
+    dtype: torch.dtype = torch.float32
+    """The type in which it is built, before it is stored in the run's."""
 
     @property
     def numel(self) -> int:
@@ -420,6 +422,7 @@ def _profile_layer(
             p.requires_grad,
             id(p) in weights,
             input_dims.get(id(p)),
+            p.dtype,
         )
         for name, p in names.items()
     )
@@ -517,14 +520,12 @@ def _module_with_values(layer: Layer, start: StartValues | None) -> nn.Module:
 def _check_module(layer: Layer, module: nn.Module) -> None:
     """ConfigError for parameters that cannot be trained, and buffers that cannot be saved."""
     is_filled = layer.init is not None and not isinstance(module, PartModule)
+    if is_filled and (unfilled := unfilled_attribute(module)) is not None:
+        raise ConfigError(
+            f"layer {layer.name}: {unfilled!r} is a tensor without values, since `init` fills "
+            "parameters only; make it in the forward, or leave Layer's init out"
+        )
     for prefix, child in module.named_modules():
-        for name, value in vars(child).items() if is_filled else ():
-            if isinstance(value, Tensor) and value.is_meta:
-                raise ConfigError(
-                    f"layer {layer.name}: {f'{prefix}.{name}'.lstrip('.')!r} is a tensor without "
-                    "values, since `init` fills parameters only; make it in the forward, or leave "
-                    "Layer's init out"
-                )
         if isinstance(child, nn.SyncBatchNorm):
             raise ConfigError(
                 f"layer {layer.name}: SyncBatchNorm needs torch.distributed, and its results would "

@@ -62,6 +62,15 @@ def slots(module: nn.Module) -> list[BufferSlot]:
     ]
 
 
+def unfilled_attribute(module: nn.Module) -> str | None:
+    """The path of a tensor without values, neither parameter nor buffer; None if there is none."""
+    for prefix, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, Tensor) and value.is_meta:
+                return f"{prefix}.{name}".lstrip(".")
+    return None
+
+
 @contextmanager
 def replaced(values: Sequence[tuple[BufferSlot, Tensor]]) -> Iterator[None]:
     """Put other tensors in the places of buffers, and the original ones back at the end."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, on_meta
-from axsparse.models.module_buffers import slots
+from axsparse.models.module_buffers import slots, unfilled_attribute
 from axsparse.runtime.canonical_form import bytes_of, digest_of
 from axsparse.runtime.errors import ConfigError
 
@@ -247,6 +247,11 @@ def reject_unfit(module: nn.Module) -> None:
         raise ConfigError(
             f"model: {type(module).__name__} is on the meta device, where nothing has values; "
             "make it with its values, or declare its layers (docs/howto/own-models.md)"
+        )
+    if (unfilled := unfilled_attribute(module)) is not None:
+        raise ConfigError(
+            f"model: {unfilled!r} of {type(module).__name__} is a tensor on the meta device, where "
+            "nothing has values; give it some, or make it a buffer that load_state_dict fills"
         )
 
 

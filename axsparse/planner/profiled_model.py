@@ -477,13 +477,15 @@ class ProfiledModel:
         if not buffer:
             return 0.0
         sizes: list[int] = []
-        largest = 0
+        largest, stored = 0, value_bytes(self.precision)
         for layer in layers:
             sizes.append(0)
             for parameter in layer.parameters:
                 if parameter.name in self.profile.ties:
                     continue
-                size, copies = value_bytes(self.precision) * parameter.numel, 1
+                # A frozen tensor is saved as it was given (`given_value`).
+                given = parameter.dtype.itemsize if self.profile.start else 0
+                size, copies = max(stored, given) * parameter.numel, 1
                 if parameter.trained:
                     size = 4 * self.kept.get(parameter.name, parameter.numel)
                     copies += len(self.optimizer.moments)

@@ -127,13 +127,19 @@ def find_targets(profiled: ModelProfile, pruning: PruningConfig) -> Targets:
         name: tuple(matrices[name][0].shape) for name in candidates if name in own or name in usual
     }
     if not shapes and prunes(pruning) and pruning.mask is None:
-        raise ConfigError(
-            "pruning.exclude: no tensor is left to prune; leave some in, or set samo.enabled=false"
-            if excluded
-            else "pruning.include: blocks, but no block of this model has a weight of a linear, "
-            "convolution, recurrent or attention module; choose all, name matrices in "
-            "pruning.layers, or set samo.enabled=false"
+        why = (
+            "include: blocks, but no block of this model has a weight of a linear, convolution, "
+            "recurrent or attention module; choose all, name matrices in pruning.layers"
         )
+        blocks = [layer for layer in profiled.layers if layer.kind == "block"]
+        if excluded:
+            why = "exclude: no tensor is left to prune; leave some in"
+        elif any(p.multiplies and not p.trained for block in blocks for p in block.parameters):
+            why = (
+                "include: blocks, but all weights of the blocks are frozen, and trained ones alone "
+                "are pruned; train some (requires_grad_), choose all"
+            )
+        raise ConfigError(f"pruning.{why}, or set samo.enabled=false")
     found = {name: matrices[name][0].input_dim for name in shapes}
     input_dims = {name: dim for name, dim in found.items() if dim is not None}
     sparsity = pruning.sparsity

@@ -111,6 +111,8 @@ def test_more_replicas_have_less_to_save_each_and_a_tied_weight_is_saved_once() 
     assert third.saved < alone.saved
     loads = loads_of(2, profile=tied, **CUT, **saving(1e6))
     assert loads[1].saved == 12 * 60 + 3 * FROZEN
+    loads = loads_of(2, profile=replace(tied, start="values in fp32"), **CUT, **saving(1e6))
+    assert loads[1].saved == 12 * 60 + 3 * 2 * FROZEN
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
