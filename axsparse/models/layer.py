@@ -219,7 +219,6 @@ class StartValues(Protocol):
     @property
     def fingerprint(self) -> str:
         """A text that is equal if and only if the values are; ranks compare it at the start."""
-        ...
 
     def read(self, name: str) -> Tensor | None:
         """The values of one parameter or buffer, by its global name; of its shape, on the CPU.
@@ -228,7 +227,6 @@ class StartValues(Protocol):
         weight is read under the name of its first use. None is returned for a parameter or buffer
         that keeps the value which its layer gives it.
         """
-        ...
 
 
 def count_top1(logits: Tensor, targets: Tensor) -> Tensor:
@@ -357,15 +355,12 @@ class ShardGroup(Protocol):
     @property
     def rank(self) -> int:
         """The index of this rank's shards."""
-        ...
 
     def gather(self, shard: TensorShard, part: Tensor) -> Tensor:
         """The full tensor, from the shard of this rank, which may be flat."""
-        ...
 
     def gather_rows(self, row: Tensor) -> Tensor:
         """The flat tensors of all ranks, alike in size, as the rows of a matrix."""
-        ...
 
 
 class LayerSharding(Protocol):
@@ -374,9 +369,7 @@ class LayerSharding(Protocol):
     @property
     def group(self) -> ShardGroup:
         """The ranks that have the shards."""
-        ...
 
     def shard(self, layer: Layer, module: nn.Module) -> Mapping[str, TensorShard]:
         """Replace the sharded parameters of a layer's module by this rank's shards, which have no
         contents yet; returns the shards by the names of the parameters, which stay."""
-        ...

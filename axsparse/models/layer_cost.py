@@ -72,15 +72,12 @@ class SumCounter(Protocol):
     @property
     def largest(self) -> int:
         """Bytes of the largest buffer since `begin`."""
-        ...
 
     def begin(self) -> None:
         """Count from 0 again."""
-        ...
 
     def summed(self) -> Sums:
         """Traffic since `begin`; bytes are per sample."""
-        ...
 
 
 GROUPED_PRODUCT = getattr(torch, "_grouped_mm", None)
@@ -242,12 +239,7 @@ class Tracer:
         calls, counter = _Calls(self._samples), FlopCounterMode(display=False, custom_mapping=FLOPS)
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         try:
-            with (
-                preserved_rng(),
-                counter,
-                saved_tensors_hooks(keep, lambda tensor: tensor),
-                calls,
-            ):
+            with preserved_rng(), counter, saved_tensors_hooks(keep, lambda tensor: tensor), calls:
                 outputs = run()
         except Exception as reason:
             if self._counter is not None and isinstance(reason, ConfigError):

@@ -31,13 +31,7 @@ from axsparse.models.layer import (
     TensorShard,
     on_meta,
 )
-from axsparse.models.layer_cost import (
-    NO_SUMS,
-    SAMPLES,
-    Activations,
-    LayerSums,
-    Tracer,
-)
+from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums, Tracer
 from axsparse.models.module_buffers import slots, unfilled_attribute
 from axsparse.models.stand_ins import PartModule, are_alike
 from axsparse.runtime.errors import ConfigError, one_line

@@ -34,15 +34,12 @@ class Products(Protocol):
     @property
     def weight(self) -> nn.Parameter:
         """The module's weight W, a leaf of autograd."""
-        ...
 
     def output(self, rows: Tensor, bias: Tensor | None) -> Tensor | None:
         """y = x Wᵀ + b of a linear module, without a graph; None to have it computed densely."""
-        ...
 
     def input_gradient(self, outer: Tensor) -> Tensor:
         """∂x = ∂y W, of a product whose `output` was not None; `outer` is ∂y."""
-        ...
 
     def take(
         self,
@@ -53,7 +50,6 @@ class Products(Protocol):
         """The gradients that autograd receives, one for each of `weights`: the module's weight, and
         of a convolution also its bias. `compute(*saved)` makes them from the product's input and
         the gradient of its output. None stands for a gradient that has been taken or deferred."""
-        ...
 
 
 @contextmanager

@@ -53,21 +53,17 @@ class WeightFile(Protocol):
     @property
     def path(self) -> Path:
         """The file that was opened; error messages name it."""
-        ...
 
     @property
     def files(self) -> Sequence[Path]:
         """All files that tensors are read from, and `path`; the fingerprint covers them."""
-        ...
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every tensor, by its name in the file."""
-        ...
 
     def dtype(self, name: str) -> torch.dtype:
         """The type of a tensor of a name in `shapes`."""
-        ...
 
     def read(self, name: str) -> Tensor:
         """The tensor of a name in `shapes`: on the CPU, in the type that it has in the file.
@@ -75,7 +71,6 @@ class WeightFile(Protocol):
         Called several times for a name, and only for tensors of the rank's own stage; hence
         nothing large is kept between calls.
         """
-        ...
 
 
 def _reject_unsafe_torch(path: Path) -> None:

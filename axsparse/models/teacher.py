@@ -89,8 +89,6 @@ def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) ->
     return replace(
         model,
         teacher=Teacher(
-            make(of_teacher),
-            train.distillation_weight,
-            train.distillation_temperature,
+            make(of_teacher), train.distillation_weight, train.distillation_temperature
         ),
     )

@@ -246,11 +246,7 @@ class Calibration:
         return True
 
     def _heal(
-        self,
-        fit: Reconstruction,
-        built: BuiltLayer,
-        errors_of: Errors,
-        masks: CalibratedMasks,
+        self, fit: Reconstruction, built: BuiltLayer, errors_of: Errors, masks: CalibratedMasks
     ) -> tuple[float, float] | None:
         """Fit a layer of which something is pruned; returns the errors before and after."""
         name, module = built.spec.name, built.module

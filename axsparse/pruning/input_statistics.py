@@ -189,10 +189,7 @@ def _prune_block(weight: Tensor, mask: Tensor, upper: Tensor, how_many: HowMany)
 
 
 Method: TypeAlias = type[WandaStatistics] | type[SparseGptStatistics]
-METHODS: dict[str, Method] = {
-    "wanda": WandaStatistics,
-    "sparsegpt": SparseGptStatistics,
-}
+METHODS: dict[str, Method] = {"wanda": WandaStatistics, "sparsegpt": SparseGptStatistics}
 """The methods that calibration samples decide, by their names in the settings."""
 STATISTICS: dict[str, Method] = {**METHODS, "custom": WandaStatistics}
 """The statistics that a method gathers; `custom` does so if its score takes `inputs`, and then
@@ -208,13 +205,7 @@ selects by itself."""
 class ProductStatistics:
     """Gathers statistics for a matrix, or for each of a stack, then prunes each by itself."""
 
-    def __init__(
-        self,
-        method: Method,
-        name: str,
-        weight: Tensor,
-        input_dim: int,
-    ) -> None:
+    def __init__(self, method: Method, name: str, weight: Tensor, input_dim: int) -> None:
         """`input_dim` is the dimension of the inputs in the weight, (E, outputs, inputs) or
         (E, inputs, outputs), without E for a matrix alone."""
         self._name, self._weight, self._dimension = name, weight, input_dim

@@ -45,7 +45,6 @@ class Masks(Protocol):
     def kept(self) -> Mapping[str, int]:
         """The number of kept entries of each pruned tensor. Tensors that are not named stay dense.
         Known before any mask is made, since the planner counts bytes with it."""
-        ...
 
     def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
         """The flat mask of one pruned tensor: bool `(numel,)` on the host, True where an entry is
@@ -56,7 +55,6 @@ class Masks(Protocol):
         if the tensor is pruned already: then only some of them may be kept, or all where they are
         fewer than `kept[name]`. May raise ConfigError.
         """
-        ...
 
 
 Shape: TypeAlias = tuple[int, ...]

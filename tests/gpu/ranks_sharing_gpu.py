@@ -140,9 +140,7 @@ def test_members_have_the_sum_and_over_nccl_their_hosts_go_on() -> None:
 
 
 @pytest.mark.parametrize("promise", COLLECTIVE_CONTRACT, ids=lambda promise: promise.__name__)
-def test_a_collective_keeps_the_contract_on_a_gpu(
-    promise: Callable[[Transport], None],
-) -> None:
+def test_a_collective_keeps_the_contract_on_a_gpu(promise: Callable[[Transport], None]) -> None:
     torch.cuda.set_device(GPU)
     transport = OnGpu(MpiTransport(MPI.COMM_WORLD), nccl=NCCL)
     hosts = transport.world

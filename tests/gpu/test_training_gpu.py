@@ -288,13 +288,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], lis
         name = f"{source}-{target}"
         middle = folder / f"{source}-{source}" / "checkpoints" / f"step-{STEPS // 2}"
         begins = source == target
-        own = case(
-            name,
-            layout,
-            saving,
-            run_dir=folder / name,
-            resume=None if begins else middle,
-        )
+        own = case(name, layout, saving, run_dir=folder / name, resume=None if begins else middle)
         done, said = train_cases(folder, [own], environments[target.removesuffix("-again")])
         assert not said, said
         found[source, target] = done[name]

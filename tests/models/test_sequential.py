@@ -114,9 +114,7 @@ LATE: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", LATE.values(), ids=LATE)
-def test_what_is_set_after_the_trainer_is_made_is_refused(
-    change: Callable[[Any], object],
-) -> None:
+def test_what_is_set_after_the_trainer_is_made_is_refused(change: Callable[[Any], object]) -> None:
     modules = sequential()
     model = from_sequential(modules, summed_loss)
 

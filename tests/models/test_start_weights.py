@@ -234,10 +234,7 @@ def test_what_begins_anew_is_part_of_what_ranks_compare(
     path, _ = pretrained
     made = [
         start_from(
-            from_sequential(body_and_head(7), summed_loss),
-            open_weights(path),
-            named=old,
-            new=new,
+            from_sequential(body_and_head(7), summed_loss), open_weights(path), named=old, new=new
         ).start
         for new in ([], ["head.bias"], ["head.*"])
     ]

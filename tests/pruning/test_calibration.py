@@ -12,14 +12,7 @@ import torch
 from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, saved_model, small_llama, write_llama
 from support.methods import published
-from support.runs import (
-    VOCABULARY,
-    job_alone,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-)
+from support.runs import VOCABULARY, job_alone, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor, nn
 
 import axsparse as ax

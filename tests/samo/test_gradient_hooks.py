@@ -294,11 +294,7 @@ class Sampled:
     def __init__(self, gradient_dtype: torch.dtype = torch.float32, sparsity: float = 0.9) -> None:
         plain = partial(nn.Linear, WIDTH, WIDTH, bias=False)
         built = layers(
-            linear,
-            plain,
-            sparsity=sparsity,
-            dtype=torch.bfloat16,
-            gradient_dtype=gradient_dtype,
+            linear, plain, sparsity=sparsity, dtype=torch.bfloat16, gradient_dtype=gradient_dtype
         )
         self.layers = [layer.state for layer in built]
         self.ready: list[str] = []

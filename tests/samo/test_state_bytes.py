@@ -23,13 +23,7 @@ from axsparse.pruning.methods.live_masks import ScoredMasks
 from axsparse.samo.expansion import Expansion
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, build_layers
 from axsparse.samo.optim.adamw import ADAMW
-from axsparse.samo.state_bytes import (
-    IndexKind,
-    StateBytes,
-    StateFormat,
-    WeightKind,
-    stage_bytes,
-)
+from axsparse.samo.state_bytes import IndexKind, StateBytes, StateFormat, WeightKind, stage_bytes
 
 
 @dataclass(frozen=True)
@@ -122,12 +116,7 @@ def case_masks(model: Model, pruning: PruningConfig) -> ScoredMasks:
 def build(case: Case, expansion: Expansion | None = None) -> list[BuiltLayer]:
     model = make_model(case.model)
     options = StateOptions(
-        StateFormat(
-            case.dtype,
-            case.gradient_dtype,
-            ADAMW.moments,
-            case.index,
-        ),
+        StateFormat(case.dtype, case.gradient_dtype, ADAMW.moments, case.index),
         seed=1,
         masks=None if case.pruning is None else case_masks(model, case.pruning),
         expansion=expansion,
@@ -147,11 +136,7 @@ def predicted(case: Case) -> StateBytes:
         profiled.ties,
         {} if case.pruning is None else kept(make_model(case.model), case.pruning),
         StateFormat(
-            case.dtype,
-            case.gradient_dtype,
-            ADAMW.moments,
-            case.index,
-            weights=case.weights,
+            case.dtype, case.gradient_dtype, ADAMW.moments, case.index, weights=case.weights
         ),
     )
 

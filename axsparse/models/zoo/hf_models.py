@@ -36,15 +36,7 @@ from axsparse.config.hf_config import (
     reject_other_settings,
 )
 from axsparse.config.model_config import HfConfig
-from axsparse.models.layer import (
-    InitFunction,
-    Kind,
-    Layer,
-    Model,
-    Tie,
-    TpStyle,
-    on_meta,
-)
+from axsparse.models.layer import InitFunction, Kind, Layer, Model, Tie, TpStyle, on_meta
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import Part, PartModule, are_alike, tied_names
@@ -261,11 +253,7 @@ class SplitModel:
         return (hidden,) if starts is None else (hidden, starts)
 
     def _layer(
-        self,
-        number: int,
-        modules: Mapping[str, nn.Module],
-        hidden: Tensor,
-        *starts: Tensor,
+        self, number: int, modules: Mapping[str, nn.Module], hidden: Tensor, *starts: Tensor
     ) -> tuple[Tensor, ...]:
         args, kwargs = self.forward.arguments(hidden, *starts)[number]
         [layer] = modules.values()

@@ -67,20 +67,17 @@ class Pruner(Protocol):
         compute gradients with `now.gradients()`. Raises TrainingError, on all ranks alike, if the
         run cannot continue.
         """
-        ...
 
     @property
     def unfinished(self) -> str | None:
         """A text for the user about a search that is unfinished if the run ends now; None if there
         is none."""
-        ...
 
     def state(self) -> PrunerState:
         """The state that `restore` needs, as a copy that later steps do not change.
 
         Called after `before_step` and before the step.
         """
-        ...
 
     def restore(self, method_state: MethodState, read: Read) -> None:
         """Continue from the state of another run with the same settings, under any layout.
@@ -88,7 +85,6 @@ class Pruner(Protocol):
         Called before the first step, when the layers have their saved weights and masks. Raises
         DataError if a saved tensor is missing or does not fit.
         """
-        ...
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,6 @@ class Launcher(Protocol):
         `kernel` is the C++ name of the instance. `arguments` are in the order of its parameters
         and must live until it has run; torch's allocator sees to that for tensors of the stream.
         """
-        ...
 
 
 @cache

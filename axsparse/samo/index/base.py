@@ -28,13 +28,7 @@ from axsparse.samo.cuda.device_index import DeviceIndex
 from axsparse.samo.host.compiled_loops import FEW, Array, Loop, can_compile
 from axsparse.samo.precision import array_of
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import (
-    MASK_BLOCK,
-    MASK_WORD,
-    IndexKind,
-    encoding_of,
-    fits_int32,
-)
+from axsparse.samo.state_bytes import MASK_BLOCK, MASK_WORD, IndexKind, encoding_of, fits_int32
 
 DIVIDE, DIVIDE_BITS, EXPAND_BITS, MOVE_BITS = (
     Loop("axsparse.samo.index.mask_loops", name)
@@ -57,32 +51,26 @@ class Index(Protocol):
     @property
     def kept(self) -> int:
         """The number of kept entries."""
-        ...
 
     @property
     def nbytes(self) -> int:
         """Bytes of storage, exactly as `state_bytes.index_bytes` says."""
-        ...
 
     @property
     def on_device(self) -> DeviceIndex | None:
         """This index as kernels read it; None if it is read on the host."""
-        ...
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
         """The kept entries [start, stop) of a dense flat tensor, `(stop - start,)`; may be a view
         of it, so whoever changes the result must copy it before."""
-        ...
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
         """Write values to the kept entries [start, start + len(values_K)) of `dense_D`, in place;
         all other entries stay as they are. Both tensors have the same dtype."""
-        ...
 
     def positions(self) -> Tensor:
         """The flat positions of all kept entries, `(kept,)`, int64, ascending. Takes 8 bytes an
         entry, so it is for masks and files and not for steps."""
-        ...
 
 
 class FullIndex:

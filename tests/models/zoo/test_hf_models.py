@@ -217,8 +217,7 @@ def separated_data() -> TokenDataset:
 
 
 @pytest.mark.parametrize(
-    "family",
-    by_default(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3", "gpt_neox", "cohere2"]),
+    "family", by_default(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3", "gpt_neox", "cohere2"])
 )
 def test_a_document_among_others_is_read_as_if_it_were_alone(
     transformers: Any, family: str, tmp_path: Path
