@@ -272,6 +272,8 @@ def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, bool]]:
 
 
 def _decoded(line: int, block: bytearray, ends: bool, problem: str | None) -> Piece:
+    if problem is None and b"\0" in block:
+        problem = "no text (NUL bytes)"  # an archive, or text in another encoding
     if problem is not None:
         return Piece(line, "", ends, problem)
     try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,11 +15,14 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from axsparse.data.dataset import counted, read_tensors
 from axsparse.runtime.canonical_form import digest_of
-from axsparse.runtime.errors import DataError
+from axsparse.runtime.errors import DataError, one_line
 from axsparse.runtime.seeds import keyed_generator, preserved_rng
 
 COMPARED = 4
 """Samples, evenly spread, that `from_torch` reads twice."""
+UNFIT = (TypeError, ValueError, RuntimeError)
+WHY = 200
+"""The length to which the reason of an error is cut, in letters."""
 
 DRAWS = frozenset(
     (
@@ -57,18 +61,19 @@ def from_torch(
     default all of them do but integers that are -100, which cross entropy leaves out.
 
     Raises DataError for a data set that has no length or no sample, one whose samples are no such
-    pairs, and one that gives other values when a sample is read again. Its `fingerprint` is its
-    length and a digest of some samples.
+    pairs or cannot be collated, and one that gives other values when a sample is read again. Its
+    `fingerprint` is its length and a digest of some samples.
     """
     name = type(dataset).__name__ if name is None else name
     if isinstance(dataset, DataLoader):
         raise DataError(f"from_torch ({name}): a DataLoader makes batches; {advice_for(dataset)}")
     has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
-    if not has_members or not (length := len(dataset)):
-        raise DataError(
-            f"from_torch ({name}): it has no length, or no sample; give a data set with __len__ "
-            "and __getitem__, such as a list of what an iterable one yields"
-        )
+    example = "such as a list of what an iterable one yields"
+    advice = f"give a data set with __len__ and __getitem__, {example}"
+    with _told(f"from_torch ({name}): its length cannot be read", advice):
+        length = len(dataset) if has_members else 0
+    if not length:
+        raise DataError(f"from_torch ({name}): it has no length, or no sample; {advice}")
     samples = TorchSamples(
         name, "", vocab_size, None, dataset, length, collate_fn, count_targets, seed
     )
@@ -128,7 +133,7 @@ class TorchSamples:
         for sample, epoch in zip(indices.tolist(), epochs.tolist(), strict=True):
             with _DrawnFrom(self.seed, epoch, sample):
                 samples.append(self.dataset[sample])
-        collated = self.collate_fn(samples)
+        collated = self._collated(samples, indices)
         if not isinstance(collated, (tuple, list)) or len(collated) != 2:
             raise DataError(
                 f"from_torch ({self.name}): samples are collated to {type(collated).__name__}; "
@@ -146,8 +151,28 @@ class TorchSamples:
             )
         return inputs, targets
 
+    def _collated(self, samples: list[Any], indices: NDArray[np.int64]) -> Any:
+        """A batch of samples; DataError for the first that does not go with those before it."""
+        try:
+            return self.collate_fn(samples)
+        except UNFIT:
+            advice = "give pairs of tensors of equal shapes, or a collate_fn that makes a batch"
+            for last, sample in enumerate(indices):
+                with _told(f"from_torch ({self.name}): sample {sample} cannot be collated", advice):
+                    self.collate_fn(samples[: last + 1])
+            raise
+
     def count_targets(self, targets: Tensor) -> int:
         return counted(targets) if self.counts is None else self.counts(targets)
+
+
+@contextmanager
+def _told(what: str, advice: str) -> Iterator[None]:
+    """DataError for what Python and torch raise about a length or a sample that does not fit."""
+    try:
+        yield
+    except UNFIT as reason:
+        raise DataError(f"{what} ({one_line(reason)[:WHY]}); {advice}") from reason
 
 
 class _DrawnFrom(TorchFunctionMode):
