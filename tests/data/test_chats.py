@@ -8,54 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.preparing import run, write_jsonl, write_table
+from support.preparing import TURN, folder_of, run, template_of, write_jsonl, write_table
 
 from axsparse.data.chats import Chat, ChatTemplate
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
-from axsparse.data.tokenizers import (
-    byte_tokenizer,
-    given_tokenizer,
-)
-from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.data.tokenizers import given_tokenizer
+from axsparse.runtime.errors import DataError
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_masks.json").read_text())
 CHATS: list[list[dict[str, str]]] = TRL["chats"]
-TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
-ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-MARKED = (
-    "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
-    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
-    "{{ m['content'] + '<|im_end|>' + '\n' }}{% endif %}"
-)
-FORGETS = TURN + "{{ '!' if loop.last and m['role'] == 'assistant' else '' }}"
-REFUSES = "{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + TURN
-TEMPLATES = {"plain": TURN, "marked": MARKED, "forgets": FORGETS, "refuses": REFUSES, "none": None}
-
-
-def folder_of(kind: str, root: Path) -> Path:
-    """A tokenizer of bytes, whose end of a text is 0, with two words more and a template."""
-    pytest.importorskip("transformers", reason="no transformers: pip install 'axsparse[test]'")
-    files = byte_tokenizer(0).files(512)
-    tokenizer, settings = files["tokenizer.json"], files["tokenizer_config.json"]
-    for number, name in enumerate(("<|im_start|>", "<|im_end|>"), 256):
-        word = {**tokenizer["added_tokens"][0], "id": number, "content": name}
-        tokenizer["added_tokens"].append(word)
-        tokenizer["model"]["vocab"][name] = number
-    if (turn := TEMPLATES[kind]) is not None:
-        settings["chat_template"] = f"{{% for m in messages %}}{turn}{{% endfor %}}{ASKS}"
-    folder = root / kind
-    folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content))
-    return folder
-
-
-def set_up(folder: Path, **settings: Any) -> None:
-    """Change settings of a folder's tokenizer."""
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
 def prepared(source: Path, folder: Path) -> Any:
@@ -133,13 +96,6 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
     ]
 
 
-def test_a_template_that_rewrites_earlier_turns_needs_marks(tmp_path: Path) -> None:
-    template = ChatTemplate(given_tokenizer(folder_of("forgets", tmp_path)))
-
-    assert not isinstance(template.encode(Chat(list(CHATS[0]))), str)
-    assert "no {% generation %} marks answers" in str(template.encode(Chat(list(CHATS[1]))))
-
-
 RECORDS: dict[str, list[dict[str, Any]]] = TRL["records"]
 
 
@@ -195,9 +151,8 @@ def begin_by(folder: Path, single: str) -> None:
 
 
 TOOL = {"type": "function", "function": {"name": "add", "description": "d", "parameters": {}}}
-WITH_ALL = (
-    "{{ 'T' + (tools | length | string) if tools else '' }}{{ mood or '' }}{% for m in messages %}"
-    f"{TURN}{{% endfor %}}{ASKS}"
+WITH_ALL = "{{ 'T' + (tools | length | string) if tools else '' }}{{ mood or '' }}" + template_of(
+    TURN
 )
 
 
@@ -206,14 +161,11 @@ WITH_ALL = (
 def test_tools_and_variables_of_a_record_go_to_the_template_that_transformers_takes(
     named: bool, as_json: bool, tmp_path: Path
 ) -> None:
-    folder = folder_of("plain", tmp_path)
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    default, with_tools = settings["chat_template"], WITH_ALL.replace("'T'", "'tool_use '")
     named_ones = [
-        {"name": "default", "template": default},
-        {"name": "tool_use", "template": with_tools},
+        {"name": "default", "template": template_of(TURN)},
+        {"name": "tool_use", "template": WITH_ALL.replace("'T'", "'tool_use '")},
     ]
-    set_up(folder, chat_template=named_ones if named else WITH_ALL)
+    folder = folder_of("plain", tmp_path, chat_template=named_ones if named else WITH_ALL)
     from transformers import AutoTokenizer
 
     judge = AutoTokenizer.from_pretrained(str(folder))
@@ -244,74 +196,6 @@ def test_tools_and_variables_of_a_record_go_to_the_template_that_transformers_ta
         found.add(tuple(encoded.ids))
     # The default template knows no mood; that for tools is taken for an empty list of them too.
     assert len(found) == 4
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("add_generation_prompt", True), ("tokenize", False), ("max_length", 5)]
-)
-def test_what_is_no_variable_of_a_template_is_named(name: str, value: Any, tmp_path: Path) -> None:
-    template = ChatTemplate(given_tokenizer(folder_of("plain", tmp_path)))
-
-    assert template.encode(Chat([*CHATS[0]], None, {name: value, "mood": "calm"})) == (
-        f"chat_template_kwargs that are no variables of a template ({name}: the preparation sets "
-        "what apply_chat_template does)"
-    )
-
-
-@pytest.mark.parametrize(
-    ("template", "error", "why"),
-    [
-        (
-            "\n{% for m in messages %}",
-            ConfigError,
-            "--tokenizer: the chat template of FOLDER is no Jinja (line 2: TemplateSyntaxError: U",
-        ),
-        (
-            [{"name": "rag", "template": "x"}, {"name": "tool_use", "template": "x"}],
-            ConfigError,
-            "--tokenizer: FOLDER has the chat templates rag, tool_use, and no default; call one of",
-        ),
-        (
-            "{{ raise_exception('two users in a row') }}",
-            DataError,
-            "line 1: a chat that the template fails on (TemplateError: two users in a row)",
-        ),
-    ],
-)
-def test_a_template_that_fails_says_why(
-    template: Any, error: type[Exception], why: str, tmp_path: Path
-) -> None:
-    folder = folder_of("plain", tmp_path)
-    set_up(folder, chat_template=template)
-    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
-
-    with pytest.raises(error) as caught:
-        run(Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json"))
-
-    assert why.replace("FOLDER", str(folder)) in str(caught.value)
-
-
-def test_tools_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    template = ChatTemplate(given_tokenizer(folder_of("plain", tmp_path)))
-
-    for tools in ("[", {"name": "add"}):
-        found = str(template.encode(Chat([*CHATS[0]], tools)))
-        assert found.startswith("tools or chat_template_kwargs that cannot be read (")
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("none", r"--tokenizer: \S+none has no chat template, which chats need; name the folder"),
-        ("bytes", "--tokenizer: the input holds chats, whose words a template puts together; name"),
-    ],
-)
-def test_chats_need_a_template(kind: str, message: str, tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": CHATS[0]}])
-    given = None if kind == "bytes" else folder_of(kind, tmp_path) / "tokenizer.json"
-
-    with pytest.raises(ConfigError, match=message):
-        run(Request((source,), tmp_path / "out", tokenizer=given))
 
 
 def test_a_field_that_is_named_may_hold_the_chat(tmp_path: Path) -> None:

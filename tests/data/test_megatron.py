@@ -1,9 +1,8 @@
-"""Token ids of Megatron-LM, read where they lie, and files that are damaged or made to harm."""
+"""Token ids of Megatron-LM, read where they lie; tests/errors has files that are damaged."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from support.preparing import write_megatron
 
 from axsparse.data.megatron import MegatronIds, is_megatron
-from axsparse.runtime.errors import DataError, MissingInputError
 
 DOCUMENTS = [[5, 6, 7], [8], [9, 10, 11, 12], [13]]
 FLAT = [id_ for document in DOCUMENTS for id_ in document]
@@ -62,69 +60,3 @@ def test_the_fingerprint_is_of_ids_type_and_documents(tmp_path: Path) -> None:
 
     assert same[0].fingerprint == same[1].fingerprint
     assert len({one.fingerprint for one in (same[0], *other)}) == 5
-
-
-# -- damage ---------------------------------------------------------------------------------
-
-
-def patched(at: int, form: str, value: int) -> Callable[[Path], None]:
-    """A change of one number of the index."""
-
-    def change(stem: Path) -> None:
-        path = Path(f"{stem}.idx")
-        content = bytearray(path.read_bytes())
-        struct.pack_into(form, content, at, value)
-        path.write_bytes(content)
-
-    return change
-
-
-def cut(ending: str, size: int) -> Callable[[Path], None]:
-    def change(stem: Path) -> None:
-        path = Path(f"{stem}{ending}")
-        path.write_bytes(path.read_bytes()[:size])
-
-    return change
-
-
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "magic": (patched(0, "<B", 0), r"is no index of Megatron's indexed datasets \(MMIDIDX\)"),
-    "version": (patched(9, "<Q", 2), r"has version 2 and ids of type 8, which is not known; copy"),
-    "float ids": (patched(17, "<B", 7), r"has version 1 and ids of type 7, which is not known"),
-    "2^31 sequences": (patched(18, "<Q", 2**31), r"has 122 bytes; 2147483648 sequences and 5 end"),
-    "2^63 documents": (patched(26, "<Q", 2**63), r"has 122 bytes; 4 sequences and 92233720368547"),
-    "negative length": (patched(38, "<i", -1), r"sequence 1 has -1 ids from byte 6 on, not after"),
-    "longer": (patched(46, "<i", 9), r"has sequences of 34 bytes, and c\.bin has 18; copy both"),
-    "beyond the bin": (patched(58, "<q", 2**40), r"sequence 1 has 1 ids from byte 1099511627776 "),
-    "before the bin": (patched(58, "<q", -6), r"sequence 1 has 1 ids from byte -6 on, not after"),
-    "index cut": (cut(".idx", 90), r"has 90 bytes; 4 sequences and 5 ends of documents take 122;"),
-    "header cut": (cut(".idx", 20), r"is no index of Megatron's"),
-    "bin cut": (cut(".bin", 16), r"has sequences of 18 bytes, and c\.bin has 16; copy both files"),
-    "empty bin": (cut(".bin", 0), r"has no document"),
-    "documents": (
-        patched(90, "<q", 7),
-        r"has documents that do not divide its 4 sequences; copy both",
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_damage_is_told_in_one_line(kind: str, tmp_path: Path) -> None:
-    harm, message = DAMAGE[kind]
-    harm(write_megatron(tmp_path / "c", DOCUMENTS))
-
-    with pytest.raises(DataError, match=rf"^data\.path: \S+c\.idx {message}") as caught:
-        found_at(tmp_path / "c").begins()
-
-    assert "\n" not in str(caught.value)
-
-
-def test_files_that_are_not_there_are_missing(tmp_path: Path) -> None:
-    Path(f"{write_megatron(tmp_path / 'c', DOCUMENTS)}.bin").unlink()
-
-    with pytest.raises(MissingInputError, match=r"c\.bin cannot be read"):
-        found_at(tmp_path / "c")
-    with pytest.raises(
-        MissingInputError, match=r"cannot be read \(.*\); make it readable, or name another place"
-    ):
-        is_megatron(Path("x" * 300), "data.path")

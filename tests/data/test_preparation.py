@@ -22,8 +22,7 @@ from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
-from axsparse.runtime.errors import ConfigError, DataError, OutputError
-from axsparse.runtime.files.run_folder import FileLock
+from axsparse.runtime.errors import DataError, OutputError
 
 
 def ids_of(folder: Path, split: Split = "train") -> Any:
@@ -140,16 +139,6 @@ def test_documents_that_all_fall_to_one_split_are_divided_by_tokens(
     assert "already prepared" in run(request)[1]
 
 
-def test_a_split_without_a_document_is_told_by_the_option_that_says_which(tmp_path: Path) -> None:
-    texts, empty = tmp_path / "texts.txt", tmp_path / "empty.txt"
-    texts.write_text(LINE)
-    empty.touch()
-    for held, split in ((texts, "train"), (empty, "validation")):
-        request = Request((texts,), tmp_path / split, validation=(held,), validation_fraction=0.0)
-        with pytest.raises(DataError, match=f"^{split}: none of the 1 document is of it; name fi"):
-            run(request)
-
-
 def test_what_is_left_out_is_counted_on_the_screen_and_in_the_sidecar(
     library: Path, tmp_path: Path
 ) -> None:
@@ -242,15 +231,6 @@ for name in sys.argv[1:]:
     prepare(request, 1, Console(io.StringIO(), bar=False))
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
-
-
-# -- refusals -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("out", [".", "more/.."])
-def test_a_folder_that_is_read_is_not_written_into(out: str, library: Path) -> None:
-    with pytest.raises(ConfigError, match=r"would be read while \S+ is written; choose a folder"):
-        run(requested(library, library / out))
 
 
 # -- a folder that is not empty -------------------------------------------------------------
@@ -425,12 +405,3 @@ def test_a_folder_with_other_tokens_is_never_overwritten(
     with pytest.raises(error, match=message):
         run(requested(library, tmp_path / "o", **values))
     assert outputs(tmp_path / "o") == before
-
-
-def test_two_runs_do_not_prepare_one_folder_at_once(library: Path, tmp_path: Path) -> None:
-    (tmp_path / "o").mkdir()
-    lock = FileLock(tmp_path / "o" / ".lock")
-
-    with pytest.raises(OutputError, match="is being prepared by another"):
-        run(requested(library, tmp_path / "o"))
-    lock.release()

@@ -33,7 +33,7 @@ from axsparse.data.tokenizers import (
     import_tokenizers,
     train_bpe,
 )
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError
 
 WORDS = "the cat sat on the mat, the dog\n\n    did not (1,234 times)\tin its été "
 
@@ -246,24 +246,6 @@ def test_settings_next_to_a_tokenizer_have_the_effect_that_they_have_in_transfor
     assert [again(text)["input_ids"] for text in texts] == expected
 
 
-def test_a_class_with_code_of_its_own_is_refused(trained: Path, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="pip install 'axsparse[test]'")
-    shutil.copy(trained, tmp_path)
-    settings = tmp_path / "tokenizer_config.json"
-    settings.write_text('{"tokenizer_class": "ByT5Tokenizer"}')
-    with pytest.raises(DataError) as caught:
-        given_tokenizer(tmp_path)
-    assert str(caught.value) == (
-        f"--tokenizer: ByT5Tokenizer of {tmp_path} has code of its own, or draws, next to what a "
-        "tokenizer.json says; write the input_ids that it makes as JSONL or Parquet, and prepare "
-        "those"
-    )
-    settings.write_text('{"auto_map": {"AutoTokenizer": ["own.Tokenizer", null]}}')
-    (tmp_path / "own.py").write_text("raise SystemExit(7)")
-    with pytest.raises(DataError, match=r"has no tokenizer that transformers reads .*custom code"):
-        given_tokenizer(tmp_path)
-
-
 def test_settings_need_transformers(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,15 +339,3 @@ def test_data_of_ones_own_have_no_tokenizer(tmp_path: Path) -> None:
     assert exported_tokenizer(data, name, "of other data") is None
     assert exported_tokenizer(DataConfig(), "random", "0") is None
     assert exported_tokenizer(DataConfig(), *OF_STDLIB) is not None
-
-
-def test_a_tokenizer_that_is_gone_or_another_is_told(tmp_path: Path) -> None:
-    data, *training = prepared(tmp_path, train_bpe=290)
-    path = tmp_path / "tokens" / "tokenizer.json"
-
-    path.write_text("{}")
-    with pytest.raises(DataError, match=r"tokenizer\.json is not the tokenizer that made the tok"):
-        exported_tokenizer(data, *training)
-    path.unlink()
-    with pytest.raises(MissingInputError, match=r"data\.path: .*tokenizer\.json"):
-        exported_tokenizer(data, *training)

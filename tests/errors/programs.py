@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import shlex
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,8 @@ from axsparse.__main__ import main
 from axsparse.config import load, validate
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
-from axsparse.data import batches, documents, preparation, sources, token_file
+from axsparse.data import batches, documents, preparation, sources, token_file, tokenizers
+from axsparse.data import megatron as indexed
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets
 from axsparse.models import layer_cost, model_profile
@@ -61,7 +63,7 @@ MODULES = (
     *(planner_cases, preparing, runs, sharded_model, hf, mask_files, load, validate),
     *(batches, documents, preparation, sources, token_file, layer_cost, model_profile),
     *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_folder),
-    *(index_base, plan, run_sources),
+    *(index_base, plan, run_sources, indexed, tokenizers),
 )
 
 
@@ -388,18 +390,47 @@ class Stream(torch.utils.data.IterableDataset[int]):
 LOADER = DataLoader(TensorDataset(torch.zeros(9)))
 
 
-def prepare(*contents: bytes, **values: Any) -> None:
+def prepare(*contents: bytes, out: Path = Path("out"), **values: Any) -> None:
     """Prepare files of these contents; those that begin with a brace are JSONL."""
     for number, content in enumerate(contents):
         ending = ".jsonl" if content.startswith(b"{") else ""
         write(f"in/{number}{ending}", content)
     Path("in").mkdir(exist_ok=True)
-    preparing.run(preparation.Request((Path("in"),), Path("out"), **values))
+    preparing.run(preparation.Request((Path("in"),), out, **values))
+
+
+def chats(kind: str, turns: int = 1, chat_template: Any = None, **columns: Any) -> None:
+    """Prepare a chat next to other columns, by a template of `preparing` or another one."""
+    settings = {} if chat_template is None else {"chat_template": chat_template}
+    folder = preparing.folder_of(kind, Path(), **settings)
+    said = [{"role": role, "content": role} for role in ("user", "assistant")] * turns
+    source = preparing.write_jsonl(Path("chats.jsonl"), [{"messages": said, **columns}])
+    preparing.run(preparation.Request((source,), Path("out"), tokenizer=folder))
+
+
+def megatron(*number: Any, **sizes: int) -> None:
+    """Read files of Megatron with a number of the index changed, (at, form, value), or cut."""
+    preparing.write_megatron(Path("c"), [[5, 6, 7], [8], [9, 10, 11, 12], [13]])
+    for ending in ("idx", "bin"):
+        content = bytearray(Path(f"c.{ending}").read_bytes())
+        if number and ending == "idx":
+            at, form, value = number
+            struct.pack_into(form, content, at, value)
+        Path(f"c.{ending}").write_bytes(content[: sizes.get(ending)])
+    indexed.MegatronIds(Path("c"), "data.path").begins()
 
 
 def opened() -> object:
     """The tokens that have been prepared."""
     return sources.token_datasets(Path("out"), 16, validate=False)
+
+
+def exported() -> object:
+    """The tokenizer of the tokens that have been prepared."""
+    data = configure(None, ["data.source=tokens", "data.path=out"]).data
+    return tokenizers.exported_tokenizer(
+        data, "tokens", sources.read_sidecar(Path("out"), "").train.digest
+    )
 
 
 def described(**values: Any) -> object:

@@ -15,6 +15,7 @@ import pytest
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request, prepare
 from axsparse.data.token_file import Sidecar
+from axsparse.data.tokenizers import byte_tokenizer
 from axsparse.runtime.console import Console
 
 LINE = "The cat sat on the mat, and the dog did not.\n"
@@ -92,3 +93,42 @@ def write_megatron(stem: Path, documents: Sequence[Sequence[int]], code: int = 8
     arrays = (lengths, begins.astype("<i8"), numbers)
     Path(f"{stem}.idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
     return stem
+
+
+# -- chats ----------------------------------------------------------------------------------
+
+TURN = "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}"
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+MARKED = (
+    "{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ m['content'] + '<|im_end|>' + '\n' }}{% endif %}"
+)
+FORGETS = TURN + "{{ '!' if loop.last and m['role'] == 'assistant' else '' }}"
+REFUSES = "{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + TURN
+TEMPLATES = {"plain": TURN, "marked": MARKED, "forgets": FORGETS, "refuses": REFUSES, "none": None}
+
+
+def template_of(turn: str) -> str:
+    """The template of all messages, each of which has this turn."""
+    return f"{{% for m in messages %}}{turn}{{% endfor %}}{ASKS}"
+
+
+def folder_of(kind: str, root: Path, **changed: Any) -> Path:
+    """A tokenizer of bytes, whose end of a text is 0, with two words more and a template, and with
+    some settings changed."""
+    pytest.importorskip("transformers", reason="no transformers: pip install 'axsparse[test]'")
+    files = byte_tokenizer(0).files(512)
+    tokenizer, settings = files["tokenizer.json"], files["tokenizer_config.json"]
+    for number, name in enumerate(("<|im_start|>", "<|im_end|>"), 256):
+        word = {**tokenizer["added_tokens"][0], "id": number, "content": name}
+        tokenizer["added_tokens"].append(word)
+        tokenizer["model"]["vocab"][name] = number
+    if (turn := TEMPLATES[kind]) is not None:
+        settings["chat_template"] = template_of(turn)
+    settings |= changed
+    folder = root / kind
+    folder.mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    return folder
