@@ -139,20 +139,6 @@ def test_the_version_is_the_packages(axsparse: Axsparse) -> None:
     assert axsparse("--version") == (0, f"axsparse {ax.__version__}\n", "")
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["tran"], "no command 'tran'; did you mean train? see axsparse --help"),
-        (["help", "tran"], "no command 'tran'; did you mean train? see axsparse --help"),
-        (["xyzzy"], "no command 'xyzzy'; see axsparse --help"),
-    ],
-)
-def test_a_mistyped_command_is_one_line_with_the_nearest(
-    axsparse: Axsparse, words: list[str], line: str
-) -> None:
-    assert axsparse(*words) == (78, "", f"axsparse: error: {line}\n")
-
-
 def test_one_of_many_ranks_speaks(axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_RANK", "1")
 
@@ -161,16 +147,6 @@ def test_one_of_many_ranks_speaks(axsparse: Axsparse, monkeypatch: pytest.Monkey
     assert axsparse("train") == (78, "", "")
     for words in (["plan", "--gpus", "2"], ["submit"], ["data"]):
         assert axsparse(*words) == (0, "", "")
-
-
-@pytest.mark.parametrize("options", [[], ["--steps", "3"], ["--resume", "auto"]])
-def test_training_has_to_be_told_what_to_train(axsparse: Axsparse, options: list[str]) -> None:
-    assert axsparse("train", *options) == (
-        78,
-        "",
-        "axsparse: error: train: nothing says what to train; name a configuration, such as "
-        "--config quickstart.yaml\n",
-    )
 
 
 @pytest.mark.parametrize("name", ax.__all__)

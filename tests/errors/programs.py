@@ -45,7 +45,7 @@ from axsparse.models import layer_cost, model_profile
 from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import open_weights, start_from
-from axsparse.observe import run_report, trace_file
+from axsparse.observe import metrics, run_report, trace_file
 from axsparse.planner import auto_layout, cluster, plan_model
 from axsparse.pruning import criteria, mask_file, targets
 from axsparse.runtime.communication import Transport
@@ -78,6 +78,7 @@ def names() -> dict[str, Any]:
         | {
             "trace_file": trace_file,
             "run_report": run_report,
+            "metrics": metrics,
             "os": os,
             "copy": copy,
             "dataclasses": dataclasses,
