@@ -24,6 +24,7 @@ from axsparse.data import documents as module
 from axsparse.data.chats import Chat
 from axsparse.data.documents import (
     Completion,
+    Content,
     DocumentSource,
     Piece,
     Reading,
@@ -129,39 +130,6 @@ def test_pieces_are_the_usable_documents_however_a_file_is_cut(
 
 # -- JSONL ----------------------------------------------------------------------------------
 
-RECORDS = {
-    b'{"text": "a\\nb", "id": 1}': ("a\nb", None),
-    b'{"id": 1}': ("", "missing field"),
-    b'{"text": null}': ("", "missing field"),
-    b'["text"]': ("", "missing field"),
-    b'{"input_ids": [5], "text": "a"}': ("a", None),
-    b'{"text": ["a"]}': ("", "text that cannot be read"),
-    b'{"input_ids": []}': ("", "empty"),
-    b'{"input_ids": "5"}': ("", "input_ids that cannot be read"),
-    b'{"messages": "hello", "text": null}': ("", "messages that cannot be read"),
-    b'{"text": "x"': ("", "malformed JSON"),
-    b"[" * 100_000: ("", "malformed JSON"),
-    b'{"text": "\xe9"}': ("", "not UTF-8"),
-    b'{"text": "\\ud800"}': ("", "not UTF-8"),
-    b'{"text": " \\n"}': (" \n", "empty"),
-    '{"text": "é"}'.encode(): ("é", None),
-}
-
-
-@pytest.mark.parametrize(
-    ("record", "problem"),
-    [
-        ({"text": 5}, "text that cannot be read (int; give a text, a list of messages or of whole"),
-        ({"text": [1, "a"]}, "text that cannot be read (list of int and str; give a text, a list"),
-        ({"messages": "[]"}, "messages that cannot be read (str; give a list of messages or of wh"),
-        ({"input_ids": [1.0]}, "input_ids that cannot be read (list of float; give a list of mes"),
-    ],
-)
-def test_what_a_record_has_is_told(record: dict[str, Any], problem: str) -> None:
-    [found] = read_json_lines(io.BytesIO(json.dumps(record).encode()), Reading())
-
-    assert (found.problem or "").startswith(problem)
-
 
 @pytest.mark.parametrize("name", ["d.json", "D.JSON", "d.json.gz", "D.JSONL.GZ", "d.jsonl"])
 def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -> None:
@@ -215,112 +183,91 @@ def test_tables_of_text_are_rows_as_datasets_reads_them(name: str, tmp_path: Pat
     )
 
 
-def test_each_record_stands_for_itself() -> None:
-    data = b"\xef\xbb\xbf" + b"\n".join(RECORDS) + b"\n \n"
-
-    found = list(read_json_lines(io.BytesIO(data), Reading()))
-
-    kinds = [s.problem and s.problem.partition(" (")[0] for s in found]
-    assert [*zip([s.text for s in found], kinds, strict=True)] == list(RECORDS.values())
-    assert [s.line for s in found] == [*range(1, len(RECORDS) + 1)]
-    assert all(s.ends for s in found)
-    (named,) = read_json_lines(io.BytesIO(b'{"text": 1, "b": "x"}'), Reading(jsonl_field="b"))
-    assert named.text == "x"
-
-
-def test_a_record_without_a_text_may_have_token_ids_or_messages() -> None:
-    lines = [
-        b'{"input_ids": [5, 6]}',
-        b'{"text": [5, 6], "input_ids": [7]}',
-        b'{"messages": [{"role": "user"}], "input_ids": [5]}',
-    ]
-
-    found = read_json_lines(io.BytesIO(b"\n".join(lines)), Reading())
-
-    assert [(s.text, s.content, s.problem) for s in found] == [
-        ("", content, None) for content in ([5, 6], [5, 6], Chat([{"role": "user"}]))
-    ]
-
-
-def test_a_record_that_has_no_document_says_what_it_has() -> None:
-    lines = [
-        b'{"prompt": "x", "chosen": "y"}',
-        b'{"text": null}',
-        b"[]",
-    ]
-
-    found = read_json_lines(io.BytesIO(b"\n".join(lines)), Reading())
-
-    assert [s.problem for s in found] == [
-        f"missing field (it has {names}, and text, messages, conversations, input_ids, prompt with "
-        "completion are read)"
-        for names in ("chosen, prompt", "text", "none")
-    ]
-
-
 TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 OLDER = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
-
-
-@pytest.mark.parametrize(
-    ("record", "content"),
-    [
-        ({"conversations": OLDER, "id": 3}, Chat(TURNS)),
-        ({"messages": OLDER, "tools": []}, Chat(TURNS, [])),
-        ({"conversations": [{"from": "tool", "value": "x"}]}, Chat([{**TURNS[0], "role": "tool"}])),
-        ({"prompt": "x", "completion": "y"}, Completion("x", "y")),
-        ({"prompt": TURNS[:1], "completion": TURNS[1:]}, Chat(TURNS, prompt=1)),
-        ({"prompt": OLDER[:1], "completion": OLDER[1:]}, Chat(TURNS, prompt=1)),
-        ({"prompt": "p", "messages": TURNS}, Chat(TURNS)),
-        ({"prompt": "x", "completion": ""}, "empty"),
-        ({"prompt": "x", "completion": TURNS}, "prompt and completion that are neither two texts"),
-        ({"prompt": "\ud800", "completion": "x"}, "not UTF-8"),
-    ],
-)
-def test_a_record_means_what_trl_means_by_it(record: dict[str, object], content: object) -> None:
-    (found,) = read_json_lines(io.BytesIO(json.dumps(record).encode()), Reading())
-
-    if isinstance(content, str):
-        assert str(found.problem).startswith(content)
-    else:
-        assert (found.content, found.problem) == (content, None)
-
-
+IDS = {"input_ids": [5, 6, 7, 8, 9]}
+LACKS = "missing field (it has {}, and text, messages, conversations, input_ids, prompt with com"
 PACKED = "several documents packed into a record: name the data before it was packed"
 
 
-@pytest.mark.parametrize(
-    ("columns", "content"),
-    [
-        ({"attention_mask": [0, 1, 1, 1, 0]}, [6, 7, 8]),
-        ({"completion_mask": [0, 0, 1, 1, 1]}, [-6, -7, 7, 8, 9]),
-        ({"assistant_masks": [0, 1, 0, 1, 0]}, [-6, 6, -8, 8, -10]),
-        ({"labels": [-100, 6, 7, 8, 9]}, [-6, 6, 7, 8, 9]),
-        (
-            {
-                "labels": [-100, 6, 7, 8, -100],
-                "attention_mask": [1, 1, 1, 1, 0],
-                "completion_mask": [0, 0, 1, 1, 1],
-                "assistant_masks": [1, 1, 1, 0, 1],
-            },
-            [-6, -7, 7, -9],
-        ),
-        ({"attention_mask": [0] * 5}, "empty"),
-        ({"completion_mask": [1]}, "completion_mask that do not fit the ids"),
-        ({"labels": [1] * 5}, "labels that do not fit the ids"),
-        ({"position_ids": [0, 1, 2, 3, 4], "seq_lengths": [5]}, [5, 6, 7, 8, 9]),
-        ({"position_ids": [0, 1, 0, 1, 2]}, PACKED),
-        ({"seq_lengths": [2, 3]}, PACKED),
-    ],
-)
-def test_padding_is_no_text_and_what_a_mask_leaves_out_is_no_target(
-    columns: dict[str, list[int]], content: list[int] | str
-) -> None:
-    record = json.dumps({"input_ids": [5, 6, 7, 8, 9], **columns}).encode()
+class No(str):
+    """The beginning of the reason why a record cannot be used."""
 
-    (found,) = read_json_lines(io.BytesIO(record), Reading())
 
-    assert (found.problem or found.content) == content
+RECORDS: list[tuple[Any, str | Content | No]] = [
+    ({"text": "a\nb", "id": 1}, "a\nb"),
+    ('{"text": "é"}'.encode(), "é"),
+    ({"input_ids": [5], "text": "a"}, "a"),
+    ({"id": 1}, No(LACKS.format("id"))),
+    ({"prompt": "x", "chosen": "y"}, No(LACKS.format("chosen, prompt"))),
+    ({"text": None}, No(LACKS.format("text"))),
+    (["text"], No(LACKS.format("none"))),
+    ({"text": " \n"}, No("empty")),
+    (b'{"text": "x"', No("malformed JSON")),
+    (b"[" * 100_000, No("malformed JSON")),
+    (b'{"text": "\xe9"}', No("not UTF-8")),
+    ({"text": "\ud800"}, No("not UTF-8")),
+    ({"text": 5}, No("text that cannot be read (int; give a text, a list of messages or")),
+    ({"text": ["a"]}, No("text that cannot be read (list of str; give a text")),
+    ({"text": [1, "a"]}, No("text that cannot be read (list of int and str; give a text")),
+    ({"messages": "[]"}, No("messages that cannot be read (str; give a list of mess")),
+    ({"messages": "hello", "text": None}, No("messages that cannot be read")),
+    ({"input_ids": "5"}, No("input_ids that cannot be read")),
+    ({"input_ids": [1.0]}, No("input_ids that cannot be read (list of float; give a li")),
+    ({"input_ids": []}, No("empty")),
+    # Token ids and messages, as TRL means them.
+    ({"input_ids": [5, 6]}, [5, 6]),
+    ({"text": [5, 6], "input_ids": [7]}, [5, 6]),
+    ({"messages": TURNS, "input_ids": [5]}, Chat(TURNS)),
+    ({"conversations": OLDER, "id": 3}, Chat(TURNS)),
+    ({"messages": OLDER, "tools": []}, Chat(TURNS, [])),
+    ({"conversations": [{"from": "tool", "value": "x"}]}, Chat([{**TURNS[0], "role": "tool"}])),
+    ({"prompt": "x", "completion": "y"}, Completion("x", "y")),
+    ({"prompt": TURNS[:1], "completion": TURNS[1:]}, Chat(TURNS, prompt=1)),
+    ({"prompt": OLDER[:1], "completion": OLDER[1:]}, Chat(TURNS, prompt=1)),
+    ({"prompt": "p", "messages": TURNS}, Chat(TURNS)),
+    ({"prompt": "x", "completion": ""}, No("empty")),
+    ({"prompt": "x", "completion": TURNS}, No("prompt and completion that are neither two")),
+    ({"prompt": "\ud800", "completion": "x"}, No("not UTF-8")),
+    # Padding is no text, and a token that a mask leaves out is no target.
+    ({**IDS, "attention_mask": [0, 1, 1, 1, 0]}, [6, 7, 8]),
+    ({**IDS, "completion_mask": [0, 0, 1, 1, 1]}, [-6, -7, 7, 8, 9]),
+    ({**IDS, "assistant_masks": [0, 1, 0, 1, 0]}, [-6, 6, -8, 8, -10]),
+    ({**IDS, "labels": [-100, 6, 7, 8, 9]}, [-6, 6, 7, 8, 9]),
+    (
+        {
+            **IDS,
+            "labels": [-100, 6, 7, 8, -100],
+            "attention_mask": [1, 1, 1, 1, 0],
+            "completion_mask": [0, 0, 1, 1, 1],
+            "assistant_masks": [1, 1, 1, 0, 1],
+        },
+        [-6, -7, 7, -9],
+    ),
+    ({**IDS, "attention_mask": [0] * 5}, No("empty")),
+    ({**IDS, "completion_mask": [1]}, No("completion_mask that do not fit the ids")),
+    ({**IDS, "labels": [1] * 5}, No("labels that do not fit the ids")),
+    ({**IDS, "position_ids": [0, 1, 2, 3, 4], "seq_lengths": [5]}, [5, 6, 7, 8, 9]),
+    ({**IDS, "position_ids": [0, 1, 0, 1, 2]}, No(PACKED)),
+    ({**IDS, "seq_lengths": [2, 3]}, No(PACKED)),
+]
+
+
+def test_each_record_is_its_document_or_says_why_it_is_none() -> None:
+    lines = [one if isinstance(one, bytes) else json.dumps(one).encode() for one, _ in RECORDS]
+    data = b"\xef\xbb\xbf" + b"\n".join(lines) + b"\n \n"
+
+    found = list(read_json_lines(io.BytesIO(data), Reading()))
+
+    assert [piece.line for piece in found] == [*range(1, len(RECORDS) + 1)]
+    assert all(piece.ends for piece in found)
+    for piece, (record, expected) in zip(found, RECORDS, strict=True):
+        if isinstance(expected, No):
+            assert str(piece.problem).startswith(expected), record
+        else:
+            assert (piece.content or piece.text, piece.problem) == (expected, None), record
+    (named,) = read_json_lines(io.BytesIO(b'{"text": 1, "b": "x"}'), Reading(jsonl_field="b"))
+    assert named.text == "x"
 
 
 def test_a_huge_line_is_passed_over_and_the_next_record_is_found(
@@ -346,9 +293,23 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("ending", ["parquet", "arrow"])
-def test_each_row_is_a_document_and_named_by_its_row(ending: str, tmp_path: Path) -> None:
-    path = write_table(tmp_path / f"a.{ending}", ROWS, batch=2)
+def write_arrow_file(path: Path, rows: list[dict[str, Any]], batch: int) -> Path:
+    """Arrow with a table of contents, which a stream has not."""
+    pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
+    table = pyarrow.Table.from_pylist(rows)
+    with pyarrow.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=batch)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("ending", "write"),
+    [("parquet", write_table), ("arrow", write_table), ("arrow", write_arrow_file)],
+)
+def test_each_row_is_a_document_and_named_by_its_row(
+    ending: str, write: Callable[..., Path], tmp_path: Path
+) -> None:
+    path = write(tmp_path / f"a.{ending}", ROWS, batch=2)
 
     found = pieces_of(path)
 
@@ -356,16 +317,9 @@ def test_each_row_is_a_document_and_named_by_its_row(ending: str, tmp_path: Path
     assert [piece.text for piece in found] == ["one", "", " ", "four\nlines"]
     assert kinds == [None, "missing field", "empty", None]
     assert [piece.place for piece in found] == [f"{path}, row {row}" for row in (1, 2, 3, 4)]
-
-
-def test_arrow_files_with_a_table_of_contents_are_read_as_streams_are(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
-    table = pyarrow.Table.from_pylist(ROWS)
-    with pyarrow.ipc.new_file(str(tmp_path / "a.arrow"), table.schema) as file:
-        file.write_table(table, max_chunksize=2)
-
-    texts = [piece.text for piece in pieces_of(tmp_path / "a.arrow")]
-    assert texts == ["one", "", " ", "four\nlines"]
+    [missing] = pieces_of(path, Reading(jsonl_field="words"))
+    assert missing.place == f"{path}, row 1"
+    assert str(missing.problem).startswith("missing field (it has other, text, and words, messages")
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
@@ -394,18 +348,6 @@ def test_a_text_that_is_not_utf8_leaves_the_others(kind: str, tmp_path: Path) ->
 
     assert [piece.text for piece in found] == ["one", "", "drei é"]
     assert (found[1].place, found[1].problem) == (f"{tmp_path}/a.arrow, row 2", "not UTF-8")
-
-
-def test_a_table_without_the_column_is_named(tmp_path: Path) -> None:
-    path = write_table(tmp_path / "a.parquet", ROWS)
-
-    assert [(p.place, p.problem) for p in pieces_of(path, Reading(jsonl_field="words"))] == [
-        (
-            f"{path}, row 1",
-            "missing field (it has other, text, and words, messages, conversations, input_ids, "
-            "prompt with completion are read)",
-        )
-    ]
 
 
 def test_keys_that_other_messages_have_are_not_none_in_a_table(tmp_path: Path) -> None:

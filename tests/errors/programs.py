@@ -430,7 +430,7 @@ def exported() -> object:
     """The tokenizer of the tokens that have been prepared."""
     data = configure(None, ["data.source=tokens", "data.path=out"]).data
     return tokenizers.exported_tokenizer(
-        data, "tokens", sources.read_sidecar(Path("out"), "").train.digest
+        data, "tokens", token_file.read_sidecar(Path("out"), "").train.digest
     )
 
 
