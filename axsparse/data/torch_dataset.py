@@ -70,7 +70,7 @@ def from_torch(
     has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
     example = "such as a list of what an iterable one yields"
     advice = f"give a data set with __len__ and __getitem__, {example}"
-    with _told(f"from_torch ({name}): its length cannot be read", advice):
+    with _rejecting(f"from_torch ({name}): its length cannot be read", advice):
         length = len(dataset) if has_members else 0
     if not length:
         raise DataError(f"from_torch ({name}): it has no length, or no sample; {advice}")
@@ -158,7 +158,9 @@ class TorchSamples:
         except UNFIT:
             advice = "give pairs of tensors of equal shapes, or a collate_fn that makes a batch"
             for last, sample in enumerate(indices):
-                with _told(f"from_torch ({self.name}): sample {sample} cannot be collated", advice):
+                with _rejecting(
+                    f"from_torch ({self.name}): sample {sample} cannot be collated", advice
+                ):
                     self.collate_fn(samples[: last + 1])
             raise
 
@@ -167,7 +169,7 @@ class TorchSamples:
 
 
 @contextmanager
-def _told(what: str, advice: str) -> Iterator[None]:
+def _rejecting(what: str, advice: str) -> Iterator[None]:
     """DataError for what Python and torch raise about a length or a sample that does not fit."""
     try:
         yield
