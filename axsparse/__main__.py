@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from axsparse.cli.parser import COMMANDS, CommandParser, reject, run_command, say
+from axsparse.runtime.process import interrupt
 from axsparse.runtime.provenance import __version__
 
 
@@ -28,12 +29,9 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if word == "help" and rest:
         word, rest = rest[0], [*rest[1:], "--help"]
     if word in COMMANDS:
-        interrupted = signal.getsignal(signal.SIGINT)
-        if interrupted is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends silently what loads
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, interrupt)
         module = import_module(COMMANDS[word].module)
-        if interrupted is signal.default_int_handler:
-            signal.signal(signal.SIGINT, interrupted)
         if hasattr(module, "main"):
             module.main(rest)
         run_command(module.parser(), rest)

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -46,6 +47,7 @@ def parser() -> CommandParser:
 def main(argv: Sequence[str]) -> NoReturn:
     """Examine, print, and end the process; all ranks of a launcher call this together."""
     arguments = parser().parse_args(argv)
+    signal.signal(signal.SIGINT, process.leave_at_interrupt)
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.connection import connect
     from axsparse.runtime.exchange import gather_texts

@@ -148,18 +148,18 @@ def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
     """Do the work of a command on the one rank that speaks, and end the process.
 
     The exit code is 0, or the AxsparseError's that the work raises, whose message becomes one line.
-    Ctrl-C exits with 130, after the line that a default of the parser, `interrupted`, has.
+    Ctrl-C exits with 130; a default of the parser, `interrupted`, is the line.
     """
-    interrupted = None
+    interrupted = "interrupted"
     try:
         if speaks():
             arguments = parser.parse_args(argv or (["--help"] if parser.subcommands else []))
-            interrupted = getattr(arguments, "interrupted", None)
+            interrupted = getattr(arguments, "interrupted", interrupted)
             arguments.work(arguments)
     except AxsparseError as error:
         exit_process(error.exit_code, f"error: {error}")
     except KeyboardInterrupt:
-        exit_process(EXIT_INTERRUPTED, interrupted and f"error: {interrupted}")
+        exit_process(EXIT_INTERRUPTED, f"error: {interrupted}")
     exit_process()
 
 

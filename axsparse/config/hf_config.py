@@ -280,12 +280,18 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     try:
         settings = configs[kind].from_dict(dict(theirs))
         text = settings.get_text_config()
-        text_kind = text.model_type
     except Exception as reason:
         raise DataError(
             f"{where}: transformers {version} refuses it: {' '.join(str(reason).split())[:200]}; "
             "get it anew"
         ) from reason
+    text_kind = getattr(text, "model_type", None)
+    if text_kind is None:
+        part = next(name for name in theirs if getattr(settings, name, None) is text)
+        raise DataError(
+            f"{where}: {part} is {shown(text)}, which a {kind} does not have; leave it out, or set "
+            "the model_type that has it"
+        )
     if has_others(settings) and not (kind in images and text_kind in causal):
         raise DataError(
             f"{where}: transformers has no causal language model of the text model in {kind} "

@@ -319,12 +319,14 @@ def entries(
     """
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{here}: not a mapping; write `key: value` lines")
+    _reject_tag(node, here)
     lines: dict[str, int] = {}
     for key_node, value in node.value:
         line = key_node.start_mark.line + 1
         origin = f"{file}:{line}"
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{origin}: a list or section cannot be a key; write a name")
+        _reject_tag(key_node, origin)
         key = prefix + key_node.value
         check(key, origin)
         if key in lines:
@@ -333,6 +335,12 @@ def entries(
             )
         lines[key] = line
         yield key, origin, value
+
+
+def _reject_tag(node: yaml.Node, here: str) -> None:
+    """ConfigError for a tag such as `!mine`, of which nobody makes a value here."""
+    if not node.tag.startswith(YAML_TAG):
+        raise ConfigError(f"{here}: not YAML: the tag {show(node.tag)} is unknown; leave it out")
 
 
 def _reject_unknown(key: str, origin: str) -> None:

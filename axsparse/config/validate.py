@@ -177,6 +177,7 @@ def check_rounds(loaded: Config, config: Config) -> None:
     begin, until, every = pruning.at_step, pruning.until_step, pruning.interval
     assert until != "auto"
     end = f"pruning.until_step {until}"
+    often = "step" if every == 1 else f"{every} steps"
     if loaded.pruning.until_step == "auto":
         end += f" (auto, by train.steps {config.train.steps})"
     if pruning.method in ("gradual", "iterative") and begin + every > until:
@@ -188,7 +189,7 @@ def check_rounds(loaded: Config, config: Config) -> None:
     last = first + DISTANCES * every
     if pruning.method == "early-bird" and last > until:
         raise ConfigError(
-            f"{where}: {DISTANCES + 1} looks, one every {every} steps from step {first} on (after "
+            f"{where}: {DISTANCES + 1} looks, one every {often} from step {first} on (after "
             f"warm-up and pruning.at_step), end at {last}, after {end}; "
             "look more often, or search longer"
         )

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import EXIT_INTERRUPTED, ConfigError
 
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 """An MPI launcher sets one of these environment variables in every process, to its rank."""
@@ -184,6 +185,23 @@ def exit_at_once(code: int) -> NoReturn:
     """End this process from any thread, although a stream or MPI hangs: nothing is flushed."""
     leave: Callable[[int], NoReturn] = AT_ONCE["_exit"]
     leave(code)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C by a KeyboardInterrupt, but leave at once while a module loads: loaders in C
+    may continue without what the exception has left out."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            leave_at_interrupt(number, frame)
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def leave_at_interrupt(*_: object) -> NoReturn:
+    """Handle Ctrl-C by a line and the end of this process."""
+    if speaks():
+        write_line("error: interrupted")
+    exit_at_once(EXIT_INTERRUPTED)
 
 
 def exit_in_c(code: object) -> None:

@@ -39,7 +39,7 @@ def test_exit_codes_and_lines_follow_from_what_the_work_does(
     line = "axsparse: error: a.yaml: no such file; name an existing one\n"
     assert ended(lambda _: print("done"), capsys) == (0, "done\n", "")
     assert ended(missing, capsys) == (66, "", line)
-    assert ended(interrupt, capsys) == (130, "", "")
+    assert ended(interrupt, capsys) == (130, "", "axsparse: error: interrupted\n")
     with pytest.raises(ZeroDivisionError):  # a mistake of the program keeps its traceback
         run_command(CommandParser(lambda _: print(1 / 0)), [])
     monkeypatch.setenv("PMI_RANK", "1")

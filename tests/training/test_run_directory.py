@@ -34,7 +34,6 @@ from axsparse.training.run_directory import (
     open_run_dir,
     rewind_metrics,
 )
-from axsparse.training.trainer import Trainer
 
 
 def loaded(run_dir: Path | str = "auto", steps: int = 9) -> Config:
@@ -300,27 +299,32 @@ def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(
     assert not os.path.lexists(checkpoint(run, 4)) and (tmp_path / "disk-4").is_dir()
 
 
-def test_a_run_whose_directory_was_moved_ends_at_its_next_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_a_run_whose_directory_was_moved_ends_at_its_next_checkpoint(
+    is_begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moved before the folder of the checkpoint is made, or after that."""
     run, there = tmp_path / "run", tmp_path / "elsewhere"
     run.mkdir()
     config = tiny_config(train={"steps": 4}, checkpoint={"every": 2})
+    check, begin = RunMark.check, checkpoint_folder.begin
 
-    def move(trainer: Trainer) -> None:
-        saver = trainer._saver
-        assert saver is not None
-        start = saver.start
+    def moved_before_the_last(mark: RunMark) -> None:
+        if checkpoint(run, 2).is_dir() and not is_begun:
+            run.rename(there)
+        check(mark)
 
-        def moved_before_the_last(progress: Progress) -> None:
-            if progress.step == 4:
-                saver.finish()  # the checkpoint before
-                run.rename(there)
-            start(progress)
+    def moved_after(folder: Path, step: int) -> None:
+        begin(folder, step)
+        if step == 4 and is_begun:
+            run.rename(there)
 
-        saver.start = moved_before_the_last  # type: ignore[method-assign]
-
+    monkeypatch.setattr(RunMark, "check", moved_before_the_last)
+    monkeypatch.setattr(checkpoint_folder, "begin", moved_after)
     mark = RunMark.of(run)
     with pytest.raises(OutputError, match="run is not the directory of this run any more"):
-        ran((1, 1), config, run, look=move)
+        ran((1, 1), config, run)
+    monkeypatch.undo()
 
     assert not run.exists()
     run.mkdir()

@@ -260,7 +260,11 @@ class Saver:
         try:
             with self._writing(path):
                 return work.result()
-        except MissingInputError as reason:
+        except (OutputError, MissingInputError) as reason:
+            if self._mark is not None:
+                self._mark.check()  # whether all of the directory is gone
+            if isinstance(reason, OutputError):
+                raise
             raise OutputError(f"{reason}; it was written a moment ago") from reason
 
     def _writing(self, path: Path) -> AbstractContextManager[None]:
