@@ -45,39 +45,30 @@ if TYPE_CHECKING:
     from axsparse.training.run_sources import tokens as tokens
     from axsparse.training.trainer import Trainer as Trainer
 
-# The module that defines each public name.
 _HOMES = {
-    "ArrayDataset": "axsparse.data.dataset",
-    "Blend": "axsparse.data.sources",
-    "Config": "axsparse.config.schema",
-    "Dataset": "axsparse.data.dataset",
-    "Datasets": "axsparse.data.dataset",
-    "Hyper": "axsparse.samo.optim.optimizer",
-    "Layer": "axsparse.models.layer",
-    "Model": "axsparse.models.layer",
-    "Optimizer": "axsparse.samo.optim.optimizer",
-    "StartValues": "axsparse.models.layer",
-    "StateBlock": "axsparse.samo.optim.optimizer",
-    "Tie": "axsparse.models.layer",
-    "TokenDataset": "axsparse.data.dataset",
-    "TpStyle": "axsparse.models.layer",
-    "Trainer": "axsparse.training.trainer",
-    "accelerate": "axsparse.samo.pruned_weight",
-    "configure": "axsparse.config.load",
-    "count_top1": "axsparse.models.layer",
-    "export": "axsparse.training.export",
-    "from_module": "axsparse.models.own_forward",
-    "from_sequential": "axsparse.models.sequential",
-    "from_torch": "axsparse.data.torch_dataset",
-    "hf": "axsparse.training.run_sources",
-    "load_pruned": "axsparse.training.load_pruned",
-    "load": "axsparse.training.export",
-    "named_model": "axsparse.models.zoo.model_registry",
-    "open_weights": "axsparse.models.start_weights",
-    "plan_for": "axsparse.planner.plan_model",
-    "start_from": "axsparse.models.start_weights",
-    "tokens": "axsparse.training.run_sources",
+    name: f"axsparse.{module}"
+    for module, names in {
+        "config.load": ("configure",),
+        "config.schema": ("Config",),
+        "data.dataset": ("ArrayDataset", "Dataset", "Datasets", "TokenDataset"),
+        "data.sources": ("Blend",),
+        "data.torch_dataset": ("from_torch",),
+        "models.layer": ("Layer", "Model", "StartValues", "Tie", "TpStyle", "count_top1"),
+        "models.own_forward": ("from_module",),
+        "models.sequential": ("from_sequential",),
+        "models.start_weights": ("open_weights", "start_from"),
+        "models.zoo.model_registry": ("named_model",),
+        "planner.plan_model": ("plan_for",),
+        "samo.optim.optimizer": ("Hyper", "Optimizer", "StateBlock"),
+        "samo.pruned_weight": ("accelerate",),
+        "training.export": ("export", "load"),
+        "training.load_pruned": ("load_pruned",),
+        "training.run_sources": ("hf", "tokens"),
+        "training.trainer": ("Trainer",),
+    }.items()
+    for name in names
 }
+"""The module that defines each public name."""
 __all__ = ["__version__", *sorted(_HOMES)]
 limit_threads(os.environ)  # here, before anything loads torch
 

@@ -38,11 +38,7 @@ MOST_FUNCTION_LINES = 60
 MOST_PARAMETERS = 6
 REASON = "Reason:"
 """Begins the comment above a longer function, or one of more parameters."""
-MPI_MODULES = {
-    "runtime.connection",
-    "runtime.mpi.mpi_communication",
-    "runtime.mpi.mpi_transport",
-}
+MPI_MODULES = {"runtime.connection", "runtime.mpi.mpi_communication", "runtime.mpi.mpi_transport"}
 
 
 def import_order() -> dict[str, int]:
@@ -234,11 +230,7 @@ def test_no_step_waits_for_a_whole_device() -> None:
         if isinstance(node, ast.Attribute) and node.attr == "synchronize"
     }
 
-    assert waiting == {
-        "runtime.gpu.device",
-        "training.placement",
-        "training.run_recorder",
-    }
+    assert waiting == {"runtime.gpu.device", "training.placement", "training.run_recorder"}
 
 
 def test_nothing_is_timed_by_a_clock_that_may_be_set() -> None:

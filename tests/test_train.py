@@ -158,8 +158,7 @@ def test_ranks_that_only_train_load_no_compiler_and_no_algebra(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stages"),
-    by_default([(4, 2)], [(2, 2), (3, 1), (4, 2), (6, 2)]),
+    ("ranks", "stages"), by_default([(4, 2)], [(2, 2), (3, 1), (4, 2), (6, 2)])
 )
 def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, train: Train) -> None:
     run, alone = train(ranks, "--set", f"layout.g_inter={stages}"), train(1, *ONE_STAGE)

@@ -571,11 +571,7 @@ class _Encoder:
 
 class _Writer:
     def __init__(
-        self,
-        folder: Path,
-        splits: Sequence[Split],
-        encoder: _Encoder,
-        files: contextlib.ExitStack,
+        self, folder: Path, splits: Sequence[Split], encoder: _Encoder, files: contextlib.ExitStack
     ) -> None:
         """Opens the files, which `files` closes, at the progress that was recorded last."""
         self._path = folder / PROGRESS

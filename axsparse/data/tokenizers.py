@@ -444,11 +444,7 @@ def byte_tokenizer(separator: int) -> ExportedTokenizer:
         ],
         "pre_tokenizer": {**by_bytes, "use_regex": True},
         "decoder": {**by_bytes, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {**vocabulary, SEPARATOR: separator},
-            "merges": [],
-        },
+        "model": {"type": "BPE", "vocab": {**vocabulary, SEPARATOR: separator}, "merges": []},
     }
     return ExportedTokenizer(tokenizer, SEPARATOR, separator)
 

@@ -225,30 +225,29 @@ def _colours(runs: Sequence[RunView]) -> dict[str, str]:
 # -- charts -------------------------------------------------------------------------------
 
 
-def _of_steps(
-    runs: Sequence[RunView], name: str, change: Callable[[float], float | None] = float
+def _curves(
+    runs: Sequence[RunView],
+    name: str,
+    change: Callable[[float], float | None] = float,
+    *,
+    validation: bool = False,
 ) -> list[Curve]:
+    """A curve of each run, over its steps or its evaluations."""
     curves = []
     for run, colour in zip(runs, SERIES_COLOURS, strict=False):
-        values = [(step_of(record), number(record, name)) for record in run.records.steps]
-        points = [(x, None if y is None else change(y)) for x, y in values]
-        curves.append(Curve(run.name, thinned(points, _most(MOST_POINTS, runs)), colour))
+        records = run.records.evaluations if validation else run.records.steps
+        values = [(step_of(record), number(record, name)) for record in records]
+        points = thinned(
+            [(x, None if y is None else change(y)) for x, y in values], _most(MOST_POINTS, runs)
+        )
+        title = f"{run.name} validation" if validation else run.name
+        curves.append(Curve(title, points, colour, is_dashed=validation, is_marked=validation))
     return curves
-
-
-def _of_evaluations(runs: Sequence[RunView], name: str) -> list[Curve]:
-    evaluated = [
-        replace(run, records=replace(run.records, steps=run.records.evaluations)) for run in runs
-    ]
-    return [
-        replace(curve, name=f"{curve.name} validation", is_dashed=True, is_marked=True)
-        for curve in _of_steps(evaluated, name)
-    ]
 
 
 def training_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
     """Loss, perplexity, metrics, learning rate, norm of the gradient, loss scale and rate."""
-    steps, evaluations = partial(_of_steps, runs), partial(_of_evaluations, runs)
+    steps, evaluations = partial(_curves, runs), partial(_curves, runs, validation=True)
     skipped = {step_of(r) for run in runs for r in run.records.steps if r.get("skipped")}
     crosses = sorted(skipped)[:: max(1, len(skipped) // _most(MOST_POINTS, runs))]
     records = [record for run in runs for record in run.records.evaluations]
@@ -314,7 +313,7 @@ def memory_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
         known = [v for run in runs for r in run.records.steps if (v := number(r, name))]
         units = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
         scale, unit = next(u for u in units if max(known, default=0.0) >= u[0] or u[0] == 1)
-        curves = _of_steps(runs, name, (1 / scale).__mul__)
+        curves = _curves(runs, name, (1 / scale).__mul__)
         planned = []
         for run in runs if name == "peak_memory_bytes" else ():
             for record in run.records.plans[-1:]:

@@ -27,11 +27,12 @@ from axsparse.planner.layout_search import (
     Layout,
     Rejection,
     SearchRequest,
+    WeightWay,
     split_layers,
     try_layouts,
 )
 from axsparse.planner.profiled_model import ProfiledModel
-from axsparse.planner.stage_memory import MemoryBudget, of_memory
+from axsparse.planner.stage_memory import UNLIMITED, MemoryBudget, of_memory
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -97,10 +98,12 @@ def chosen_layout(
     return found
 
 
-def fitting_row(model: ProfiledModel, grid: Grid, budget: MemoryBudget) -> Candidate | None:
+def fitting_row(
+    model: ProfiledModel, grid: Grid, budget: MemoryBudget, cluster: Cluster | None = None
+) -> Candidate | None:
     """The row of a given layout in a limited memory, by which `pipeline.extra_in_flight: auto` and
     `samo.weights: auto` are decided; None if nothing fits."""
-    machine = replace(machine_of(None), overhead_bytes=budget.overhead)
+    machine = replace(machine_of(cluster), overhead_bytes=budget.overhead)
     request = run_request(model, machine, grid.size, [grid.g_inter], budget.nbytes)
     rows, _ = try_layouts(replace(request, g_tensor=grid.g_tensor))
     return rows[0] if rows else None
@@ -236,14 +239,16 @@ def run_request(
     the tensor-parallel ranks of the configuration, in `rank_budget` bytes a rank. `stages` are the
     numbers to try; None: all."""
     config, pipeline = model.config, model.config.pipeline
-    is_open = config.samo.weights == "auto" and model.is_pruned
-    may_gather = config.samo.zero_stage == "auto" and config.samo.weights != "dense"
+    others: dict[WeightWay, ProfiledModel] = {}
+    if model.is_pruned and config.samo.weights == "auto":
+        others["sparse"] = model.with_values({"samo.weights": "sparse"})
+    if model.is_pruned and config.samo.zero_stage == "auto" and config.samo.weights != "dense":
+        others["gathered"] = model.with_values(GATHERED)
     extra = pipeline.extra_in_flight
     tried = (DEFAULT_EXTRA_IN_FLIGHT, 0) if extra == "auto" else (extra,)
     return SearchRequest(
         model=model,
-        sparse=model.with_values({"samo.weights": "sparse"}) if is_open else None,
-        gathered=model.with_values(GATHERED) if may_gather and model.is_pruned else None,
+        others=others,
         cluster=cluster,
         gpus=ranks,
         global_batch_size=config.batch.global_batch_size,
@@ -291,8 +296,8 @@ class Prediction:
 
 def predict(model: ProfiledModel, grid: Grid, cluster: Cluster | None) -> Prediction:
     """Of a run whose layout and pipeline are decided, whatever memory there is."""
-    request = run_request(model, machine_of(cluster), grid.size, [grid.g_inter], math.inf)
-    [row], _ = try_layouts(replace(request, g_tensor=grid.g_tensor))
+    row = fitting_row(model, grid, UNLIMITED, cluster)
+    assert row is not None, "there is no limit"
     # The fullest stage while no checkpoint is being written.
     peak = max(stage.total - stage.checkpoint for stage in row.memory)
     return Prediction(peak, None if cluster is None else row.seconds, max(row.sum_bytes))

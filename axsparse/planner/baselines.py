@@ -33,10 +33,7 @@ class Baseline:
 
 
 def baselines(
-    dense: ProfiledModel,
-    layout: Layout,
-    loads: Sequence[StageLoad],
-    request: SearchRequest,
+    dense: ProfiledModel, layout: Layout, loads: Sequence[StageLoad], request: SearchRequest
 ) -> list[Baseline]:
     """The dense memory of a device, for comparison with a plan of this layout and these stages."""
     gpus, overhead = request.gpus, request.cluster.overhead_bytes

@@ -82,12 +82,9 @@ class SearchRequest:
     """A search request to the planner: the model, the devices, and the layouts to try."""
 
     model: ProfiledModel
-    sparse: ProfiledModel | None = None
-    """The same training with pruned weights that are sparse at rest, an option next to `model`;
-    None: weights are stored as `model` says."""
-    gathered: ProfiledModel | None = None
-    """The same training with replicas that gather sparse weights, which is tried where nothing else
-    fits; None: they do not."""
+    others: Mapping[WeightWay, ProfiledModel] = field(default_factory=dict)
+    """The same training with pruned weights stored in other ways that are open; `gathered` is tried
+    where nothing else fits."""
     cluster: Cluster
     gpus: int
     """Number of devices, all of which a layout uses."""
@@ -257,31 +254,22 @@ def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list
         return rows, [Rejection(grid.g_inter, grid.g_data, None, why)]
     rejected: list[Rejection] = []
     for size in request.sizes(grid.g_data):
-        tried = _try_ways(request, grid, size)
-        fitting = [each for each in tried if isinstance(each, Candidate)]
+        fitting: list[Candidate] = []
+        for weights, model in {"dense": request.model, **request.others}.items():
+            if weights == "gathered" and (fitting or grid.g_data == 1):
+                continue
+            found = _try_size(replace(request, model=model), grid, size, weights)
+            if isinstance(found, Candidate):
+                fitting.append(found)
+            else:
+                rejection = found
         rows += fitting
         if fitting:
             continue
-        rejected += [each for each in tried[-1:] if isinstance(each, Rejection)]
+        rejected.append(rejection)
         if request.microbatch_sizes is None:
             break  # larger microbatches need more memory
     return rows, rejected
-
-
-def _try_ways(request: SearchRequest, grid: Grid, size: int) -> list[Candidate | Rejection]:
-    """One grid at one microbatch size, with pruned weights stored in every way that is open, the
-    faster first."""
-    ways: list[tuple[WeightWay, ProfiledModel | None]] = [
-        ("dense", request.model),
-        ("sparse", request.sparse),
-        ("gathered", request.gathered if grid.g_data > 1 else None),
-    ]
-    tried: list[Candidate | Rejection] = []
-    for weights, model in ways:
-        fits = any(isinstance(each, Candidate) for each in tried)
-        if model is not None and not (weights == "gathered" and fits):
-            tried.append(_try_size(replace(request, model=model), grid, size, weights))
-    return tried
 
 
 def _impossible(request: SearchRequest, grid: Grid) -> str | None:
@@ -344,10 +332,7 @@ def split_layers(
 
 
 def _row(
-    request: SearchRequest,
-    layout: Layout,
-    loads: Sequence[StageLoad],
-    weights: WeightWay,
+    request: SearchRequest, layout: Layout, loads: Sequence[StageLoad], weights: WeightWay
 ) -> Candidate:
     model, cluster, grid = request.model, request.cluster, layout.grid
     costs = step_costs(model, loads, cluster, grid, layout.microbatch_size, layout.microbatches)

@@ -107,8 +107,8 @@ class PlannedModel:
                 baselines=baselines(tried.dense, best.layout, best.loads, request),
             )
         # The least memory is that of weights which are sparse at rest, where that is open.
-        model = request.gathered or request.sparse or request.model
-        request = replace(request, model=model, sparse=None, gathered=None)
+        *_, model = request.model, *request.others.values()
+        request = replace(request, model=model, others={})
         least = least_memory(request)
         if least is None:
             raise failed
@@ -132,11 +132,7 @@ class PlannedModel:
         return replace(self, dense=self.dense.with_values(values))
 
     def _request(
-        self,
-        method: Method,
-        cluster: Cluster,
-        gpus: int,
-        microbatch_sizes: Sequence[int] | None,
+        self, method: Method, cluster: Cluster, gpus: int, microbatch_sizes: Sequence[int] | None
     ) -> SearchRequest:
         config = self.config
         stages, rank_budget = self._stages(gpus), self.rank_budget(cluster)
@@ -177,10 +173,7 @@ class PlannedModel:
 
 
 def planned_model(
-    config: Config,
-    cluster: Cluster,
-    model: Model | None = None,
-    score: Score | None = None,
+    config: Config, cluster: Cluster, model: Model | None = None, score: Score | None = None
 ) -> PlannedModel:
     """Profile the model of a configuration, or another one, for a plan on this cluster.
 

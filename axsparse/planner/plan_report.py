@@ -9,7 +9,6 @@ from typing import Any
 
 from axsparse.config.section import counted
 from axsparse.planner.baselines import PAPER, Baseline
-from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout_search import WAYS, Candidate, Layout, Plan, Rejection, SearchRequest
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_cost import STEP_PHASES
@@ -35,8 +34,7 @@ def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
             for plan in plans
         ]
         yield ""
-        yield from table(_baseline_cells(own, last.baselines, last.request.rank_budget))
-        yield _baseline_remark(last.recommended.layout, last.request.cluster)
+        yield from _baseline_lines(own, last.baselines, last.recommended.layout, last.request)
     for plan in plans:
         yield ""
         yield from _of_one(plan)
@@ -51,9 +49,8 @@ def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
     least, request = refusal.least, refusal.request
     yield refusal.answer
     yield ""
-    own = f"{request.method}, {least.layout.grid}", least.nbytes
-    yield from table(_baseline_cells([own], refusal.baselines, request.rank_budget))
-    yield _baseline_remark(least.layout, request.cluster)
+    own = [(f"{request.method}, {least.layout.grid}", least.nbytes)]
+    yield from _baseline_lines(own, refusal.baselines, least.layout, request)
     yield ""
     yield "rejected, with the work of the stages balanced:"
     yield from rejections(refusal.rejected)
@@ -70,29 +67,28 @@ def answer(plan: Plan) -> str:
     return f"fits: {best.layout.grid}, {used} of {rank_budget} GB{stored}{recomputed}"
 
 
-def _baseline_cells(
-    own: Sequence[tuple[str, float]], others: Sequence[Baseline], rank_budget: float
-) -> list[dict[str, str]]:
-    """The memory of a device by `own` plans and by other ways of training, as texts by column."""
+def _baseline_lines(
+    own: Sequence[tuple[str, float]],
+    others: Sequence[Baseline],
+    layout: Layout,
+    request: SearchRequest,
+) -> Iterator[str]:
+    """The memory of a device by `own` plans and by other ways of training."""
+    budget, overhead = request.rank_budget, gigabytes(request.cluster.overhead_bytes)
     named = [(name, "by plan", nbytes) for name, nbytes in own]
     named += [(each.name, each.formula, each.nbytes) for each in others]
-    return [
+    yield from table(
         {
             "": name,
             "GB a device": gigabytes(nbytes),
-            f"fits {short(rank_budget)}": "yes" if nbytes <= rank_budget else "no",
+            f"fits {short(budget)}": "yes" if nbytes <= budget else "no",
             STATE: formula,
         }
         for name, formula, nbytes in named
-    ]
-
-
-def _baseline_remark(layout: Layout, cluster: Cluster) -> str:
-    """The note on the contents of the figures of other ways of training."""
-    return (
+    )
+    yield (
         f"dense: formulas of the ZeRO paper ({PAPER}), activations of microbatches of "
-        f"{layout.microbatch_size} and {gigabytes(cluster.overhead_bytes)} GB of overhead; no "
-        "buffers"
+        f"{layout.microbatch_size} and {overhead} GB of overhead; no buffers"
     )
 
 

@@ -111,11 +111,7 @@ def step_costs(
 
 
 def stage_seconds(
-    model: ProfiledModel,
-    load: StageLoad,
-    cluster: Cluster,
-    microbatch_size: int,
-    g_tensor: int = 1,
+    model: ProfiledModel, load: StageLoad, cluster: Cluster, microbatch_size: int, g_tensor: int = 1
 ) -> StageSeconds:
     """The seconds of a microbatch's forward and backward through one stage of N tensor-parallel
     ranks."""
@@ -272,11 +268,7 @@ class StepRun:
 
 
 def simulate_step(
-    costs: StepCosts,
-    cluster: Cluster,
-    grid: Grid,
-    schedule: Schedule,
-    microbatches: int,
+    costs: StepCosts, cluster: Cluster, grid: Grid, schedule: Schedule, microbatches: int
 ) -> StepRun:
     """Play one step of `microbatches` a replica.
 

@@ -10,12 +10,7 @@ from functools import cache
 
 from axsparse.config.section import counted
 from axsparse.planner.baselines import Baseline
-from axsparse.planner.layout_search import (
-    Layout,
-    Rejection,
-    SearchRequest,
-    split_layers,
-)
+from axsparse.planner.layout_search import Layout, Rejection, SearchRequest, split_layers
 from axsparse.planner.stage_memory import StageLoad
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid

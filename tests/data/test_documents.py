@@ -279,7 +279,7 @@ def test_a_huge_line_is_passed_over_and_the_next_record_is_found(
     found = read_json_lines(io.BytesIO(data), Reading(max_line=30))
 
     assert [(s.line, s.text, s.problem) for s in found] == [
-        *((1, "", "huge line"), (2, "y", None), (3, "", "huge line")),
+        *((1, "", "huge line"), (2, "y", None), (3, "", "huge line"))
     ]
 
 

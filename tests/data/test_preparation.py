@@ -102,9 +102,7 @@ def test_words_of_a_tokenizer_that_no_text_has_need_no_rows(library: Path, tmp_p
     assert training.vocab_size <= 300
 
 
-def test_a_fraction_of_the_documents_is_held_out_and_equal_ones_fall_alike(
-    tmp_path: Path,
-) -> None:
+def test_a_fraction_of_the_documents_is_held_out_and_equal_ones_fall_alike(tmp_path: Path) -> None:
     texts = [f"document {number}\n" for number in range(1000)] * 2
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
 

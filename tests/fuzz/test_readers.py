@@ -18,13 +18,7 @@ from typing import Any
 import pytest
 import xxhash
 from fuzz.guard import read_or_rejected
-from fuzz.mutations import (
-    bytes_changed,
-    json_changed,
-    json_text,
-    odd_yaml,
-    yaml_changed,
-)
+from fuzz.mutations import bytes_changed, json_changed, json_text, odd_yaml, yaml_changed
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.mask_files import small_mask_file

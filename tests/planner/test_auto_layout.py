@@ -162,15 +162,9 @@ def test_the_layout_follows_from_ranks_and_settings(
 @pytest.mark.parametrize(
     ("pipeline", "expected"),
     [
-        (
-            {},
-            [Schedule("message-driven", extra_in_flight) for extra_in_flight in (1, 0)],
-        ),
+        ({}, [Schedule("message-driven", extra_in_flight) for extra_in_flight in (1, 0)]),
         ({"extra_in_flight": 3}, [Schedule("message-driven", 3)]),
-        (
-            {"schedule": "1f1b"},
-            [Schedule("1f1b", extra_in_flight) for extra_in_flight in (1, 0)],
-        ),
+        ({"schedule": "1f1b"}, [Schedule("1f1b", extra_in_flight) for extra_in_flight in (1, 0)]),
         (
             {"extra_in_flight": 2, "split_backward": True},
             [Schedule("message-driven", 2, split_backward=True)],

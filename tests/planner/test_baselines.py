@@ -25,10 +25,7 @@ def planned(gpus: int, **sections: Any) -> tuple[Plan, int]:
     ("sections", "widths"),
     [
         ({"precision": "bf16"}, (2, 2, 12)),
-        (
-            {"precision": "bf16", "samo": {"zero_stage": 1}},
-            (2, 2, 12),
-        ),
+        ({"precision": "bf16", "samo": {"zero_stage": 1}}, (2, 2, 12)),
         ({"precision": "fp32", "samo": {"gradient": "exact"}}, (4, 4, 8)),
         ({"precision": "bf16", "optimizer": {"name": "sgd"}}, (2, 2, 8)),
     ],

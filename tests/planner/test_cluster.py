@@ -5,13 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from axsparse.planner.cluster import (
-    CONSTANTS,
-    cluster_text,
-    load_cluster,
-    parse_cluster,
-    to_yaml,
-)
+from axsparse.planner.cluster import CONSTANTS, cluster_text, load_cluster, parse_cluster, to_yaml
 
 GOOD = to_yaml(load_cluster("summit"))
 

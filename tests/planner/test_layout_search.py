@@ -66,10 +66,7 @@ def test_every_layout_is_either_a_row_or_rejected_with_a_reason() -> None:
         ),
         (
             {"global_batch_size": 48, "g_inter": [1, 24, 96], "gpus": 96, "microbatch_sizes": [1]},
-            [
-                "96 replicas share a batch of 48",
-                "the model can be cut into 26 stages at most",
-            ],
+            ["96 replicas share a batch of 48", "the model can be cut into 26 stages at most"],
         ),
     ],
 )
@@ -100,13 +97,7 @@ def test_backwards_are_split_where_there_are_several_stages_unless_told(
     asked: bool | None, expected: dict[int, bool]
 ) -> None:
     found = planned(
-        "gpt3_xl",
-        0.1,
-        BIG,
-        gpus=2,
-        global_batch_size=8,
-        microbatch_sizes=[1],
-        split_backward=asked,
+        "gpt3_xl", 0.1, BIG, gpus=2, global_batch_size=8, microbatch_sizes=[1], split_backward=asked
     )
 
     rows = {row.layout.grid.g_inter: row.layout.schedule.split_backward for row in found.rows}

@@ -302,12 +302,7 @@ def config(
     sizes = {"hidden_size": width, "intermediate_size": 264 * width // 96, **others}
     return tiny_config(
         model={**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], **sizes}},
-        pruning={
-            "method": method,
-            "sparsity": 0.6,
-            "calibration_samples": samples,
-            "heal": heal,
-        },
+        pruning={"method": method, "sparsity": 0.6, "calibration_samples": samples, "heal": heal},
         batch={"global_batch_size": 4, "microbatch_size": 2},
         train={"steps": 1},
         precision=precision,
