@@ -284,24 +284,16 @@ def read_tensors(
             "tensors"
         )
     for tensor in (*inputs, targets):
-        if not _fits_layers(tensor, len(samples)):
-            what = type(tensor).__name__
-            if isinstance(tensor, Tensor):
-                kind = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
-                what += f" {tuple(tensor.shape)} of {kind} on {tensor.device}"
-            raise DataError(
-                f"data ({dataset.name}): {len(samples)} samples are read as {what}; give dense "
-                "tensors of real numbers in CPU memory, samples first (of from_torch by a "
-                "collate_fn)"
-            )
+        what = type(tensor).__name__
+        if isinstance(tensor, Tensor):
+            is_dense = tensor.layout == torch.strided and tensor.device.type == "cpu"
+            is_real = not (tensor.is_quantized or tensor.is_complex())
+            if is_dense and is_real and tensor.shape[:1] == (len(samples),):
+                continue
+            kind = f"{tensor.dtype}, {tensor.layout}".replace("torch.", "")
+            what += f" {tuple(tensor.shape)} of {kind} on {tensor.device}"
+        raise DataError(
+            f"data ({dataset.name}): {len(samples)} samples are read as {what}; give dense tensors "
+            "of real numbers in CPU memory, samples first (of from_torch by a collate_fn)"
+        )
     return [*inputs, targets]
-
-
-def _fits_layers(read: object, size: int) -> bool:
-    return (
-        isinstance(read, Tensor)
-        and read.layout == torch.strided
-        and read.device.type == "cpu"
-        and not (read.is_quantized or read.is_complex())
-        and read.shape[:1] == (size,)
-    )

@@ -142,7 +142,7 @@ def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
         if is_huge:
             yield Piece(number, "", problem="huge line")
         elif line.strip():
-            yield _record(number, line, reading.jsonl_field)
+            yield _document(number, line, reading.jsonl_field)
 
 
 def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
@@ -282,19 +282,15 @@ def _decoded(line: int, block: bytearray, ends: bool, problem: str | None) -> Pi
         return Piece(line, "", ends, "not UTF-8")
 
 
-def _record(number: int, line: bytes, field: str) -> Piece:
-    """The document of a JSON record, or why it cannot be used."""
+def _document(number: int, given: object, field: str) -> Piece:
+    """The document of a record, or of its JSON, or why it cannot be used."""
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json.loads(given.decode("utf-8")) if isinstance(given, bytes) else given
     except UnicodeDecodeError:
         return Piece(number, "", problem="not UTF-8")
     except (ValueError, RecursionError):
         return Piece(number, "", problem="malformed JSON")
-    return _document(number, record, field)
-
-
-def _document(number: int, given: object, field: str) -> Piece:
-    record = given if isinstance(given, dict) else {}
+    record = record if isinstance(record, dict) else {}
     values = [record.get(key) for key in (field, *OTHER_FIELDS)]
     value = next((value for value in values if value is not None), None)
     if value is None and all(record.get(key) is not None for key in PAIR):

@@ -22,7 +22,6 @@ from axsparse.data.order import BLOCK, Share, places_of
 from axsparse.data.token_file import (
     WHERE,
     Split,
-    SplitRecord,
     mark_of,
     read_sidecar,
     sample_digest,
@@ -58,17 +57,18 @@ def _token_datasets(config: Config) -> Datasets:
     where = "data.sources" if data.blend else "data.path"
     # The validation parts that `data.validation` replaces are not opened.
     validates = asks and data.validation is None
+    splits: tuple[Split, ...] = ("train", "validation") if validates else ("train",)
     weights = dict(token_sources(data))
-    opened = [_tokens_at(config, Path(path), where, validate=validates) for path in weights]
-    training: Dataset = opened[0][0]
-    held_out = [held for _, held in opened if held is not None]
+    opened = [_tokens_at(config, Path(path), where, splits) for path in weights]
+    training: Dataset = opened[0]["train"]
     if data.blend:
-        training = Blend([part for part, _ in opened], [*weights.values()])
+        training = Blend([parts["train"] for parts in opened], [*weights.values()])
     if not asks:
         return Datasets(training)
     if data.validation is not None:
-        at = Path(data.validation)
-        return Datasets(training, _tokens_at(config, at, "data.validation", validate=False)[0])
+        named = _tokens_at(config, Path(data.validation), "data.validation", ("train",))
+        return Datasets(training, named["train"])
+    held_out = [parts["validation"] for parts in opened if "validation" in parts]
     if not held_out:
         raise ConfigError(
             f"{config.where(where)}: {', '.join(weights)} has no validation part, which "
@@ -81,13 +81,12 @@ def _token_datasets(config: Config) -> Datasets:
 
 
 def _tokens_at(
-    config: Config, path: Path, where: str, *, validate: bool
-) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training and the validation tokens at a path; the latter are None unless `validate`, and
-    if there are none."""
+    config: Config, path: Path, where: str, splits: Sequence[Split]
+) -> dict[Split, TokenDataset]:
+    """The splits that there are of the tokens at a path; files of Megatron are for training."""
     length, separate = sample_length(config), config.data.intra_document_attention
     if not is_megatron(path, where):
-        return token_datasets(path, length, validate=validate, separate=separate, where=where)
+        return token_datasets(path, length, splits, separate=separate, where=where)
     ids = MegatronIds(path, where)
     training = TokenDataset(
         name=f"tokens {path.name}",
@@ -97,30 +96,31 @@ def _tokens_at(
         sequence_length=length,
         separator=ids.begins() if separate else None,
     )
-    return training, None
+    return {"train": training}
 
 
 def token_datasets(
     folder: Path,
     sequence_length: int,
+    splits: Sequence[Split] = ("train", "validation"),
     *,
-    validate: bool,
     separate: bool = False,
     where: str = WHERE,
-) -> tuple[TokenDataset, TokenDataset | None]:
-    """The training and the validation part of a folder that `axsparse data prepare` wrote.
+) -> dict[Split, TokenDataset]:
+    """Those splits that there are of a folder that `axsparse data prepare` wrote.
 
-    The size of each file, and a digest of 64 MiB spread over it, must equal tokens.json's. The
-    validation part is None unless `validate`, and if there is none. `separate`: samples say where
-    documents begin. `where` names the setting in error messages.
+    The size of each file, and a digest of 64 MiB spread over it, must equal tokens.json's.
+    `separate`: samples say where documents begin. `where` names the setting in error messages.
 
     Raises MissingInputError if a file is missing, DataError if it was changed or is too short.
     """
     sidecar = read_sidecar(folder, where)
     dtype = stored(sidecar.dtype)
     suggestion = "copy it again, or prepare the data again"
-
-    def opened(split: Split, record: SplitRecord) -> TokenDataset:
+    found: dict[Split, TokenDataset] = {}
+    for split, record in sidecar.splits():
+        if split not in splits:
+            continue
         path = token_path(folder, split)
         with reading(f"{where}: {path}", suggestion):
             size, expected = path.stat().st_size, record.tokens * dtype.itemsize
@@ -135,7 +135,7 @@ def token_datasets(
                 )
             # A memory map: the ranks of a node share the memory.
             tokens = np.memmap(path, dtype=dtype, mode="r")
-        return TokenDataset(
+        found[split] = TokenDataset(
             name=f"tokens {folder.name} {split}",
             fingerprint=record.digest,
             vocab_size=sidecar.largest_id + 1,
@@ -144,10 +144,7 @@ def token_datasets(
             separator=sidecar.separator if separate else None,
             mark=mark_of(dtype) if sidecar.marked else 0,
         )
-
-    held_out = sidecar.validation if validate else None
-    training = opened("train", sidecar.train)
-    return training, None if held_out is None else opened("validation", held_out)
+    return found
 
 
 class Blend:

@@ -34,14 +34,11 @@ def open_table(
             file.seek(0)
             table = (pyarrow.ipc.open_stream if is_stream else pyarrow.ipc.open_file)(file)
             names = list(table.schema.names)
-            batches = _batches(table, [name for name in names if name in wanted])
+            columns = [name for name in names if name in wanted]
+            every = range(getattr(table, "num_record_batches", 0))
+            parts = table if is_stream else map(table.get_batch, every)
+            batches = (batch.select(columns) for batch in parts)
     return names, _rows(pyarrow, batches)
-
-
-def _batches(table: Any, columns: list[str]) -> Iterator[Any]:
-    is_file = hasattr(table, "num_record_batches")
-    batches = map(table.get_batch, range(table.num_record_batches)) if is_file else table
-    yield from (batch.select(columns) for batch in batches)
 
 
 def _rows(pyarrow: Any, batches: Iterator[Any]) -> Iterator[dict[str, Any]]:

@@ -32,8 +32,6 @@ from axsparse.data.token_file import (
 from axsparse.runtime.errors import ConfigError, DataError, printable, reading
 
 if TYPE_CHECKING:
-    import tokenizers
-
     from axsparse.config.schema import DataConfig
 
 
@@ -107,9 +105,12 @@ class Subwords:
         self._tokenizer.encode_special_tokens = record.split_special_tokens
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if separator not in vocabulary:
+            added = self._tokenizer.get_added_tokens_decoder().values()
+            names = sorted(repr(token.content) for token in added if token.special)[:8]
+            such = f", such as {', '.join(names)}" if names else ""
             raise ConfigError(
                 f"--separator: {self._path} has no token {separator!r} to put between documents; "
-                f"name one that it has{_suggested(self._tokenizer)}"
+                f"name one that it has{such}"
             )
         self.record = record
         self.separator = vocabulary[separator]
@@ -322,13 +323,6 @@ def import_tokenizers() -> Any:
 def library_version() -> str:
     """Name and version of the library."""
     return f"tokenizers {import_tokenizers().__version__}"
-
-
-def _suggested(tokenizer: tokenizers.Tokenizer) -> str:
-    """The end of an error message: the names of the special tokens of a tokenizer."""
-    added = tokenizer.get_added_tokens_decoder().values()
-    names = sorted(token.content for token in added if token.special)
-    return f", such as {', '.join(map(repr, names[:8]))}" if names else ""
 
 
 BLEND = "blend of "

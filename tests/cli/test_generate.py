@@ -46,7 +46,8 @@ def recited(tmp_path_factory: pytest.TempPathFactory) -> Path:
         batch={"global_batch_size": 12, "microbatch_size": 12},
         pruning={"sparsity": 0.5},
     )
-    training, validation = token_datasets(home / "tokens", LENGTH, validate=True)
+    parts = token_datasets(home / "tokens", LENGTH)
+    training, validation = parts["train"], parts["validation"]
     ran((1, 1), config, home / "run", data=training, validation=validation)
     return home / "run"
 

@@ -276,8 +276,7 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
     assert [record["step"] for record in rises] == list(range(7, 19))
     assert all(record["loss_before"] != record["loss_after"] for record in rises[:6])
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
-    _, held_out = token_datasets(tmp_path / "alone.run" / "tokens", 12, validate=True)
-    assert held_out is not None
+    held_out = token_datasets(tmp_path / "alone.run" / "tokens", 12)["validation"]
     (inputs,), targets = held_out.read(np.arange(len(held_out)))
     with torch.no_grad():
         logits = model(inputs).logits

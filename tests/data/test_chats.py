@@ -25,7 +25,7 @@ def prepared(source: Path, folder: Path) -> Any:
     """The training data, of which the first sample is all of it but the last token."""
     out = source.parent / "out"
     sidecar, _ = run(Request((source,), out, tokenizer=folder / "tokenizer.json"))
-    return token_datasets(out, sidecar.train.tokens - 1, validate=False)[0]
+    return token_datasets(out, sidecar.train.tokens - 1)["train"]
 
 
 @pytest.mark.parametrize("kind", ["marked", "plain"])

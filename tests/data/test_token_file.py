@@ -76,7 +76,7 @@ def test_samples_are_windows_of_the_mapped_file(
 ) -> None:
     folder = write(tmp_path / "data", 400, dtype, vocab)
 
-    training, validation = token_datasets(folder, 16, validate=True)
+    training, validation = token_datasets(folder, 16).values()
 
     assert isinstance(training.tokens, np.memmap)
     assert (len(training), training.name) == (24, "tokens data train")
@@ -85,10 +85,9 @@ def test_samples_are_windows_of_the_mapped_file(
     expected = (np.array([[48], [272]]) + np.arange(17)) % vocab
     np.testing.assert_array_equal(inputs, expected[:, :-1])
     np.testing.assert_array_equal(targets, expected[:, 1:])
-    assert validation is not None
     assert (len(validation), validation.name) == (6, "tokens data validation")
-    separate = token_datasets(folder, 16, validate=True, separate=True)
-    assert [dataset and dataset.separator for dataset in separate] == [0, 0]
+    separate = token_datasets(folder, 16, separate=True)
+    assert [part.separator for part in separate.values()] == [0, 0]
     assert training.separator is None
     assert training.fingerprint == digest_of(folder / "train.tokens") != validation.fingerprint
 
@@ -120,14 +119,14 @@ def test_a_sample_covers_size_beginning_and_end(tmp_path: Path) -> None:
 def test_a_validation_part_is_opened_only_where_it_is_used(tmp_path: Path) -> None:
     folder = change(write(tmp_path / "data"), validation=None)
 
-    assert token_datasets(folder, 16, validate=True)[1] is None
-    assert token_datasets(write(tmp_path / "other"), 16, validate=False)[1] is None
+    assert token_datasets(folder, 16).keys() == {"train"}
+    assert token_datasets(write(tmp_path / "other"), 16, ("train",)).keys() == {"train"}
 
 
 def test_a_file_that_is_cut_while_it_is_mapped_is_named_and_a_removed_one_stays(
     tmp_path: Path,
 ) -> None:
-    training, _ = token_datasets(write(tmp_path / "data"), 16, validate=False)
+    training = token_datasets(write(tmp_path / "data"), 16)["train"]
     path = tmp_path / "data" / "train.tokens"
     path.rename(tmp_path / "moved")
     training.read(np.array([0]))

@@ -307,7 +307,7 @@ def prepared(folder: Path, **how: Any) -> tuple[DataConfig, str, str]:
     """Tokens of some text, and the name and fingerprint of a run's training data."""
     (folder / "text.txt").write_text(LINE * 300)
     run(Request(inputs=(folder / "text.txt",), out=folder / "tokens", **how))
-    training, _ = token_datasets(folder / "tokens", 25, validate=False)
+    training = token_datasets(folder / "tokens", 25)["train"]
     data = DataConfig(source="tokens", path=str(folder / "tokens"))
     return data, training.name, training.fingerprint
 

@@ -423,7 +423,7 @@ def megatron(*number: Any, **sizes: int) -> None:
 
 def opened() -> object:
     """The tokens that have been prepared."""
-    return sources.token_datasets(Path("out"), 16, validate=False)
+    return sources.token_datasets(Path("out"), 16)
 
 
 def exported() -> object:
