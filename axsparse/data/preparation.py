@@ -325,8 +325,7 @@ class _Run:
                 digest=digest_of(path),
                 sample_digest=sample_digest(path),
             )
-            for split in request.splits
-            for path in [token_path(folder, split)]
+            for split, path in zip(request.splits, paths, strict=True)
         }
         for path in (*paths, folder / TOKENIZER):
             if path.exists():

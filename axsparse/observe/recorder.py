@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -209,34 +209,24 @@ class Recorder:
         wait(work, self._backoff)
         if self._file is None and self._console is None:
             return
-        size = self._world.size
+        run, size = self._run, self._world.size
         means = (buffer[: len(time_names)] / size).tolist()
+        seconds: dict[str, Any] = dict(zip(time_names, means, strict=True))
         slots = buffer[len(time_names) :].view(size, -1)
-        largest = slots[:, :-1].amax(dim=0).tolist()
-        record = self._record(
-            figures,
-            dict(zip(time_names, means, strict=True)),
-            {name: int(value) for name, value in zip(maxima_names, largest, strict=True)},
-        )
-        self._write(record, slots[:, -1].tolist())
-
-    def _record(
-        self, figures: StepFigures, seconds: Mapping[str, float], maxima: Mapping[str, Any]
-    ) -> StepRecord:
-        run, step_seconds = self._run, seconds["step"]
-        flops = run.flops_per_step / step_seconds
-        phases: dict[str, Any] = {f"{name}_seconds": t for name, t in seconds.items()}
-        return StepRecord(
+        largest: Iterable[Any] = map(int, slots[:, :-1].amax(dim=0).tolist())
+        flops = run.flops_per_step / seconds["step"]
+        record = StepRecord(
             **asdict(figures),
             time=time.time(),
             skipped=figures.skip_reason is not None,
             tokens=run.tokens_per_step,
-            tokens_per_second=run.tokens_per_step / step_seconds,
+            tokens_per_second=run.tokens_per_step / seconds["step"],
             model_flops_per_second=flops,
             mfu=flops / run.peak_flops,
-            **phases,
-            **maxima,
+            **{f"{name}_seconds": mean for name, mean in seconds.items()},
+            **dict(zip(maxima_names, largest, strict=True)),
         )
+        self._write(record, slots[:, -1].tolist())
 
     def _write(self, record: StepRecord, compute: Sequence[float]) -> None:
         """Write and show a step, in which the ranks computed for so many seconds each."""

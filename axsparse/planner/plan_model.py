@@ -5,7 +5,7 @@ This is what `axsparse plan` and `ax.plan_for` call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -124,12 +124,10 @@ class PlannedModel:
     def _tried(self, gpus: int) -> Iterator[PlannedModel]:
         """This model with a batch for so many devices; then also with activations recomputed."""
         changes: dict[str, object] = {BATCH: self.batch(gpus)}
-        yield self._with(changes)
+        yield replace(self, dense=self.dense.with_values(changes))
         if not (RECOMPUTED in self.config.origins or self.dense.recomputes):
-            yield self._with({**changes, RECOMPUTED: 1})
-
-    def _with(self, values: Mapping[str, object]) -> PlannedModel:
-        return replace(self, dense=self.dense.with_values(values))
+            changes[RECOMPUTED] = 1
+            yield replace(self, dense=self.dense.with_values(changes))
 
     def _request(
         self, method: Method, cluster: Cluster, gpus: int, microbatch_sizes: Sequence[int] | None
