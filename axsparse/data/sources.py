@@ -107,7 +107,7 @@ def token_datasets(
     separate: bool = False,
     where: str = WHERE,
 ) -> dict[Split, TokenDataset]:
-    """Those splits that there are of a folder that `axsparse data prepare` wrote.
+    """The splits of a folder that `axsparse data prepare` wrote, of which validation may be absent.
 
     The size of each file, and a digest of 64 MiB spread over it, must equal tokens.json's.
     `separate`: samples say where documents begin. `where` names the setting in error messages.
