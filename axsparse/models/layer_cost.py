@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -174,16 +175,10 @@ FLOPS: dict[Any, Callable[..., int]] = {
 """For torch's counter, whose own formula refuses shared heads in torch 2.11."""
 
 
-class _NoModules:
+class _NoModules(nullcontext[None]):
     """In the place of torch's module tracker, whose hooks need activations with gradients."""
 
     parents = ("Global",)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class Tracer:

@@ -86,35 +86,6 @@ def _words_of_chunk(tokens: int, most: int) -> int:
     return max(CHUNK_WORDS, most // tokens)
 
 
-class _ProductGradients:
-    """The gradients of hidden states and of a weight (V, H) whose products are logits, or of the
-    logits themselves where there is no weight, from the logits' gradient by chunks of words."""
-
-    def __init__(
-        self, hidden: Tensor, weight: Tensor | None, wants_hidden: bool, wants_weight: bool
-    ) -> None:
-        self._hidden, self._weight = hidden, weight
-        self._of_hidden: Tensor | None = None
-        if wants_hidden:
-            # The sum over many chunks of words is kept in fp32.
-            self._of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-        self._of_weight = torch.empty_like(weight) if wants_weight and weight is not None else None
-
-    def add(self, start: int, stop: int, chunk: Tensor) -> None:
-        """Add the gradient of the logits of some words, (T, C)."""
-        if self._of_weight is not None:
-            torch.mm(chunk.t(), self._hidden, out=self._of_weight[start:stop])
-        if self._of_hidden is not None and self._weight is None:
-            self._of_hidden[:, start:stop] = chunk
-        elif self._of_hidden is not None and self._weight is not None:
-            self._of_hidden += chunk @ self._weight[start:stop]
-
-    def result(self) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients, in the types of what they belong to; None for one that is not wanted."""
-        of_hidden = self._of_hidden
-        return None if of_hidden is None else of_hidden.to(self._hidden.dtype), self._of_weight
-
-
 # -- the divergence from a teacher ------------------------------------------------------------
 
 
@@ -201,7 +172,10 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, taught, teaching, targets, hard, soft, known = ctx.saved_tensors
         share, temperature = ctx.share, ctx.temperature
-        gradients = _ProductGradients(hidden, weight, *ctx.needs_input_grad[:2])
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        # The sum over many chunks of words is kept in fp32.
+        of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
+        of_weight = torch.empty_like(weight) if wants_weight else None
         factor = ((targets != IGNORED) * gradient).unsqueeze(1)
         words = hidden.shape[1] if weight is None else weight.shape[0]
         for start, stop in _chunks(words, targets):
@@ -222,9 +196,15 @@ class _ChunkedLoss(torch.autograd.Function):
                 del own
             chunk = dense.mul_(factor).to(hidden.dtype)
             del logits, dense  # Freed before the products need memory.
-            gradients.add(start, stop, chunk)
+            if of_weight is not None:
+                torch.mm(chunk.t(), hidden, out=of_weight[start:stop])
+            if of_hidden is not None and weight is None:
+                of_hidden[:, start:stop] = chunk
+            elif of_hidden is not None:
+                of_hidden += chunk @ weight[start:stop]
             del chunk
-        return *gradients.result(), None, None, None, None, None
+        found = None if of_hidden is None else of_hidden.to(hidden.dtype)
+        return found, of_weight, None, None, None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor | None, start: int, stop: int) -> Tensor:

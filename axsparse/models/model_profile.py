@@ -322,33 +322,23 @@ def named_value(key: str, entry: str, below: float, form: str) -> tuple[str, flo
 
 
 def costs_text(profiled: ModelProfile) -> str:
-    """The costs of all layers as JSON, to be sent to ranks that have not measured them."""
-    return json.dumps(_costs(profiled))
-
-
-def _costs(profiled: ModelProfile) -> list[Any]:
-    """The costs of the layers, and as the first entry the costs of the teacher."""
-    return [
-        None if profiled.teacher is None else _costs(profiled.teacher),
-        *(
-            [layer.flops, layer.activations and astuple(layer.activations)]
-            for layer in profiled.layers
-        ),
+    """The costs of the teacher and of all layers as JSON, to be sent to ranks that have not
+    measured them."""
+    taught = profiled.teacher and costs_text(profiled.teacher)
+    own = [
+        [layer.flops, layer.activations and astuple(layer.activations)] for layer in profiled.layers
     ]
+    return json.dumps([taught, *own])
 
 
 def with_costs(profiled: ModelProfile, text: str) -> ModelProfile:
     """A copy of a profile with the costs of another rank's `costs_text`."""
-    return _with_costs(profiled, json.loads(text))
-
-
-def _with_costs(profiled: ModelProfile, costs: list[Any]) -> ModelProfile:
-    taught, *own = costs
+    taught, *own = json.loads(text)
     layers = [
         replace(layer, flops=flops, activations=activations and Activations(*activations))
         for layer, (flops, activations) in zip(profiled.layers, own, strict=True)
     ]
-    teacher = profiled.teacher and _with_costs(profiled.teacher, taught)
+    teacher = profiled.teacher and with_costs(profiled.teacher, taught)
     return replace(profiled, layers=layers, teacher=teacher)
 
 

@@ -214,12 +214,10 @@ class Calibration:
         if self.fit is None:
             return None
         differences = self._differences(built, samples, dense)
-        errors = self._heal(self.fit, built, differences, masks)
-        self._log(built, "error of a token", errors)
+        errors = self._heal(self.fit, "error of a token", built, differences, masks)
         if built.spec.name == self.pruned[-1]:
             losses = self._losses(built, samples, targets)
-            errors = self._heal(self.fit.by_loss, built, losses, masks)
-            self._log(built, "loss of a target", errors)
+            errors = self._heal(self.fit.by_loss, "loss of a target", built, losses, masks)
         return errors
 
     def _built(self, layer: Layer) -> BuiltLayer:
@@ -246,9 +244,15 @@ class Calibration:
         return True
 
     def _heal(
-        self, fit: Reconstruction, built: BuiltLayer, errors_of: Errors, masks: CalibratedMasks
+        self,
+        fit: Reconstruction,
+        what: str,
+        built: BuiltLayer,
+        errors_of: Errors,
+        masks: CalibratedMasks,
     ) -> tuple[float, float] | None:
-        """Fit a layer of which something is pruned; returns the errors before and after."""
+        """Fit a layer of which something is pruned; returns the errors before and after, which
+        are `what`."""
         name, module = built.spec.name, built.module
         shared = {*self.pruning.ties, *self.pruning.ties.values()}
         owned = {
@@ -294,12 +298,8 @@ class Calibration:
                 masks.drawn[f"{KEPT}{tensor.name}"] = masters[local][pruned[local]].cpu()
             else:
                 masks.drawn[f"{FITTED}{tensor.name}"] = masters[local].cpu().clone()
+        self.says(f"heal: {name}: {what} {before:.4f} before, {after:.4f} after")
         return errors
-
-    def _log(self, built: BuiltLayer, what: str, errors: tuple[float, float] | None) -> None:
-        if errors is not None:
-            before, after = errors
-            self.says(f"heal: {built.spec.name}: {what} {before:.4f} before, {after:.4f} after")
 
     def _differences(
         self, built: BuiltLayer, flow: Sequence[Tensors], wanted: Sequence[Tensors]

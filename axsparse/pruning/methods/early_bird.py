@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -33,16 +33,10 @@ from axsparse.samo.selection import count_kept
 KIND = "search"
 
 
-@dataclass(frozen=True)
-class Decision:
-    """The outcome of one round."""
-
-    outcome: Literal["search", "draw", "exhausted"]
-    """`draw`: the mask has settled. `exhausted`: it has not, and no round is left before
-    `max_steps`; the caller decides whether to fail or to draw anyway. `search`: rounds are left."""
-    hamming: float | None
-    churn: float | None
-    """Like `hamming`, None in the first round, which has no earlier mask to compare with."""
+Outcome: TypeAlias = Literal["search", "draw", "exhausted"]
+"""The outcome of one round. `draw`: the mask has settled. `exhausted`: it has not, and no round is
+left before `max_steps`; the caller decides whether to fail or to draw anyway. `search`: rounds are
+left."""
 
 
 @dataclass
@@ -83,19 +77,21 @@ class MaskConvergence:
         self.masks[name] = new
         return count_kept(new ^ old)
 
-    def decide(self, successful_steps: int, mismatched: int, total: int, kept: int) -> Decision:
-        """End a round and say whether the mask has settled, by the entries of all stages' pruned
-        tensors that differ, all of them, and the kept ones."""
+    def decide(
+        self, successful_steps: int, mismatched: int, total: int, kept: int
+    ) -> tuple[Outcome, dict[str, float]]:
+        """End a round, by the entries of all stages' pruned tensors that differ, all of them, and
+        the kept ones: its outcome, and its distances, of which the first round has none."""
         assert 0 <= mismatched <= 2 * kept and 0 <= kept <= total
         first, self.last_step = self.last_step is None, successful_steps
-        hamming = churn = None
+        distances: dict[str, float] = {}
         if not first:
-            hamming, churn = mismatched / total, mismatched / max(2 * kept, 1)
-            self.queue.append(churn if self.metric == "churn" else hamming)
+            distances = {"churn": mismatched / max(2 * kept, 1), "hamming": mismatched / total}
+            self.queue.append(distances[self.metric])
             if len(self.queue) == DISTANCES and max(self.queue) < self.threshold:
-                return Decision("draw", hamming, churn)
+                return "draw", distances
         last_round = successful_steps + self.interval > self.max_steps
-        return Decision("exhausted" if last_round else "search", hamming, churn)
+        return "exhausted" if last_round else "search", distances
 
 
 class EarlyBirdSearch:
@@ -129,13 +125,11 @@ class EarlyBirdSearch:
         if self._is_done or not self._search.due(now.updates):
             return None
         masks = self._live.masks(self._criterion, lambda final: final)
-        decision = self._decide(masks, now.updates)
-        distances = {"churn": decision.churn, "hamming": decision.hamming}
-        figures = {name: value for name, value in distances.items() if value is not None}
+        outcome, figures = self._decide(masks, now.updates)
         said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        if decision.outcome == "search":
+        if outcome == "search":
             return MaskUpdate(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
-        if decision.outcome == "exhausted" and self._fails:
+        if outcome == "exhausted" and self._fails:
             raise everywhere(
                 TrainingError(
                     f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
@@ -145,11 +139,11 @@ class EarlyBirdSearch:
             )
         self._is_done = True
         self._live.prune(masks)
-        how = "draws" if decision.outcome == "draw" else "draws an unsettled mask"
+        how = "draws" if outcome == "draw" else "draws an unsettled mask"
         figures |= self._live.figures()
         return MaskUpdate(f"early-bird {how}: {said}", figures, is_final=True)
 
-    def _decide(self, masks: ScoredMasks, updates: int) -> Decision:
+    def _decide(self, masks: ScoredMasks, updates: int) -> tuple[Outcome, dict[str, float]]:
         """Compare these masks with the masks of the last round, over all stages."""
         live = self._live
         counts = torch.zeros(3, dtype=torch.int64)

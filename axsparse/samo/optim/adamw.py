@@ -40,13 +40,10 @@ def rounded_root(values: Tensor) -> Tensor:
 def apply(block: StateBlock, statistics: Tensor | None, hyper: Hyper) -> None:
     """Decay and move the master weights."""
     assert statistics is None
-    mean, square = block.moments["exp_avg"], block.moments["exp_avg_sq"]
-    beta1, beta2 = hyper.betas
-    correction1 = 1 - beta1**hyper.step
-    correction2 = 1 - beta2**hyper.step
-    block.master.mul_(1 - hyper.learning_rate * hyper.weight_decay)
-    denominator = rounded_root(square).div_(math.sqrt(correction2)).add_(hyper.eps)
-    block.master.addcdiv_(mean, denominator, value=-hyper.learning_rate / correction1)
+    *_, decay, correction, eps, rate = factors(hyper)
+    block.master.mul_(decay)
+    denominator = rounded_root(block.moments["exp_avg_sq"]).div_(correction).add_(eps)
+    block.master.addcdiv_(block.moments["exp_avg"], denominator, value=rate)
 
 
 def factors(hyper: Hyper) -> tuple[float, ...]:
