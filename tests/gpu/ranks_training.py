@@ -14,8 +14,9 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from support.mpirun import TESTS, Finished, run_alone, run_mpirun
@@ -28,7 +29,8 @@ from axsparse.runtime.job import Job, run
 from axsparse.training.trainer import Trainer
 
 
-class Case(TypedDict):
+@dataclass
+class Case:
     """One training, as JSON."""
 
     name: str
@@ -36,11 +38,11 @@ class Case(TypedDict):
     """Stages, replicas and, if there are several, tensor-parallel ranks."""
     settings: dict[str, Any]
     """Sections, as of `tiny_config`."""
-    overflow_at: int | None
+    overflow_at: int | None = None
     """The step, from 0, in which an entry of one gradient on the last rank is infinite."""
-    run_dir: str | None
+    run_dir: Path | str | None = None
     """Where it saves; None: nowhere."""
-    resume: str | None
+    resume: Path | str | None = None
 
 
 @dataclass
@@ -58,22 +60,22 @@ def train(job: Job, case: Case) -> Outcome:
     # The first sets what NVIDIA's containers override by a variable.
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True)
-    config = tiny_config(**case["settings"])
-    if case["run_dir"] is not None:
-        config = config.model_copy(update={"run_dir": case["run_dir"]})
-    at = case["overflow_at"]
+    config = tiny_config(**case.settings)
+    if case.run_dir is not None:
+        config = config.model_copy(update={"run_dir": case.run_dir})
+    at = case.overflow_at
 
     def before(trainer: Trainer) -> None:
         if at is not None and job.transport.rank == job.transport.size - 1:
             spoil(trainer, at)
 
     trainer, trace = train_here(
-        *(job, Grid(*case["layout"]), tiny_gpt(config), config.with_origins("tiny", {})),
+        *(job, Grid(*case.layout), tiny_gpt(config), config.with_origins("tiny", {})),
         token_data(),
         validation=token_data(samples=24) if config.train.eval_steps else None,
         before=before,
-        quiet=case["run_dir"] is None,
-        resume=case["resume"],
+        quiet=case.run_dir is None,
+        resume=case.resume,
     )
     found = trainer.last_evaluation
     loss = None if found is None else found.loss
@@ -111,11 +113,10 @@ def spoil(trainer: Trainer, step: int) -> None:
 
 
 def main(job: Job) -> None:
-    folder, cases = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
-    rank = job.transport.rank
-    for case in cases:
+    folder, rank = Path(sys.argv[1]), job.transport.rank
+    for case in starmap(Case, json.loads(Path(sys.argv[2]).read_text())):
         found = train(job, case)
-        torch.save(vars(found), folder / f"{case['name']}.{rank}.pt")
+        torch.save(vars(found), folder / f"{case.name}.{rank}.pt")
 
 
 # -- how tests start it ---------------------------------------------------------------------
@@ -133,32 +134,12 @@ ENVIRONMENT = {
 }
 
 
-def case(
-    name: str,
-    layout: tuple[int, ...],
-    settings: dict[str, Any],
-    *,
-    overflow_at: int | None = None,
-    run_dir: Path | None = None,
-    resume: Path | None = None,
-) -> Case:
-    """A case that can be written as JSON."""
-    return Case(
-        name=name,
-        layout=layout,
-        settings=settings,
-        overflow_at=overflow_at,
-        run_dir=None if run_dir is None else str(run_dir),
-        resume=None if resume is None else str(resume),
-    )
-
-
 def train_cases(
     folder: Path, cases: Sequence[Case], environment: Mapping[str, str] | None = None
 ) -> tuple[dict[str, list[Outcome]], str]:
     """The results of every rank for each case, and the output of a job that failed, which is the
     last; all cases have one layout."""
-    [layout] = {tuple(one["layout"]) for one in cases}
+    [layout] = {one.layout for one in cases}
     ranks = math.prod(layout)
     found: dict[str, list[Outcome]] = {}
     for begin in range(0, len(cases), AT_ONCE):
@@ -167,8 +148,8 @@ def train_cases(
         if job.returncode:
             return found, str(job)
         for one in own:
-            files = [folder / f"{one['name']}.{rank}.pt" for rank in range(ranks)]
-            found[one["name"]] = [Outcome(**torch.load(file, weights_only=False)) for file in files]
+            files = [folder / f"{one.name}.{rank}.pt" for rank in range(ranks)]
+            found[one.name] = [Outcome(**torch.load(file, weights_only=False)) for file in files]
     return found, ""
 
 
@@ -176,7 +157,7 @@ def _start(
     ranks: int, folder: Path, cases: Sequence[Case], environment: Mapping[str, str]
 ) -> Finished:
     listed = folder / "cases.json"
-    listed.write_text(json.dumps(cases))
+    listed.write_text(json.dumps([list(vars(one).values()) for one in cases], default=str))
     words = [str(TESTS / "gpu" / "ranks_training.py"), str(folder), str(listed)]
     own = {**ENVIRONMENT, **environment}
     if ranks == 1:

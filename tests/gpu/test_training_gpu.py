@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.ranks_training import ON_CPU, Case, Outcome, case, joined, train_cases
+from gpu.ranks_training import ON_CPU, Case, Outcome, joined, train_cases
 from support.cases import merged, oracle_of
 from support.oracle import Oracle
 from support.runs import tiny_config, tiny_gpt, token_data
@@ -89,16 +89,16 @@ def cases(layout: Layout) -> list[Case]:
     wanted |= {name: settings(change) for name, change in EQUAL.items()}
     wanted |= {name: settings(change) for name, change in HALVES.items()}
     wanted["dropout"] = settings(DROPOUT)
-    found = [case(name, layout, chosen) for name, chosen in wanted.items()]
+    found = [Case(name, layout, chosen) for name, chosen in wanted.items()]
     spoilt = settings({"precision": "fp16", "loss_scale": {"initial": 64.0}})
-    found.append(case("overflow", layout, spoilt, overflow_at=OVERFLOW))
+    found.append(Case("overflow", layout, spoilt, overflow_at=OVERFLOW))
     return found
 
 
 def cases_of_members(layout: Layout, *changes: dict[str, Any]) -> list[Case]:
     """The cases of several tensor-parallel ranks."""
     return [
-        case(name, layout, settings(HEADS, change, *changes)) for name, change in OF_MEMBERS.items()
+        Case(name, layout, settings(HEADS, change, *changes)) for name, change in OF_MEMBERS.items()
     ]
 
 
@@ -115,7 +115,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     def job(layout: Layout) -> tuple[dict[str, list[Outcome]], str]:
         every = cases_of_members(layout) if layout in MEMBERS else cases(layout)
         wanted = {name for item in chosen for name in asked(item)}
-        own = [one for one in every if one["name"] in wanted]
+        own = [one for one in every if one.name in wanted]
         return train_cases(tmp_path_factory.mktemp("layout"), own)
 
     def found(layout: Layout, name: str) -> list[Outcome]:
@@ -288,7 +288,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], lis
         name = f"{source}-{target}"
         middle = folder / f"{source}-{source}" / "checkpoints" / f"step-{STEPS // 2}"
         begins = source == target
-        own = case(name, layout, saving, run_dir=folder / name, resume=None if begins else middle)
+        own = Case(name, layout, saving, run_dir=folder / name, resume=None if begins else middle)
         done, said = train_cases(folder, [own], environments[target.removesuffix("-again")])
         assert not said, said
         found[source, target] = done[name]

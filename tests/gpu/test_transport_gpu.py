@@ -9,6 +9,12 @@ import pytest
 import torch
 from support.mpirun import TESTS, run_mpirun
 
+from axsparse.runtime.communication import wait_for
+from axsparse.runtime.gpu.device import CudaDevice
+from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
+from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.machine import SleepingBackoff
+
 LIMIT_SECONDS = 180
 PYTEST = (
     *("-m", "mpi4py", "-m", "pytest", "-x", "-q", "-W", "default", "-p", "no:cacheprovider"),
@@ -19,8 +25,6 @@ needs_nccl = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_nccl_available()),
     reason="this torch is built without NCCL",
 )
-
-
 needs_sharing = pytest.mark.skipif(
     os.environ.get("AXSPARSE_NCCL_SHARED") != "1",
     reason="an experiment of NCCL 2.30's: AXSPARSE_NCCL_SHARED=1 asks for it",
@@ -43,8 +47,6 @@ def test_ranks_that_share_a_gpu_keep_the_contracts(ranks: int, env: dict[str, st
 
 
 def test_streams_keep_order_and_events_tell_of_it() -> None:
-    from axsparse.runtime.gpu.device import CudaDevice
-
     device = CudaDevice(torch.device("cuda", 0))
     stream = device.stream()
     slot = device.pinned(1 << 20)
@@ -67,8 +69,6 @@ def test_streams_keep_order_and_events_tell_of_it() -> None:
 
 
 def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
-    from axsparse.runtime.gpu.device import CudaDevice
-
     device = CudaDevice(torch.device("cuda", 0))
     stream = device.stream()
     with torch.cuda.stream(stream.stream):
@@ -88,12 +88,6 @@ def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 )
 def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> None:
-    from axsparse.runtime.communication import wait_for
-    from axsparse.runtime.gpu.device import CudaDevice
-    from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
-    from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
-    from axsparse.runtime.machine import SleepingBackoff
-
     alone = LocalTransport(LocalWorld(1), 0, SleepingBackoff())
     device = CudaDevice(torch.device("cuda", 0))
     connections = NcclConnections(Rendezvous(alone, nccl_backend), device, alone.backoff)
@@ -121,9 +115,6 @@ def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> 
 
 @needs_nccl
 def test_nccl_sends_bytes_to_itself_in_a_group() -> None:
-    from axsparse.runtime.gpu.nccl import Rendezvous, nccl_backend
-    from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
-
     rendezvous = Rendezvous(LocalTransport(LocalWorld(1), 0), nccl_backend)
     backend = rendezvous.group("itself", (0,), 4)
     start, end = backend._group_start, backend._group_end
