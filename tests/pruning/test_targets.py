@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
+from axsparse.models.start_weights import Convert, unchanged
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning import targets
 from axsparse.pruning.targets import (
@@ -94,48 +95,36 @@ def test_a_pattern_is_a_sparsity_that_need_not_be_said(folder: Path) -> None:
     train_in_process(2, 1, model_of(config), config, token_data())
 
 
-def refusal(config: Config, g_inter: int = 2) -> str:
-    """The error that all ranks raise alike."""
-    model = model_of(config)
-    with pytest.raises(ConfigError) as caught:
-        train_in_process(g_inter, 1, model, config, token_data())
-    assert caught.value.on_all_ranks
-    return str(caught.value)
-
-
 RISING = {"method": "gradual", "sparsity": 0.9, "initial_sparsity": 0.6, "interval": 1}
 OWN = {"layers": ["*.up_proj.weight=0.45", f"{DENSE}=0.0"]}
 
 
 @pytest.mark.parametrize(
-    ("pruning", "asked", "right"),
+    ("written", "pruning", "asked", "found", "right"),
     [
-        ({"sparsity": 0.9}, "sparsity: 0.9", 0.45),
-        (RISING, "initial_sparsity: 0.6", 0.45),
-        ({**RISING, **OWN}, "initial_sparsity: 0.6", 0.56),
-        ({"pattern": "2:4"}, "sparsity: 0.5", 0.45),
+        (pruned, {"sparsity": 0.9}, "sparsity: 0.9", 0.4518, "0.45"),
+        (pruned, RISING, "initial_sparsity: 0.6", 0.4518, "0.45"),
+        (pruned, {**RISING, **OWN}, "initial_sparsity: 0.6", 0.4518, "0.56"),
+        (pruned, {"pattern": "2:4"}, "sparsity: 0.5", 0.4518, "0.45"),
+        (unchanged, {}, "sparsity: 0.45", 0, "0.00"),
+        (unchanged, RISING, "initial_sparsity: 0.6", 0, "0.00"),
     ],
 )
 def test_another_sparsity_than_planned_is_told_with_the_right_one(
-    folder: Path, pruning: dict[str, Any], asked: str, right: float
+    tmp_path: Path, written: Convert, pruning: dict[str, Any], asked: str, found: float, right: str
 ) -> None:
     """Gradual pruning rises from the sparsity of the zeros."""
-    assert refusal(config_of(folder, **pruning)) == (
-        f"pruning.{asked}, with which the run was planned, but 0.4518 of the loaded weights "
+    write_llama(tmp_path, written)
+    config = config_of(tmp_path, **pruning)
+    model = model_of(config)
+
+    with pytest.raises(ConfigError) as caught:
+        train_in_process(2, 1, model, config, token_data())
+
+    assert caught.value.on_all_ranks
+    assert str(caught.value) == (
+        f"pruning.{asked}, with which the run was planned, but {found:.4f} of the loaded weights "
         f"is zero; set it to {right}, or load weights that were pruned so"
-    )
-
-
-@pytest.mark.parametrize(
-    ("pruning", "asked"), [({}, "sparsity: 0.45"), (RISING, "initial_sparsity: 0.6")]
-)
-def test_weights_without_zeros_are_refused(
-    folder: Path, pruning: dict[str, Any], asked: str
-) -> None:
-    write_llama(folder)
-    assert refusal(config_of(folder, **pruning)) == (
-        f"pruning.{asked}, with which the run was planned, but 0.0000 of the loaded weights is "
-        "zero; set it to 0.00, or load weights that were pruned so"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -80,32 +80,26 @@ class Pair(nn.Module):
         self.two.weight.requires_grad_(not frozen)
 
 
+def layers_of(*builds: Callable[[], nn.Module]) -> list[Layer]:
+    return [Layer(name, build, init=random_init) for name, build in zip("ab", builds, strict=False)]
+
+
+FROZEN = partial(Pair, frozen=True)
+MODELS: dict[str, tuple[list[Layer], list[Tie]]] = {
+    "frozen": (layers_of(FROZEN), []),
+    "tied and frozen": (layers_of(FROZEN, FROZEN), [Tie("a.two.weight", "b.two.weight")]),
+    "tied within": (layers_of(Pair), [Tie("a.one.weight", "a.two.weight")]),
+    "by itself": ([Layer("a", Pair), Layer("norm", partial(nn.LayerNorm, 10))], []),
+    "tiny matrices": (layers_of(partial(nn.Linear, 2, 2)), []),
+}
+
+
 def make_model(name: str) -> Model:
-    if name in ("tied", "untied"):
-        config = GptConfig(
-            num_layers=2,
-            hidden_size=32,
-            num_heads=2,
-            sequence_length=12,
-            vocab_size=50,
-            tie_embeddings=name == "tied",
-        )
-        return gpt(config, 12)
-    ties: list[Tie] = []
-    if name == "frozen":
-        layers = [Layer("a", partial(Pair, frozen=True), init=random_init)]
-    elif name == "tied and frozen":
-        pair = partial(Pair, frozen=True)
-        layers = [Layer(key, pair, init=random_init) for key in ("a", "b")]
-        ties = [Tie("a.two.weight", "b.two.weight")]
-    elif name == "tied within":
-        layers = [Layer("a", Pair, init=random_init)]
-        ties = [Tie("a.one.weight", "a.two.weight")]
-    elif name == "by itself":
-        layers = [Layer("a", Pair), Layer("norm", partial(nn.LayerNorm, 10))]
-    else:
-        layers = [Layer("a", partial(nn.Linear, 2, 2), init=random_init)]
-    return Model(layers, loss=lambda output, target: output.sum(), ties=ties)
+    if name in MODELS:
+        layers, ties = MODELS[name]
+        return Model(layers, loss=lambda output, target: output.sum(), ties=ties)
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "vocab_size": 50}
+    return gpt(GptConfig(**sizes, sequence_length=12, tie_embeddings=name == "tied"), 12)
 
 
 def case_masks(model: Model, pruning: PruningConfig) -> ScoredMasks:

