@@ -557,36 +557,22 @@ class Config(Section):
     model: ModelConfig = GptConfig()
     """Which model is trained."""
     data: DataConfig = DataConfig()
-    """The training and validation data."""
     batch: BatchConfig = BatchConfig()
-    """How many sequences a step sees."""
     layout: LayoutConfig = LayoutConfig()
-    """How the ranks are arranged."""
     pipeline: PipelineConfig = PipelineConfig()
-    """In which order a stage works."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Type of weights, activations and messages; master weights always have the bits of fp32.
     `auto` is bf16, and fp32 on CPUs without instructions for bf16, where that takes a multiple of
     the time of fp32."""
     pruning: PruningConfig = PruningConfig()
-    """Which weights are kept."""
     samo: SamoConfig = SamoConfig()
-    """How the training state is stored."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How weights follow gradients."""
     loss_scale: LossScaleConfig = LossScaleConfig()
-    """The reaction to a loss or gradients that are not finite."""
-    """The reaction to a loss that jumps."""
     schedule: ScheduleConfig = ScheduleConfig()
-    """How the learning rate moves."""
     train: TrainConfig = TrainConfig()
-    """The length of the run and its reports."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Checkpoints of the run."""
     watchdog: WatchdogConfig = WatchdogConfig()
-    """When the run counts as hung, and a rank as slow."""
     logging: LoggingConfig = LoggingConfig()
-    """Copies of the records."""
     transport: Literal["auto", "nccl", "mpi", "local"] = "auto"
     """How ranks communicate: `mpi` (between GPUs by way of pinned host memory), `nccl` for
     transfers between GPUs, `local` for a single process without MPI. `auto` takes NCCL if each rank

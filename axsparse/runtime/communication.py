@@ -48,7 +48,6 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether it is complete; does not wait. Once True, it stays True."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,6 @@ class Link(Protocol):
     @property
     def bytes_sent(self) -> int:
         """Bytes of tensors handed over since the link was made, without headers."""
-        ...
 
     def send(self, message: Message) -> None:
         """Start sending: forward to the next stage, backward to the previous one.
@@ -93,7 +91,6 @@ class Link(Protocol):
         Raises AssertionError if there is no neighbour in this direction. A link between processes
         raises ValueError for a type of element that is not among `host_channel.DTYPES`.
         """
-        ...
 
     def arrivals(self) -> list[Message]:
         """The messages that have arrived completely since the last call; sends make progress too.
@@ -101,21 +98,17 @@ class Link(Protocol):
         Every message that had arrived when the call began is among them. Tensors are contiguous
         leaves in separate memory, may be read at once, and belong to the caller.
         """
-        ...
 
     def push(self) -> None:
         """Make progress on sends without receiving anything."""
-        ...
 
     @property
     def unsent(self) -> int:
         """How many messages are not sent yet, as of the last `push`; their tensors stay alive."""
-        ...
 
     def close(self) -> None:
         """Wait for the sends and release the link's resources; all ranks of the grid close
         together. A message that its receiver has not taken by then may be dropped."""
-        ...
 
 
 class Op(Enum):
@@ -166,7 +159,6 @@ class Work(Protocol):
         Operations of one group may be polled in any order. Polling one of them moves the others
         on as well.
         """
-        ...
 
 
 class Collective(Protocol):
@@ -182,7 +174,6 @@ class Collective(Protocol):
     @property
     def bytes_sent(self) -> int:
         """Bytes handed to the transport for other members since the group was made."""
-        ...
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
         """Start an operation in place and return at once.
@@ -192,7 +183,6 @@ class Collective(Protocol):
         `bounds` has `size + 1` ascending entries from 0 to the buffer's length and may leave
         shards empty; None means `shard_bounds`. AssertionError for a buffer of another shape.
         """
-        ...
 
 
 class Backoff(Protocol):
@@ -207,11 +197,9 @@ class Backoff(Protocol):
 
     def pause(self) -> None:
         """Give the core to others for a moment."""
-        ...
 
     def reset(self) -> None:
         """Begin another wait, which polls eagerly at first."""
-        ...
 
 
 def shard_bounds(numel: int, size: int) -> list[int]:
@@ -257,7 +245,6 @@ class Transport(Protocol):
 
         All ranks of the grid, which are all ranks of the job, call this together.
         """
-        ...
 
     def collective(self, name: str, ranks: Sequence[int]) -> Collective:
         """A new group of ranks in this order, of which this rank is one.
@@ -265,22 +252,18 @@ class Transport(Protocol):
         Its members call this together, with the same name and order, and make all groups that they
         share in the same order.
         """
-        ...
 
     def branch(self) -> Transport:
         """Another transport of the same ranks, which may be closed before this one.
 
         What a branch has made is released when the branch is closed, or else with this transport.
         """
-        ...
 
     def abort(self, code: int) -> NoReturn:
         """End the job at once with this exit code, without waiting for other ranks."""
-        ...
 
     def close(self) -> None:
         """Release all that was made, branches included.
 
         All ranks call this together. A second call has no effect.
         """
-        ...

@@ -57,15 +57,12 @@ class HostChannel(Protocol):
 
     def receive_header(self) -> Header | None:
         """The next header, or None if it is not here yet."""
-        ...
 
     def send(self, piece: Tensor) -> Event:
         """Start sending a flat tensor of bytes."""
-        ...
 
     def receive(self, piece: Tensor) -> Event:
         """Start receiving into a flat tensor of bytes, which has the size of the sent message."""
-        ...
 
 
 class Way(Protocol):
@@ -78,19 +75,15 @@ class Way(Protocol):
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory to receive into, with undefined contents."""
-        ...
 
     def send(self, tensors: Sequence[Tensor]) -> Event:
         """Start sending the contents of contiguous tensors."""
-        ...
 
     def receive(self, tensors: Sequence[Tensor]) -> Event:
         """Start receiving into tensors of the sent sizes."""
-        ...
 
     def advance(self) -> None:
         """Move contents on that wait for the host."""
-        ...
 
 
 class Direct:

@@ -107,7 +107,7 @@ def _configuration() -> Iterator[str]:
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, Section):
             yield f"## {name}\n"
-            yield f"{field.description}\n"
+            yield f"{_prose(kind)}\n"
             yield from _settings(f"{name}.", kind.model_fields)
 
 

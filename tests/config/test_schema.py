@@ -41,7 +41,9 @@ every_section = pytest.mark.parametrize("section", SECTIONS, ids=lambda s: s.__n
 def test_every_field_has_a_type_and_a_meaning(section: type[Section]) -> None:
     for name, field in section.model_fields.items():
         assert field.annotation not in (None, Any), name
-        assert (field.description or "").strip(), name
+        kind = field.annotation
+        is_section = isinstance(kind, type) and issubclass(kind, Section)
+        assert ((kind.__doc__ if is_section else field.description) or "").strip(), name
 
 
 METHODS = (FunctionType, property)
