@@ -63,8 +63,9 @@ def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
 
 @every_gpt3
 def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -> None:
-    layers, width, heads, parameters, _, _ = GPT3[name]
-    model = of_family(configure(name).model, GptConfig)
+    layers, width, heads, parameters, sequences, rate = GPT3[name]
+    config = configure(name)
+    model, schedule = of_family(config.model, GptConfig), config.schedule
 
     assert (model.num_layers, model.hidden_size, model.num_heads) == (layers, width, heads)
     assert (model.sequence_length, model.tie_embeddings, model.dropout) == (2048, True, 0.0)
@@ -72,6 +73,10 @@ def test_models_have_the_published_shapes_and_numbers_of_parameters(name: str) -
     assert model.vocab_size % 128 == 0
     counted = profile(gpt(model, model.sequence_length)).num_params
     assert counted == pytest.approx(parameters, rel=0.03)
+    assert (config.batch.global_batch_size, config.optimizer.learning_rate) == (sequences, rate)
+    ends = [schedule.warmup_steps, schedule.decay_steps]
+    tokens = [WARM_UP_TOKENS / (sequences * 2048), DECAY_TOKENS / (sequences * 2048)]
+    assert ends == pytest.approx(tokens, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "parameters"), by_default([*LLAMAS.items()][1:], LLAMAS.items()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from functools import cache
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from support.page_blocks import PACKAGE
 
-from axsparse.config.hf_config import FROM
 from axsparse.config.load import configure, to_yaml
 from axsparse.config.model_config import FAMILIES, Family
 from axsparse.config.schema import FIELDS, Config
@@ -123,23 +121,14 @@ def _values(schema: dict[str, Any]) -> st.SearchStrategy[Any]:
             raise AssertionError(f"no values for {unknown}")
 
 
-@cache
-def _properties(section: type[BaseModel]) -> dict[str, Any]:
-    properties: dict[str, Any] = section.model_json_schema()["properties"]
-    return properties
-
-
 def _fields(family: str) -> dict[str, st.SearchStrategy[Any]]:
     """The optional settings with a model of this family, but for a folder, which would be read."""
-    fields: dict[str, st.SearchStrategy[Any]] = {}
-    for name, field in Config.model_fields.items():
-        section = FAMILIES[family] if name == "model" else field.annotation
-        if isinstance(section, type) and issubclass(section, Section):
-            schemas = _properties(section)
-            fields.update((f"{name}.{leaf}", _values(schema)) for leaf, schema in schemas.items())
-        else:
-            fields[name] = _values(_properties(Config)[name])
-    return {key: values for key, values in fields.items() if key not in ("model.name", FROM)}
+    own = {f"model.{leaf}" for leaf in FAMILIES[family].model_fields} - {"model.name"}
+    return {
+        key: _values(schema)
+        for key, schema in FIELDS.items()
+        if key in own or not key.startswith("model.")
+    }
 
 
 def _settings() -> st.SearchStrategy[dict[str, Any]]:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axsparse.config.load import configure
-from axsparse.config.validate import (
-    check_config,
-    remarks,
-)
-
-# --- check_config ------------------------------------------------------------------------
+from axsparse.config.validate import check_config, remarks
 
 
 @pytest.mark.parametrize(
@@ -27,10 +22,7 @@ from axsparse.config.validate import (
         ("layout.split=[4, 4]", "layout.g_inter=2"),
         ("layout.split=[4, 4]",),
         ("optimizer.betas=[0.95, 0.9]",),
-        (
-            "optimizer.name=sgd",
-            "optimizer.nesterov=true",
-        ),
+        ("optimizer.name=sgd", "optimizer.nesterov=true"),
         ("pipeline.split_backward=auto", "pipeline.compile=true"),
         ("data.intra_document_attention=true", "model.name=hf", "model.hf={model_type: llama}"),
         ("pruning.method=gradual", "pruning.at_step=0", "pruning.rewind_step=never"),
@@ -38,15 +30,6 @@ from axsparse.config.validate import (
 )
 def test_consistent_settings_pass(overrides: tuple[str, ...]) -> None:
     check_config(configure(None, overrides))
-
-
-# --- check_batch -------------------------------------------------------------------------
-
-
-# --- check_data --------------------------------------------------------------------------
-
-
-# --- remarks -----------------------------------------------------------------------------
 
 
 def test_what_may_not_be_meant_is_remarked() -> None:

@@ -21,6 +21,7 @@ from support.hf import beside, gpt2_folder, ours_from, small_gpt
 from support.resuming import ran
 from support.runs import (
     mlp,
+    on_ranks,
     random_init,
     summed_loss,
     tiny_config,
@@ -65,6 +66,8 @@ MODULES = (
     *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_folder),
     *(index_base, plan, run_sources, indexed, tokenizers),
 )
+BY_NAME = (copy, dataclasses, os, metrics, run_report, trace_file)
+"""Modules that programs name."""
 
 
 def names() -> dict[str, Any]:
@@ -72,18 +75,7 @@ def names() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for module in MODULES:
         found |= {name: value for name, value in vars(module).items() if name[0] != "_"}
-    return (
-        found
-        | globals()
-        | {
-            "trace_file": trace_file,
-            "run_report": run_report,
-            "metrics": metrics,
-            "os": os,
-            "copy": copy,
-            "dataclasses": dataclasses,
-        }
-    )
+    return found | globals()
 
 
 def write(name: str, contents: str | bytes) -> str:
@@ -240,8 +232,7 @@ def build_with(**wrong: Any) -> None:
         "config": tiny_config(train={"steps": 1}),
         "quiet": True,
     }
-    world: LocalWorld[object] = LocalWorld(2)
-    world.run(lambda rank: build(Job(LocalTransport(world, rank)), **{**arguments, **wrong}))
+    on_ranks(2, lambda transport: build(Job(transport), **{**arguments, **wrong}))
 
 
 def resolved(ranks: int = 1, **sections: Any) -> RunPlan:

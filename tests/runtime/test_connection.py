@@ -259,15 +259,6 @@ def test_scattered_stages_and_a_second_mpi_library_are_warned_of(
     assert job.stdout.count(f"warning: this environment has {second}") == 1, str(job)
 
 
-def test_of_the_processes_of_torchrun_the_first_one_speaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ONE_OF_FOUR.items():
-        monkeypatch.setenv(name, value)
-    assert speaks()
-
-    monkeypatch.setenv("RANK", "1")
-    assert not speaks()
-
-
 def test_processes_without_an_mpi_library_do_not_start_beside_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -279,9 +270,14 @@ def test_processes_without_an_mpi_library_do_not_start_beside_each_other(
         connect()
 
 
-@pytest.mark.parametrize("name", LAUNCHER_VARIABLES)
-def test_the_first_rank_speaks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(name, "0")
+@pytest.mark.parametrize(
+    ("name", "others"), [*((name, {}) for name in LAUNCHER_VARIABLES), ("RANK", ONE_OF_FOUR)]
+)
+def test_the_first_rank_speaks(
+    name: str, others: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable, value in {**others, name: "0"}.items():
+        monkeypatch.setenv(variable, value)
     assert speaks()
 
     monkeypatch.setenv(name, "1")

@@ -6,8 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.runs import on_ranks
 
-from axsparse.runtime.communication import Op, shard_bounds
+from axsparse.runtime.communication import Op, Transport, shard_bounds
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.exchange import (
     PIECE,
@@ -19,7 +20,6 @@ from axsparse.runtime.exchange import (
     text_of_first,
     together,
 )
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
 
 def endings(*ends: str) -> list[str]:
@@ -29,21 +29,20 @@ def endings(*ends: str) -> list[str]:
     def fail() -> None:
         raise DataError("no data here")
 
-    def body(rank: int) -> str:
-        transport = LocalTransport(world, rank)
+    def body(transport: Transport) -> str:
+        end = ends[transport.rank]
         try:
-            if ends[rank] == "leaves":
+            if end == "leaves":
                 leave_together(transport)
-            elif ends[rank].startswith("calls"):
-                assert meet(transport, ends[rank], value=rank) == sum(range(len(ends)))
+            elif end.startswith("calls"):
+                assert meet(transport, end, value=transport.rank) == sum(range(len(ends)))
             else:
-                together(transport, fail if ends[rank] == "fails" else lambda: None)
+                together(transport, fail if end == "fails" else lambda: None)
         except (ConfigError, DataError) as error:
             return str(error) if error.on_all_ranks else "fails alone"
         return ""
 
-    world: LocalWorld[str] = LocalWorld(len(ends))
-    return world.run(body)
+    return on_ranks(len(ends), body)
 
 
 @pytest.mark.parametrize(
@@ -78,25 +77,20 @@ def test_ranks_that_do_the_same_have_one_ending(ends: tuple[str, ...], said: str
 
 @pytest.mark.parametrize("text", ["", "two words", "Grüße", "a\udcff name that is no UTF-8"])
 def test_all_ranks_learn_the_text_of_the_first(text: str) -> None:
-    world: LocalWorld[str] = LocalWorld(3)
+    said = on_ranks(3, lambda one: text_of_first(one, "another" if one.rank else text))
 
-    def body(rank: int) -> str:
-        return text_of_first(LocalTransport(world, rank), text if rank == 0 else "another")
-
-    assert world.run(body) == [text] * 3
+    assert said == [text] * 3
 
 
 def bytes_sent(ranks: int) -> int:
     """Bytes that all ranks together hand over to do some work together and read one text."""
-    world: LocalWorld[int] = LocalWorld(ranks)
 
-    def body(rank: int) -> int:
-        transport = LocalTransport(world, rank)
+    def body(transport: Transport) -> int:
         together(transport, lambda: None)
         text_of_first(transport, "the same for all")
         return transport.world.bytes_sent
 
-    return sum(world.run(body))
+    return sum(on_ranks(ranks, body))
 
 
 def test_what_every_start_exchanges_grows_no_faster_than_the_ranks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from support.collective_contract import CONTRACT as COLLECTIVE_CONTRACT
 from support.link_contract import CONTRACT
+from support.runs import on_ranks
 
 from axsparse.runtime.communication import Direction, Message, Op, Transport
 from axsparse.runtime.grid import Grid
@@ -20,14 +22,15 @@ from axsparse.runtime.seeds import preserved_rng, seed_all
 
 
 @pytest.mark.parametrize("order", [None, 0])
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
-def test_a_local_link_keeps_the_contract(
-    promise: Callable[[Transport], None], ranks: int, order: int | None
+@pytest.mark.parametrize(
+    ("ranks", "promise"),
+    [*itertools.product([2, 3], CONTRACT), *itertools.product([1, 2, 3], COLLECTIVE_CONTRACT)],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_local_links_and_collectives_keep_their_contracts(
+    ranks: int, promise: Callable[[Transport], None], order: int | None
 ) -> None:
-    world: LocalWorld[None] = LocalWorld(ranks, seed=order)
-
-    world.run(lambda rank: promise(LocalTransport(world, rank)))
+    on_ranks(ranks, promise, order)
 
 
 def test_a_seeded_world_permutes_arrivals_across_directions_and_never_within_one() -> None:
@@ -77,14 +80,12 @@ def test_a_message_to_no_neighbour_is_an_internal_error(rank: int, direction: Di
 def _arrivals_in_the_middle(order: int | None) -> str:
     """The arrivals at the middle of three stages in each call, both neighbours sending three
     messages."""
-    world: LocalWorld[str] = LocalWorld(3, seed=order)
 
-    def main(rank: int) -> str:
-        transport = LocalTransport(world, rank)
-        link = transport.link(Grid(3, 1).coords(rank))
+    def main(transport: Transport) -> str:
+        link = transport.link(Grid(3, 1).coords(transport.rank))
         calls: list[str] = []
-        if rank != 1:
-            direction = Direction.FORWARD if rank == 0 else Direction.BACKWARD
+        if transport.rank != 1:
+            direction = Direction.BACKWARD if transport.rank else Direction.FORWARD
             for number in range(3):
                 link.send(Message(direction, number, ()))
             return ""
@@ -94,26 +95,13 @@ def _arrivals_in_the_middle(order: int | None) -> str:
             transport.backoff.pause()
         return " | ".join(calls)
 
-    return world.run(main)[1]
-
-
-@pytest.mark.parametrize("order", [None, 0])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("promise", COLLECTIVE_CONTRACT, ids=lambda promise: promise.__name__)
-def test_a_local_collective_keeps_the_contract(
-    promise: Callable[[Transport], None], ranks: int, order: int | None
-) -> None:
-    world: LocalWorld[None] = LocalWorld(ranks, seed=order)
-
-    world.run(lambda rank: promise(LocalTransport(world, rank)))
+    return on_ranks(3, main, order)[1]
 
 
 def test_members_that_start_different_operations_are_an_internal_error() -> None:
-    world: LocalWorld[None] = LocalWorld(2)
-
-    def main(rank: int) -> None:
-        group = LocalTransport(world, rank).world
-        group.start(Op.BROADCAST if rank else Op.ALL_REDUCE, torch.zeros(3))
+    def start(transport: Transport) -> None:
+        op = Op.BROADCAST if transport.rank else Op.ALL_REDUCE
+        transport.world.start(op, torch.zeros(3))
 
     with pytest.raises(AssertionError, match="members disagree"):
-        world.run(main)
+        on_ranks(2, start)

@@ -120,29 +120,24 @@ def test_a_job_has_what_its_own_groups_leave(
     assert host_memory_bytes(tmp_path, listed) == (expected or host_memory_bytes(tmp_path))
 
 
-@pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    sleeps: list[float] = []
-    monkeypatch.setattr(time, "sleep", sleeps.append)
-    return sleeps
+@pytest.mark.parametrize(
+    ("shares_core", "pauses", "sleeps"),
+    [
+        (False, 42, [50e-6] * 20 + [200e-6] * 2),
+        (True, 5, [50e-6, 100e-6, 200e-6, 500e-6, 500e-6]),
+    ],
+)
+def test_a_rank_polls_before_it_sleeps_unless_it_shares_its_core(
+    shares_core: bool, pauses: int, sleeps: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    backoff = SleepingBackoff(shares_core=shares_core)
 
-
-def test_a_rank_with_a_core_of_its_own_polls_before_it_sleeps(slept: list[float]) -> None:
-    backoff = SleepingBackoff()
-
-    for _ in range(42):
+    for _ in range(pauses):
         backoff.pause()
 
-    assert slept == [50e-6] * 20 + [200e-6] * 2
-
-
-def test_a_rank_that_shares_its_core_gives_it_away_at_once(slept: list[float]) -> None:
-    backoff = SleepingBackoff(shares_core=True)
-
-    for _ in range(5):
-        backoff.pause()
-
-    assert slept == [50e-6, 100e-6, 200e-6, 500e-6, 500e-6]
+    assert slept == sleeps
 
 
 @pytest.mark.parametrize(

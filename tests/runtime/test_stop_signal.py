@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -96,13 +97,13 @@ def test_ctrl_c_says_what_happens_and_once_more_leaves_at_once(
 
 
 def test_released_signals_are_whose_they_were(stop: StopRequest) -> None:
-    before = [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)]
+    before = [*map(signal.getsignal, SIGNALS)]
 
     stop.listen()
-    assert [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)] != before
+    assert [*map(signal.getsignal, SIGNALS)] != before
     stop.release()
 
-    assert [signal.getsignal(signal.SIGUSR1), signal.getsignal(signal.SIGTERM)] == before
+    assert [*map(signal.getsignal, SIGNALS)] == before
     assert signal.set_wakeup_fd(-1) == -1
     stop.release()
 
@@ -148,16 +149,20 @@ def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c(segment: Pa
     process.stderr.close()
 
 
-def test_signals_with_a_handler_of_the_program_stay_its_own(stop: StopRequest) -> None:
-    before = signal.signal(signal.SIGTERM, mine := lambda *_: None)
-    try:
-        stop.listen()
-        assert signal.getsignal(signal.SIGTERM) is mine
-        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
-        stop.release()
-        assert signal.getsignal(signal.SIGTERM) is mine
-    finally:
-        signal.signal(signal.SIGTERM, before)
+@pytest.mark.parametrize(
+    ("number", "handler"),
+    [(signal.SIGTERM, lambda *_: None), (signal.SIGHUP, signal.SIG_IGN)],  # as nohup ignores it
+)
+def test_signals_with_a_handler_of_the_program_stay_its_own(
+    number: signal.Signals, handler: Any, stop: StopRequest
+) -> None:
+    signal.signal(number, handler)
+
+    stop.listen()
+    assert signal.getsignal(number) is handler
+    assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+    stop.release()
+    assert signal.getsignal(number) is handler
 
 
 def test_a_run_takes_the_signals_of_one_that_was_left_open(stop: StopRequest) -> None:
@@ -171,14 +176,3 @@ def test_a_run_takes_the_signals_of_one_that_was_left_open(stop: StopRequest) ->
     assert not other.is_set
     stop.release()
     other.release()
-
-
-def test_what_nohup_ignores_stays_ignored(stop: StopRequest) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        stop.listen()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        stop.release()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)

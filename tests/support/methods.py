@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 import torch
-from support.oracle import Oracle, Trace
+from support.oracle import Oracle, Trace, best
 from torch import Tensor
 
 from axsparse.pruning.input_statistics import BLOCK
@@ -106,12 +106,12 @@ class MethodOracle(Oracle):
         if distribution == "global":
             every = torch.cat(list(flat.values()))
             keep = every.numel() - round(sparsity * every.numel())
-            mask = _best(every, keep)
+            mask = best(every, keep)
             parts = mask.split([one.numel() for one in flat.values()])
             return {n: m.view_as(scores[n]) for n, m in zip(flat, parts, strict=True)}
         shapes = {name: tuple(score.shape) for name, score in scores.items()}
         keeps = kept_counts(shapes, sparsity, distribution=distribution)
-        return {name: _best(flat[name], keeps[name]).view_as(scores[name]) for name in flat}
+        return {name: best(flat[name], keeps[name]).view_as(scores[name]) for name in flat}
 
     def _apply(self, masks: dict[str, Tensor], step: int) -> None:
         self.changes.append(step)
@@ -130,13 +130,6 @@ class MethodOracle(Oracle):
         if rewinds:
             self.schedule_start = step
             self.optimizer.state.clear()
-
-
-def _best(scores: Tensor, keep: int) -> Tensor:
-    order = torch.sort(scores, descending=True, stable=True).indices
-    mask = torch.zeros(scores.numel(), dtype=torch.bool)
-    mask[order[:keep]] = True
-    return mask
 
 
 def published(

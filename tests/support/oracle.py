@@ -133,10 +133,15 @@ def keep_mask(config: Config, name: str, weight: Tensor) -> Tensor:
         score = torch.rand(n, generator=keyed_generator(config.seed, name, "mask"))
     else:
         score = weight.reshape(-1).abs()
-    order = torch.sort(score, descending=True, stable=True).indices
-    mask = torch.zeros(n, dtype=torch.bool)
+    return best(score, keep).view_as(weight)
+
+
+def best(scores: Tensor, keep: int) -> Tensor:
+    """The mask of the largest scores, of which there is one dimension."""
+    order = torch.sort(scores, descending=True, stable=True).indices
+    mask = torch.zeros(scores.numel(), dtype=torch.bool)
     mask[order[:keep]] = True
-    return mask.view_as(weight)
+    return mask
 
 
 class Oracle:

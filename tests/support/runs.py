@@ -37,9 +37,10 @@ VOCABULARY = 64
 T = TypeVar("T")
 
 
-def on_ranks(size: int, body: Callable[[Transport], T]) -> list[T]:
-    """The results of `body` on every rank of a world in this process."""
-    world: LocalWorld[T] = LocalWorld(size)
+def on_ranks(size: int, body: Callable[[Transport], T], order: int | None = None) -> list[T]:
+    """The results of `body` on every rank of a world in this process; `order` draws an arrival
+    order."""
+    world: LocalWorld[T] = LocalWorld(size, seed=order)
     return world.run(lambda rank: body(LocalTransport(world, rank)))
 
 
@@ -245,9 +246,8 @@ def train_in_process(
 ) -> list[tuple[Trainer, Trace]]:
     """`train_here` on all ranks of a world in this process; `order` draws an arrival order."""
     grid = Grid(g_inter, g_data, g_tensor)
-    world: LocalWorld[tuple[Trainer, Trace]] = LocalWorld(grid.size, seed=order)
-    return world.run(
-        lambda rank: train_here(LocalTransport(world, rank), grid, model, config, data, **named)
+    return on_ranks(
+        grid.size, lambda here: train_here(here, grid, model, config, data, **named), order
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,8 +37,9 @@ TENSORS = {
 }
 
 
-def one_line(tensors: dict[str, Tensor]) -> dict[str, TensorHeader]:
-    return {name: TensorHeader(t.dtype, tuple(t.shape)) for name, t in tensors.items()}
+def store(path: Path, tensors: dict[str, Tensor], **metadata: str) -> None:
+    headers = {name: header_of(tensor) for name, tensor in tensors.items()}
+    write_safetensors(path, headers, iter(tensors.values()), metadata)
 
 
 def index_of(folder: Path, weight_map: object, files: dict[str, list[str]]) -> Path:
@@ -112,7 +112,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     turned = {name: t.t() if t.dim() == 2 else t for name, t in tensors.items()}
     path = tmp_path / "x.safetensors"
 
-    safetensors.write_safetensors(path, one_line(turned), iter(turned.values()))
+    store(path, turned)
 
     file = SafetensorsFile(path)
     assert_equal_tensors({name: file.read(name) for name in file.shapes}, turned)
@@ -129,7 +129,7 @@ def test_tensors_of_every_type_are_read_as_they_were_written(
     path = tmp_path / "x.safetensors"
 
     assert safetensors.can_be_stored(tensor)
-    safetensors.write_safetensors(path, {"x": safetensors.header_of(tensor)}, iter([tensor]))
+    store(path, {"x": tensor})
 
     read = SafetensorsFile(path).read("x")
     assert (read.dtype, read.shape) == (dtype, tensor.shape)
@@ -142,14 +142,13 @@ def test_one_tensor_is_held_at_a_time(tmp_path: Path) -> None:
     def tensors() -> Iterator[Tensor]:
         for _ in range(3):
             assert [ref for ref in made if ref() is not None] == []
-            yield note_errors(torch.zeros(4, 5))
-
-    def note_errors(tensor: Tensor) -> Tensor:
-        made.append(weakref.ref(tensor))
-        return tensor
+            tensor = torch.zeros(4, 5)
+            made.append(weakref.ref(tensor))
+            yield tensor
+            del tensor
 
     wanted = {name: TensorHeader(torch.float32, (4, 5)) for name in "abc"}
-    safetensors.write_safetensors(tmp_path / "x.safetensors", wanted, tensors())
+    write_safetensors(tmp_path / "x.safetensors", wanted, tensors())
 
     assert len(made) == 3
 
@@ -159,7 +158,7 @@ def test_a_file_that_is_there_is_not_written_over(tmp_path: Path) -> None:
     path.write_text("precious")
 
     with pytest.raises(FileExistsError):
-        safetensors.write_safetensors(path, one_line(TENSORS), iter(TENSORS.values()))
+        store(path, TENSORS)
 
     assert path.read_text() == "precious"
 
@@ -181,15 +180,13 @@ def tensors() -> dict[str, Tensor]:
 
 
 def written(folder: Path, version: str = VERSION) -> Path:
-    named = {name: (header_of(one), partial(one.clone)) for name, one in tensors().items()}
-    stored = sparse_tensors(named)
+    stored = sparse_tensors({name: (header_of(one), one.clone) for name, one in tensors().items()})
     assert is_sparse(stored)
-    write_safetensors(
-        folder / SPARSE_FILE,
-        {name: header for name, (header, _) in stored.items()},
-        (read() for _, read in stored.values()),
-        {VERSION_KEY: version},
-    )
+    made = {name: read() for name, (_, read) in stored.items()}
+    assert {name: header_of(one) for name, one in made.items()} == {
+        name: header for name, (header, _) in stored.items()
+    }
+    store(folder / SPARSE_FILE, made, **{VERSION_KEY: version})
     return folder / SPARSE_FILE
 
 
@@ -223,12 +220,7 @@ def test_parts_that_disagree(tmp_path: Path, part: str, other: Tensor | None) ->
         parts[part] = other
     path = tmp_path / "other" / SPARSE_FILE
     path.parent.mkdir()
-    write_safetensors(
-        path,
-        {name: header_of(one) for name, one in parts.items()},
-        iter(parts.values()),
-        {VERSION_KEY: VERSION},
-    )
+    store(path, parts, **{VERSION_KEY: VERSION})
     with pytest.raises(DataError, match="values, mask and shape of 'half' disagree; get it anew"):
         SparseFile(path).read("half")
 
