@@ -318,10 +318,7 @@ class _Timeline:
                 names.append(None)
                 continue
             if id(value) not in self._names:
-                if id(value) in self._state:
-                    self.owned[-1][id(value)] = None
-                elif self._born.get(id(value), number) != number:
-                    self._reject_unseen(self._born[id(value)])
+                self._read([value])
                 self._names[id(value)] = ("argument", number, leaf)
                 self.exists[-1] = True
             self._reject_skip(self._names[id(value)], number)

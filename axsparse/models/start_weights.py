@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from axsparse.models.layer import Model, StartValues, mismatched_values
-from axsparse.models.model_profile import ModelProfile, match, profile
+from axsparse.models.model_profile import match, profile
 from axsparse.runtime.errors import DataError, MissingInputError, one_line, reading
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.safetensors import (
@@ -250,7 +250,8 @@ def start_from(
     its shape, and nothing else; ConfigError for a pattern that matches none.
     """
     profiled = profile(replace(model, example=None))
-    needed = _needed(profiled)
+    buffers = [buffer for layer in profiled.layers for buffer in layer.buffers]
+    needed = profiled.shapes | {each.name: each.shape for each in buffers if each.persists}
     fresh = match(new, list(needed), "new", "no tensor of the model")
     needed = {name: shape for name, shape in needed.items() if name not in fresh}
     if needed.keys() <= file.shapes.keys():
@@ -278,8 +279,7 @@ def start_from(
     if fresh:
         digest += f", without {' '.join(fresh)} {model.start.fingerprint if model.start else ''}"
     trained = {p.name: p.trained for layer in profiled.layers for p in layer.parameters}
-    for layer in profiled.layers:
-        trained |= {b.name: False for b in layer.buffers if b.dtype.is_floating_point}
+    trained |= {each.name: False for each in buffers if each.dtype.is_floating_point}
     start = FromFile(file, names, convert, digest, trained, tuple(fresh), unused, model.start)
     return replace(model, start=start)
 
@@ -291,12 +291,6 @@ def _name_in(file: WeightFile, named: Callable[[str], str], name: str) -> str:
     except KeyError:  # The file's library has no such tensor.
         return ""
     return there if there in file.shapes else ""
-
-
-def _needed(profiled: ModelProfile) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that a file has to contain, by name."""
-    buffers = (buffer for layer in profiled.layers for buffer in layer.buffers)
-    return profiled.shapes | {each.name: each.shape for each in buffers if each.persists}
 
 
 def _check_shape(

@@ -177,9 +177,7 @@ class WeightProducts:
         self._stage = stage
 
     def output(self, rows: Tensor, bias: Tensor | None) -> Tensor | None:
-        if self.sparse is None or not self.sparse.takes(rows, bias):
-            return None
-        return self.sparse.output(rows, bias)
+        return None if self.sparse is None else self.sparse.output(rows, bias)
 
     def input_gradient(self, outer: Tensor) -> Tensor:
         assert self.sparse is not None

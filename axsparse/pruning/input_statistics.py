@@ -80,11 +80,9 @@ class WandaStatistics:
         return 21 * math.prod(shape)
 
     @staticmethod
-    def kept(shape: tuple[int, ...], how_many: HowMany) -> int:
-        """How many entries of a matrix stay."""
-        if isinstance(how_many, tuple):
-            return kept_of_groups(shape, how_many)
-        return shape[0] * (shape[1] - removed_of_row(shape[1], how_many))
+    def kept(shape: tuple[int, ...], sparsity: float) -> int:
+        """How many entries of a matrix stay, unless groups decide."""
+        return shape[0] * (shape[1] - removed_of_row(shape[1], sparsity))
 
 
 class SparseGptStatistics:
@@ -139,17 +137,17 @@ class SparseGptStatistics:
         return max(3 * square, square + 5 * entries + max(28 * block, 4 * (entries + block)))
 
     @staticmethod
-    def kept(shape: tuple[int, ...], how_many: HowMany) -> int:
-        if isinstance(how_many, tuple):
-            return kept_of_groups(shape, how_many)
+    def kept(shape: tuple[int, ...], sparsity: float) -> int:
         widths = (min(BLOCK, shape[1] - start) for start in range(0, shape[1], BLOCK))
-        removed = (removed_of_block(shape[0] * width, how_many) for width in widths)
+        removed = (removed_of_block(shape[0] * width, sparsity) for width in widths)
         return shape[0] * shape[1] - sum(removed)
 
 
-def kept_of_groups(shape: tuple[int, ...], pattern: tuple[int, int]) -> int:
-    """How many entries of a matrix stay with n of every m inputs."""
-    return shape[0] * shape[1] // pattern[1] * pattern[0]
+def kept_entries(method: Method, shape: tuple[int, ...], how_many: HowMany) -> int:
+    """How many entries of a matrix stay, also with n of every m inputs."""
+    if isinstance(how_many, tuple):
+        return shape[0] * shape[1] // how_many[1] * how_many[0]
+    return method.kept(shape, how_many)
 
 
 def removed_of_row(inputs: int, sparsity: float) -> int:

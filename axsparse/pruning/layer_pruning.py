@@ -24,6 +24,7 @@ from axsparse.pruning.input_statistics import (
     HowMany,
     ProductStatistics,
     WatchedProducts,
+    kept_entries,
 )
 from axsparse.pruning.targets import Targets
 from axsparse.runtime.errors import ConfigError
@@ -112,7 +113,8 @@ class LayerPruning:
         kept = {}
         for name in self.targets.shapes:
             number, shape = self.targets.matrices(name)
-            kept[name] = number * STATISTICS[self.method].kept(shape, self._how_many(name))
+            method, how_many = STATISTICS[self.method], self._how_many(name)
+            kept[name] = number * kept_entries(method, shape, how_many)
         return kept
 
     def draw(

@@ -252,15 +252,13 @@ class SparseWeight:
         """Whether the weight is pruned enough for any of the three products."""
         return can_sample(self.tensor) or can_multiply(self.tensor)
 
-    def takes(self, rows: Tensor, bias: Tensor | None) -> bool:
-        """Whether y and ∂x are to be computed from kept entries: if the weight is pruned enough,
-        and x and b are of its type, and x of enough tokens."""
+    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor | None:
+        """y `(tokens, outputs)`, if the weight is pruned enough, and x and b are of its type, and x
+        of enough tokens; else None: y and ∂x are then dense products."""
         kind = self.tensor.parameter.dtype
         is_alike = rows.dtype == kind and (bias is None or bias.dtype == kind)
-        return is_alike and len(rows) >= FEWEST_TOKENS and can_multiply(self.tensor)
-
-    def output(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """y `(tokens, outputs)`."""
+        if not is_alike or len(rows) < FEWEST_TOKENS or not can_multiply(self.tensor):
+            return None
         return sparse_linear(rows, self.tensor.parameter, bias)
 
     def input_gradient(self, outer: Tensor) -> Tensor:

@@ -411,8 +411,8 @@ def test_products_are_of_named_weights_of_their_type_and_of_many_tokens() -> Non
     weight = case.weight(0)
     rows, bias = torch.zeros(FEWEST_TOKENS, WIDTH, dtype=torch.bfloat16), torch.zeros(WIDTH)
 
-    assert weight.takes(rows, None)
-    assert weight.takes(rows, bias.to(torch.bfloat16))
-    assert not weight.takes(rows[1:], None)
-    assert not weight.takes(rows.float(), None)
-    assert not weight.takes(rows, bias)
+    wrong = [(rows[1:], None), (rows.float(), None), (rows, bias)]
+    assert [weight.output(*given) for given in wrong] == [None] * 3
+    for own in (None, bias.to(torch.bfloat16)):
+        found = weight.output(rows, own)
+        assert found is not None and found.shape == rows.shape

@@ -79,7 +79,7 @@ def an_index_is_the_one_of_the_cpu(
     assert (index.kept, index.numel) == (positions.numel(), numel)
     assert index.nbytes == index_bytes(numel, index.kept, kind)
     assert torch.equal(index.positions().cpu(), positions)
-    assert torch.equal(index.positions_by_host(), positions)
+    assert torch.equal(index.positions(torch.device("cpu")), positions)
     assert index.entries is not None
     if kind == "int32":
         assert torch.equal(index.entries.cpu().long(), positions)

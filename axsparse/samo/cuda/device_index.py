@@ -50,12 +50,10 @@ class DeviceIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage."""
         return sum(tensor.nbytes for tensor in (self.entries, self.offsets) if tensor is not None)
 
     @property
     def on_device(self) -> DeviceIndex:
-        """This index, which kernels read."""
         return self
 
     @property
@@ -64,7 +62,6 @@ class DeviceIndex:
         return self.entries, self.offsets, np.int64(self.kept), np.int64(self.numel)
 
     def gather(self, dense_D: Tensor, start: int, stop: int) -> Tensor:
-        """The kept entries [start, stop) of a dense flat tensor; a view where all are kept."""
         if self.kind == "full":
             return dense_D[start:stop]
         gathered_K = dense_D.new_empty(stop - start)
@@ -72,21 +69,14 @@ class DeviceIndex:
         return gathered_K
 
     def scatter(self, dense_D: Tensor, values_K: Tensor, start: int) -> None:
-        """Write values to the kept entries from `start` on; all else stays as it is."""
         if self.kind == "full":
             dense_D[start : start + values_K.numel()].copy_(values_K)
         else:
             self._move(dense_D, values_K, start, into_dense=True)
 
-    def positions(self) -> Tensor:
-        """Flat positions of all kept entries, int64, ascending (for re-masking and files)."""
-        return self._positions(self.device)
-
-    def positions_by_host(self) -> Tensor:
-        """The same on the host, for a background thread next to training."""
-        return self._positions(torch.device("cpu"))
-
-    def _positions(self, device: torch.device) -> Tensor:
+    def positions(self, device: torch.device | None = None) -> Tensor:
+        """As in the protocol, on the index's device or computed on another one."""
+        device = device or self.device
         if self.entries is None:
             return torch.arange(self.kept, device=device)
         entries = self.entries.to(device)

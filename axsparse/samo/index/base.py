@@ -240,7 +240,7 @@ def host_positions(index: Index) -> Tensor:
     """`index.positions()` on the host without a kernel, for a background thread next to
     training."""
     on_device = index.on_device
-    return index.positions() if on_device is None else on_device.positions_by_host()
+    return index.positions() if on_device is None else on_device.positions(torch.device("cpu"))
 
 
 def make_index(mask_D: Tensor, kind: IndexKind = "int32") -> Index:
