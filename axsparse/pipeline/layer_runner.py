@@ -334,16 +334,9 @@ def _allow_graphs(more: int) -> None:
     it would only warn and fuse nothing."""
     from torch._dynamo import config
 
-    # Torch before 2.6 has the older names.
-    names = (
-        ("recompile_limit", "cache_size_limit"),
-        (
-            "accumulated_recompile_limit",
-            "accumulated_cache_size_limit",
-        ),
-    )
-    for name, older in names:
-        known = name if hasattr(config, name) else older
+    # Torch before 2.6 has the older name.
+    name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
+    for known in (name, f"accumulated_{name}"):
         setattr(config, known, getattr(config, known) + more)
 
 

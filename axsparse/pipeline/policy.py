@@ -117,97 +117,6 @@ class Policy(Protocol):
         ...
 
 
-class MessageDriven:
-    """AxoNN's policy: run the microbatches that have arrived, within a bound on the activations of
-    a stage.
-
-    A microbatch is in flight from its forward to its backward, when all its activations are kept,
-    and with split backwards deferred from its backward to its weight gradients, for which the
-    inputs and the output gradients of matrices are kept. As many may be deferred as in flight: both
-    together are twice the bound at most.
-
-    If a forward and a backward can both run, the kind runs that did not run last, because two
-    backwards in a row starve the stages downstream. The last stage runs each backward directly
-    after its forward.
-
-    With split backwards, weight gradients run when neither a forward nor a backward can.
-    """
-
-    def __init__(
-        self, *, stage: int, g_inter: int, microbatches: int, bound: int, is_split: bool = False
-    ) -> None:
-        if bound < 1:
-            raise ValueError(f"bound: {bound}; a stage has to hold at least 1 microbatch")
-        self._inputs = Inputs(stage, g_inter, microbatches, microbatches)
-        self._microbatches = microbatches
-        self._bound = bound
-        self._is_split = is_split
-        self._last_run: Kind | None = None
-
-    @property
-    def in_flight(self) -> int:
-        """How many microbatches have begun their forward and not their backward."""
-        return self._inputs.begun[Kind.FORWARD] - self._inputs.begun[Kind.BACKWARD]
-
-    @property
-    def deferred(self) -> int:
-        """How many microbatches have begun their backward and not their weight gradients."""
-        begun = self._inputs.begun
-        return begun[Kind.BACKWARD] - begun[Kind.WEIGHT] if self._is_split else 0
-
-    @property
-    def finished(self) -> bool:
-        last = Kind.WEIGHT if self._is_split else Kind.BACKWARD
-        return self._inputs.begun[last] == self._microbatches
-
-    def expects(self, direction: Direction) -> bool:
-        return self._inputs.expects(direction)
-
-    def arrived(self, direction: Direction, microbatch: int) -> None:
-        self._inputs.arrived(direction, microbatch)
-
-    def next(self) -> Action | None:
-        inputs, bound = self._inputs, self._bound
-        in_flight, deferred = self.in_flight, self.deferred
-        fits_budget = in_flight < bound and in_flight + deferred < 2 * bound
-        forward = inputs.has(Kind.FORWARD) and fits_budget
-        backward = inputs.has(Kind.BACKWARD)
-        if forward and backward:
-            forward = self._last_run is Kind.BACKWARD and not inputs.is_last
-        if forward or backward:
-            self._last_run = Kind.FORWARD if forward else Kind.BACKWARD
-            return inputs.begin(self._last_run)
-        return inputs.begin(Kind.WEIGHT) if deferred else None
-
-
-class InOrder:
-    """A static schedule: the actions of a list, each as soon as its input has arrived."""
-
-    def __init__(self, actions: Sequence[Action], *, stage: int, g_inter: int) -> None:
-        """`actions` is everything that this stage does, by the rules of `Policy`."""
-        self._actions = tuple(actions)
-        kinds = [each.kind for each in actions]
-        counts = kinds.count(Kind.FORWARD), kinds.count(Kind.BACKWARD)
-        self._inputs = Inputs(stage, g_inter, *counts)
-        self._done = 0
-
-    @property
-    def finished(self) -> bool:
-        return self._done == len(self._actions)
-
-    def expects(self, direction: Direction) -> bool:
-        return self._inputs.expects(direction)
-
-    def arrived(self, direction: Direction, microbatch: int) -> None:
-        self._inputs.arrived(direction, microbatch)
-
-    def next(self) -> Action | None:
-        if self.finished or not self._inputs.has(self._actions[self._done].kind):
-            return None
-        self._done += 1
-        return self._inputs.begin(self._actions[self._done - 1].kind)
-
-
 class Inputs:
     """How many inputs have arrived (`here`) and how many actions have begun, for each kind.
 
@@ -215,15 +124,12 @@ class Inputs:
     what its BACKWARD has saved.
     """
 
-    __slots__ = ("_is_first", "_wanted", "begun", "here", "is_last")
-
     def __init__(self, stage: int, g_inter: int, forwards: int, backwards: int) -> None:
-        self._is_first = stage == 0
         self.is_last = stage == g_inter - 1
         self._wanted = forwards, 0 if self.is_last else backwards
         """How many messages of each direction belong to this run; the last stage makes its
         gradients itself."""
-        self.here = [forwards if self._is_first else 0, 0, 0]
+        self.here = [0 if stage else forwards, 0, 0]
         self.begun = [0, 0, 0]
 
     def has(self, kind: Kind) -> bool:
@@ -247,6 +153,79 @@ class Inputs:
         elif kind is Kind.FORWARD and self.is_last:
             self.here[Kind.BACKWARD] += 1
         return action(kind, microbatch)
+
+
+class MessageDriven(Inputs):
+    """AxoNN's policy: run the microbatches that have arrived, within a bound on the activations of
+    a stage.
+
+    A microbatch is in flight from its forward to its backward, when all its activations are kept,
+    and with split backwards deferred from its backward to its weight gradients, for which the
+    inputs and the output gradients of matrices are kept. As many may be deferred as in flight: both
+    together are twice the bound at most.
+
+    If a forward and a backward can both run, the kind runs that did not run last, because two
+    backwards in a row starve the stages downstream. The last stage runs each backward directly
+    after its forward.
+
+    With split backwards, weight gradients run when neither a forward nor a backward can.
+    """
+
+    def __init__(
+        self, *, stage: int, g_inter: int, microbatches: int, bound: int, is_split: bool = False
+    ) -> None:
+        if bound < 1:
+            raise ValueError(f"bound: {bound}; a stage has to hold at least 1 microbatch")
+        super().__init__(stage, g_inter, microbatches, microbatches)
+        self._microbatches, self._bound, self._is_split = microbatches, bound, is_split
+        self._last_run: Kind | None = None
+
+    @property
+    def in_flight(self) -> int:
+        """How many microbatches have begun their forward and not their backward."""
+        return self.begun[Kind.FORWARD] - self.begun[Kind.BACKWARD]
+
+    @property
+    def deferred(self) -> int:
+        """How many microbatches have begun their backward and not their weight gradients."""
+        return self.begun[Kind.BACKWARD] - self.begun[Kind.WEIGHT] if self._is_split else 0
+
+    @property
+    def finished(self) -> bool:
+        last = Kind.WEIGHT if self._is_split else Kind.BACKWARD
+        return self.begun[last] == self._microbatches
+
+    def next(self) -> Action | None:
+        in_flight, deferred, bound = self.in_flight, self.deferred, self._bound
+        fits_budget = in_flight < bound and in_flight + deferred < 2 * bound
+        forward = self.has(Kind.FORWARD) and fits_budget
+        backward = self.has(Kind.BACKWARD)
+        if forward and backward:
+            forward = self._last_run is Kind.BACKWARD and not self.is_last
+        if forward or backward:
+            self._last_run = Kind.FORWARD if forward else Kind.BACKWARD
+            return self.begin(self._last_run)
+        return self.begin(Kind.WEIGHT) if deferred else None
+
+
+class InOrder(Inputs):
+    """A static schedule: the actions of a list, each as soon as its input has arrived."""
+
+    def __init__(self, actions: Sequence[Action], *, stage: int, g_inter: int) -> None:
+        """`actions` is everything that this stage does, by the rules of `Policy`."""
+        self._actions, self._done = tuple(actions), 0
+        kinds = [each.kind for each in actions]
+        super().__init__(stage, g_inter, kinds.count(Kind.FORWARD), kinds.count(Kind.BACKWARD))
+
+    @property
+    def finished(self) -> bool:
+        return self._done == len(self._actions)
+
+    def next(self) -> Action | None:
+        if self.finished or not self.has(self._actions[self._done].kind):
+            return None
+        self._done += 1
+        return self.begin(self._actions[self._done - 1].kind)
 
 
 ScheduleName = Literal["message-driven", "1f1b", "gpipe"]

@@ -137,58 +137,38 @@ class _Simulation:
         return PipelineRun(max(run.end for run in runs), runs)
 
     def _decide_at(self, when: float, number: int) -> None:
-        self._number += 1
         self._stages[number].is_idle = False
-        heapq.heappush(self._events, (when, 1, self._number, number, None))
+        self._push(when, 1, number, None)
+
+    def _push(self, when: float, kind: int, number: int, message: Message | None) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (when, kind, self._number, number, message))
 
     def _decide(self, number: int, now: float) -> None:
+        """Pass a stage's inbox on to its policy, and run what that answers."""
         stage = self._stages[number]
-        if stage.inbox:
-            now = stage.free = self._take_in(number, now)
-        action = stage.policy.next()
-        if action is None:
-            stage.is_idle = True
-        else:
-            self._execute(number, action, now)
-
-    def _take_in(self, number: int, now: float) -> float:
-        """Pass the inbox on to the policy; returns when the last message is handled."""
-        stage = self._stages[number]
+        run = stage.run
         for direction, microbatch in stage.inbox:
             stage.policy.arrived(direction, microbatch)
             edge = self._edges[number - 1 if direction is Direction.FORWARD else number]
-            now = _handle(stage.run, edge, now)
+            run.p2p += edge.handling
+            now = stage.free = now + edge.handling
         stage.inbox.clear()
-        return now
-
-    def _execute(self, number: int, action: Action, now: float) -> None:
-        run = self._stages[number].run
+        action = stage.policy.next()
+        if action is None:
+            stage.is_idle = True
+            return
         length = self._durations.of(number, action)
-        end = now + length
         run.actions.append(action)
         run.begins.append(now)
-        run.ends.append(end)
+        run.end = now + length
+        run.ends.append(run.end)
         run.compute += length
-        if action.direction is not None:
-            end = self._send(number, action, end)
-        run.end = end
-        self._decide_at(end, number)
-
-    def _send(self, number: int, action: Action, end: float) -> float:
-        """Send an action's result from `end` on; returns when the sending is done."""
-        is_forward = action.kind is Kind.FORWARD
-        target = number + 1 if is_forward else number - 1
-        if not 0 <= target < len(self._stages):
-            return end
-        edge = self._edges[min(number, target)]
-        end = _handle(self._stages[number].run, edge, end)
-        self._number += 1
-        message = Direction(action.kind), action.microbatch
-        heapq.heappush(self._events, (end + edge.latency, 0, self._number, target, message))
-        return end
-
-
-def _handle(run: StageRun, edge: MessageCost, begin: float) -> float:
-    """Spend a stage's time on sending or receiving one message; returns when that is done."""
-    run.p2p += edge.handling
-    return begin + edge.handling
+        target = number + 1 if action.kind is Kind.FORWARD else number - 1
+        if action.direction is not None and 0 <= target < len(self._stages):
+            edge = self._edges[min(number, target)]
+            run.p2p += edge.handling
+            run.end += edge.handling
+            message = action.direction, action.microbatch
+            self._push(run.end + edge.latency, 0, target, message)
+        self._decide_at(run.end, number)

@@ -44,14 +44,6 @@ class StageTeacher:
     last layers of the model and of the teacher."""
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    """The results of a microbatch's forward that its backward needs."""
-
-    inputs: Tensors
-    outputs: Tensors
-
-
 class Stage:
     """Runs the layers of one rank; it knows no messages and no neighbours.
 
@@ -88,7 +80,8 @@ class Stage:
         self._seed = seed
         self._products = products
         self._expansion = expansion
-        self._live: dict[int, _InFlight] = {}
+        self._live: dict[int, tuple[Tensors, Tensors]] = {}
+        """The inputs and outputs of each microbatch that waits for its backward."""
 
     @property
     def live(self) -> int:
@@ -142,7 +135,7 @@ class Stage:
                 outputs = (self._summed_loss(outputs, targets, key, taught) / divisor,)
         if not self._leaves_are_known:
             self._reject_foreign(outputs)
-        self._live[microbatch] = _InFlight(inputs, outputs)
+        self._live[microbatch] = inputs, outputs
         return outputs
 
     def backward(
@@ -153,8 +146,7 @@ class Stage:
         `gradients` has one for each output that requires one. On the last stage it is empty: its
         output is the loss, whose gradient is `loss_scale`.
         """
-        live = self._live.pop(microbatch)
-        inputs, outputs = live.inputs, live.outputs
+        inputs, outputs = self._live.pop(microbatch)
         roots = [output for output in outputs if output.requires_grad]
         if self._loss is not None:
             gradients = [torch.full_like(root, loss_scale) for root in roots]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from axsparse.models.layer import TensorShard
 from axsparse.runtime.communication import Collective, Direction, Op, Transport, Work, wait
 from axsparse.runtime.gpu.collectives import NcclWork
 from axsparse.runtime.grid import RankCoords
+
+Change = Callable[[Tensor], Tensor]
 
 
 class TensorGroup:
@@ -175,32 +178,18 @@ class _LogTotal(torch.autograd.Function):
         return None, (part - total).exp_().mul_(outer)
 
 
-class _Gather(torch.autograd.Function):
-    """The full tensor from the shards of all ranks; backward, this rank's shard of the gradient."""
+class _There(torch.autograd.Function):
+    """A function of a tensor; backward, another function of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, group: TensorGroup, shard: TensorShard, part: Tensor) -> Tensor:
-        ctx.shard = shard
-        return group.gather(shard, part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.shard.take(outer)
-
-
-class _Scatter(torch.autograd.Function):
-    """This rank's shard of a full tensor; backward, the full gradient from all shards."""
-
-    @staticmethod
-    def forward(ctx: Any, group: TensorGroup, shard: TensorShard, full: Tensor) -> Tensor:
-        ctx.group, ctx.shard = group, shard
-        return shard.take(full)
+    def forward(ctx: Any, there: Change, back: Change, given: Tensor) -> Tensor:
+        ctx.back = back
+        return there(given)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.group.gather(ctx.shard, outer)
+        return None, None, ctx.back(outer)
 
 
 def copy_to_tp(group: TensorGroup, x: Tensor) -> Tensor:
@@ -217,9 +206,16 @@ def copies_to_tp(group: TensorGroup, given: Sequence[Tensor]) -> tuple[Tensor, .
 
 reduce_from_tp: Callable[[TensorGroup, Tensor], Tensor] = _Reduce.apply
 """The sum over all ranks."""
-gather_from_tp: Callable[[TensorGroup, TensorShard, Tensor], Tensor] = _Gather.apply
-"""The full tensor from the shards of all ranks; all of them compute the rest alike."""
-scatter_to_tp: Callable[[TensorGroup, TensorShard, Tensor], Tensor] = _Scatter.apply
-"""This rank's shard of a tensor that all ranks have."""
 log_total: Callable[[TensorGroup, Tensor], Tensor] = _LogTotal.apply
 """log Σ_r exp z_r over all ranks r, from the z_r of this one."""
+_there: Callable[[Change, Change, Tensor], Tensor] = _There.apply
+
+
+def gather_from_tp(group: TensorGroup, shard: TensorShard, part: Tensor) -> Tensor:
+    """The full tensor from the shards of all ranks; all of them compute the rest alike."""
+    return _there(partial(group.gather, shard), shard.take, part)
+
+
+def scatter_to_tp(group: TensorGroup, shard: TensorShard, full: Tensor) -> Tensor:
+    """This rank's shard of a tensor that all ranks have."""
+    return _there(shard.take, partial(group.gather, shard), full)
