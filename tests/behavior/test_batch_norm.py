@@ -27,12 +27,20 @@ from support.images import (
     image_config,
 )
 from support.oracle import Trace
-from support.runs import Doing, kept, random_init, summed_loss, train_in_process, vector_data
+from support.runs import (
+    FEW_MICROBATCHES,
+    Doing,
+    around_step,
+    kept,
+    random_init,
+    summed_loss,
+    train_in_process,
+    vector_data,
+)
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
-from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Layer, Model
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.trainer import Trainer
@@ -52,18 +60,14 @@ def norm_model() -> Model:
 
 def config(**sections: object) -> Config:
     """Three steps of four microbatches."""
-    return image_config(**{"batch": {"global_batch_size": 12, "microbatch_size": 3}, **sections})
-
-
-def last_buffers(ranks: Ranks) -> dict[str, Tensor]:
-    return {name: buffer.clone() for name, buffer in buffers_of(ranks).items()}
+    return image_config(**{"batch": FEW_MICROBATCHES, **sections})
 
 
 NORM = PlannedModel(
     "norms",
     lambda _: norm_model(),
     vector_data,
-    settings={"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 3}},
+    settings={"batch": FEW_MICROBATCHES, "train": {"steps": 3}},
 )
 EVALUATING = {"train": {"eval_every": 1, "eval_steps": 2}}
 RECOMPUTED = [{"pipeline": {"checkpoint_activations": every}} for every in (0, 1, 2)]
@@ -133,18 +137,14 @@ def test_a_skipped_step_leaves_no_trace_in_the_statistics(g_inter: int, g_data: 
     settings = config(train={"steps": 5})
     seen: dict[int, list[dict[str, Tensor]]] = {}
 
-    def note(trainer: Trainer) -> None:
-        step = trainer.step
-        seen[trainer.coords.rank] = []
+    def note(trainer: Trainer, _: object) -> None:
+        buffers = buffers_of([(trainer, Trace())])
+        copies = {name: buffer.clone() for name, buffer in buffers.items()}
+        seen.setdefault(trainer.coords.rank, []).append(copies)
 
-        def noted_step() -> StepResult:
-            found = step()
-            seen[trainer.coords.rank].append(last_buffers([(trainer, Trace())]))
-            return found
-
-        trainer.step = noted_step  # type: ignore[method-assign]  # nobody else is told of a step
-
-    ranks = train_in_process(g_inter, g_data, norm_model(), settings, data, before=note)
+    ranks = train_in_process(
+        g_inter, g_data, norm_model(), settings, data, before=around_step(after=note)
+    )
 
     finite = ranks[0][1].finite
     assert 0 < finite.count(False) < 5
@@ -190,7 +190,7 @@ def test_other_buffers_that_a_forward_changes_are_recomputed_as_they_were(
 
     layers = [Layer(f"count{number}", count) for number in range(3)]
     model = Model([*layers, Layer("out", lambda: nn.Linear(WIDTH, 5))], summed_loss)
-    settings = {"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 3}}
+    settings = {"batch": FEW_MICROBATCHES, "train": {"steps": 3}}
     traces = judge_everywhere(model, vector_data(), settings)
 
     [calls] = [trace.buffers["count1.calls"] for trace in traces if "count1.calls" in trace.buffers]

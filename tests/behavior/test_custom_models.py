@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from support.exhaustive import each_once
 from support.resuming import ran, same
 from support.runs import (
+    FEW_MICROBATCHES,
     Doing,
+    alone,
     assert_bitwise,
     random_init,
     summed_loss,
@@ -45,7 +47,7 @@ def linear(inputs: int = WIDTH, outputs: int = WIDTH) -> Layer:
 
 
 def small_config(**sections: object) -> Config:
-    defaults = {"batch": {"global_batch_size": 12, "microbatch_size": 3}, "train": {"steps": 4}}
+    defaults = {"batch": FEW_MICROBATCHES, "train": {"steps": 4}}
     return tiny_config(**{**defaults, **sections})
 
 
@@ -152,7 +154,7 @@ def test_a_run_has_gradients_though_they_were_switched_off(
 ) -> None:
     def losses(*, is_off: bool) -> list[float]:
         found: list[float] = []
-        config, job = small_config(), Job(LocalTransport(LocalWorld[None](1), 0))
+        config = small_config()
         model = Model([linear(), linear(WIDTH, 5)], summed_loss)
 
         def on_step(step: int, verdict: StepResult) -> None:
@@ -161,8 +163,7 @@ def test_a_run_has_gradients_though_they_were_switched_off(
                 torch.set_grad_enabled(False)
 
         with off() if is_off and not by_a_callback else nullcontext():
-            trainer = build(job, model, lambda: Datasets(vector_data()), config, quiet=True)
-            trainer.train(on_step)
+            alone(model, config, vector_data()).train(on_step)
         return found
 
     expected = losses(is_off=False)
@@ -192,10 +193,7 @@ def with_middle(middle: Callable[..., Any] = lambda m, x: m.linear(x)) -> Model:
 
 
 def comparing(**train: Any) -> Config:
-    return tiny_config(
-        batch={"global_batch_size": 12, "microbatch_size": 3},
-        train={"steps": 4, "check_layers": False, **train},
-    )
+    return small_config(train={"steps": 4, "check_layers": False, **train})
 
 
 @pytest.mark.parametrize(("g_inter", "stage", "every", "step"), [(1, 0, 1, 1), (3, 1, 3, 3)])

@@ -21,6 +21,7 @@ from support import devices
 from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.devices import AVAILABLE, LateDevice, on_host, pretend
 from support.exhaustive import by_default
+from support.images import assert_equal_tensors
 from support.resuming import Layout, ran, same
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
@@ -113,8 +114,7 @@ def agree(
     data = data or token_data()
 
     def run(placement: Placing | None) -> Any:
-        samo = {"offload": config.samo.offload and placement is not None}
-        given = config.model_copy(update={"samo": config.samo.model_copy(update=samo)})
+        given = config.with_values({"samo.offload": config.samo.offload and placement is not None})
         return train_in_process(
             *layout, made(), given, data, validation=validation, placement=placement
         )
@@ -315,7 +315,4 @@ def test_layers_are_pruned_and_healed_on_devices_as_on_cpus(
         train_in_process(*layout, model, config, token_data(), before=note, placement=placement)
         return found
 
-    ours, expected = started(on_device), started(None)
-
-    assert ours.keys() == expected.keys()
-    assert all(torch.equal(ours[name], value) for name, value in expected.items())
+    assert_equal_tensors(started(on_device), started(None))

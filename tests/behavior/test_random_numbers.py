@@ -17,6 +17,7 @@ import pytest
 import torch
 from support.cases import judge_everywhere
 from support.exhaustive import each_once
+from support.images import assert_equal_tensors
 from support.resuming import ran, same
 from support.runs import Doing, random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
@@ -141,6 +142,5 @@ def test_start_values_of_every_source_do_not_depend_on_the_layout(source: str, b
         ranks = train_in_process(stages, 1, model, config, vector_data())
         weights.append({name: w for _, trace in ranks for name, w in trace.weights.items()})
 
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    assert_equal_tensors(*weights)
     assert not torch.equal(weights[0]["l0.weight"], weights[0]["l1.weight"])

@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import batch, merged
+from support.images import assert_equal_tensors
 from support.resuming import Ran, ran
+from support.resuming import settings as changed
 from support.runs import (
+    around_step,
     random_init,
     summed_loss,
     tiny_config,
@@ -59,14 +63,12 @@ def data() -> ArrayDataset:
 
 def config(**sections: Any) -> Config:
     settings: dict[str, Any] = {
-        "batch": {"global_batch_size": MICROBATCHES * TOKENS, "microbatch_size": TOKENS},
+        **batch(MICROBATCHES * TOKENS, TOKENS),
         "precision": "bf16",
         "pruning": {"sparsity": 0.9},
-        "train": {"steps": 4},
+        "train": {"steps": 4, "check_layers": False},  # whose products would be counted
     }
-    for key, value in sections.items():
-        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
-    return tiny_config(**settings)
+    return tiny_config(**merged(settings, sections))
 
 
 @pytest.fixture(autouse=True)
@@ -122,8 +124,7 @@ def test_every_layout_has_the_same_bits(
     assert found.stopped is None
     assert found.losses == reference.losses
     assert found.norms == reference.norms
-    for key, value in reference.state.items():
-        assert torch.equal(found.state[key], value), key
+    assert_equal_tensors(found.state, reference.state)
 
 
 @pytest.mark.parametrize("gradient", ["half", "fp32"])
@@ -165,8 +166,7 @@ def test_other_products_are_dense(sections: dict[str, Any], why: str, calls: Cou
 
     assert not calls, why
     assert trace.losses == expected.losses
-    for name, master in expected.masters.items():
-        assert torch.equal(trace.masters[name], master), name
+    assert_equal_tensors(trace.masters, expected.masters)
 
 
 @pytest.mark.parametrize("pipeline", [{}, {"split_backward": True}, {"checkpoint_activations": 1}])
@@ -210,9 +210,7 @@ def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, calls: Counter[str]
     assert calls[SAMPLED]
 
     for pipeline in ({"checkpoint_activations": 1}, {"split_backward": True, "extra_in_flight": 1}):
-        other = settings.model_copy(
-            update={"pipeline": settings.pipeline.model_copy(update=pipeline)}
-        )
+        other = changed(settings, pipeline=pipeline)
         for _, found in train_in_process(2, 1, tiny_gpt(other), other, tokens):
             assert found.losses == one.losses
             for name, weight in found.weights.items():
@@ -224,21 +222,16 @@ def test_products_are_sparse_from_the_step_on_that_has_pruned_enough(calls: Coun
     settings = config(pruning=gradual, train={"steps": 6})
     kept: list[float] = []
 
-    def watched(trainer: Trainer) -> None:
-        step = trainer.step
+    def before(trainer: Trainer) -> None:
+        tensor = trainer.layers[0].state.tensors[0]
+        kept.append(tensor.kept / tensor.parameter.numel())
+        calls.clear()
 
-        def counted() -> Any:
-            tensor = trainer.layers[0].state.tensors[0]
-            kept.append(tensor.kept / tensor.parameter.numel())
-            calls.clear()
-            verdict = step()
-            assert (calls[SAMPLED] > 0) == (kept[-1] <= 0.2)
-            assert (calls[OUTPUTS] > 0) == (kept[-1] <= 0.3)
-            return verdict
+    def after(*_: object) -> None:
+        assert (calls[SAMPLED] > 0) == (kept[-1] <= 0.2)
+        assert (calls[OUTPUTS] > 0) == (kept[-1] <= 0.3)
 
-        vars(trainer)["step"] = counted
-
-    train_in_process(1, 1, model(), settings, data(), before=watched)
+    train_in_process(1, 1, model(), settings, data(), before=around_step(before, after))
 
     assert kept[0] == 1
     assert sorted(kept, reverse=True) == kept

@@ -331,9 +331,7 @@ def test_a_run_goes_on_at_any_other_degree(tmp_path: Path) -> None:
     )
 
     def run(name: str, layout: tuple[int, int, int], stop: int | None = None) -> Ran:
-        changed = config.model_copy(
-            update={"layout": config.layout.model_copy(update={"g_tensor": layout[2]})}
-        )
+        changed = config.with_values({"layout.g_tensor": layout[2]})
         return ran(layout, changed, tmp_path / name, resume="auto", stop_after=stop)
 
     reference = run("one", (1, 1, 1))
@@ -386,8 +384,7 @@ def test_state_and_messages_of_every_member_are_what_plans_count(
     model = subject.model(config)
 
     def after(steps: int) -> list[Trainer]:
-        train = config.train.model_copy(update={"steps": steps})
-        asked = config.model_copy(update={"train": train})
+        asked = config.with_values({"train.steps": steps})
         ranks = train_in_process(*layout, model, asked, subject.data(), g_tensor=number)
         return [trainer for trainer, _ in ranks]
 

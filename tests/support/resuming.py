@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.runs import tiny_gpt, token_data, with_layout
+from support.runs import around_step, tiny_gpt, token_data, with_layout
 from torch import Tensor
 
 from axsparse.config.schema import Config
@@ -79,17 +79,18 @@ def ran(
         job.placement = None if placement is None else placement(job.transport)
         trainer = build(job, model(config), lambda: datasets, source, resume=resume, **own)
         look(trainer)
-        if stop_after == trainer.steps_done + 1 and rank == world.size - 1:
-            hear_in_step(trainer, job)
+
+        def hear(trainer: Trainer) -> None:
+            # One rank hears of it while a step is under way; all stop after that step.
+            if trainer.steps_done + 1 == stop_after and rank == world.size - 1:
+                job.stop.receive(signal.SIGUSR1)
 
         def note(step: int, verdict: StepResult) -> None:
             found.losses[step] = verdict.loss
             found.norms[step] = verdict.grad_norm
             found.scales[step] = trainer.progress.loss_scale
-            # One rank hears of it while a step is under way; all stop after that step.
-            if stop_after is not None and step == stop_after - 1 and rank == world.size - 1:
-                job.stop.receive(signal.SIGUSR1)
 
+        around_step(hear)(trainer)
         try:
             trainer.train(note)
         except StoppedError as stopped:
@@ -106,17 +107,6 @@ def ran(
     if failures:
         raise failures[0]
     return found
-
-
-def hear_in_step(trainer: Trainer, job: Job) -> None:
-    """Let the signal to stop come while the first step is under way."""
-    step = trainer.step
-
-    def hearing() -> StepResult:
-        job.stop.receive(signal.SIGUSR1)
-        return step()
-
-    vars(trainer)["step"] = hearing
 
 
 def note_state(found: Ran, trainer: Trainer) -> None:

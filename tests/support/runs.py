@@ -55,6 +55,14 @@ def job_alone() -> Job:
     return Job(LocalTransport(LocalWorld[None](1), 0))
 
 
+def alone(
+    model: Model, config: Config, data: Dataset, validation: Dataset | None = None, **own: Any
+) -> Trainer:
+    """A trainer of this process by itself, which is quiet unless `own`, for `build`, says not."""
+    datasets = Datasets(data, validation)
+    return build(job_alone(), model, lambda: datasets, config, **{"quiet": True, **own})
+
+
 def with_layout(config: Config, grid: Grid) -> Config:
     """The configuration of a run in this layout."""
     axes = ("g_inter", "g_data", "g_tensor")
@@ -180,6 +188,27 @@ def vector_data(
     if infinite is not None:
         inputs[infinite] = math.inf
     return ArrayDataset(inputs, torch.randint(classes, (samples,), generator=generator))
+
+
+def around_step(
+    before: Callable[[Trainer], object] = lambda trainer: None,
+    after: Callable[[Trainer, StepResult], object] = lambda trainer, verdict: None,
+) -> Callable[[Trainer], None]:
+    """What happens around each step of a trainer, for `before` of `train_here` or `look` of
+    `ran`."""
+
+    def install(trainer: Trainer) -> None:
+        step = trainer.step
+
+        def stepping() -> StepResult:
+            before(trainer)
+            verdict = step()
+            after(trainer, verdict)
+            return verdict
+
+        vars(trainer)["step"] = stepping
+
+    return install
 
 
 def train_here(

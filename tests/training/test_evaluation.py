@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from support.hf import SMALL_LLAMA
 from support.resuming import ran, records_of
 from support.runs import (
+    alone,
     assert_bitwise,
-    job_alone,
     mlp,
     tiny_config,
     tiny_gpt,
@@ -33,10 +33,8 @@ from axsparse.models.layer import MetricFunction, Model, count_top1
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.exchange import exact_sum
-from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.evaluation import Evaluation, evaluate_saved, open_saved_model
-from axsparse.training.trainer import Trainer, build
+from axsparse.training.trainer import Trainer
 
 TRAINING, VALIDATION = vector_data(), vector_data(samples=29)
 TOP1: Mapping[str, MetricFunction] = {"top1": count_top1}
@@ -91,8 +89,7 @@ def test_metrics_and_loss_are_means_over_the_targets() -> None:
 def test_an_evaluation_is_bitwise_the_same_in_every_layout() -> None:
     # Exact sums, so that the weights that are evaluated are the same.
     config = settings_of(steps=1)
-    exact = config.samo.model_copy(update={"gradient": "exact"})
-    config = config.model_copy(update={"samo": exact})
+    config = config.with_values({"samo.gradient": "exact"})
     found = [
         trace.evaluation
         for layout in ((1, 1), (3, 1), (1, 3), (2, 2))
@@ -124,19 +121,16 @@ def test_evaluations_leave_training_as_it_was() -> None:
 def test_rank_0_writes_down_what_the_last_stage_found(
     first: bool, steps: list[int], tmp_path: Path
 ) -> None:
-    config = settings_of(eval_first=first).model_copy(update={"run_dir": str(tmp_path / "run")})
-    config = config.model_copy(update={"layout": config.layout.model_copy(update={"g_inter": 2})})
-    world: LocalWorld[Evaluation | None] = LocalWorld(2)
+    looked: list[Trainer] = []
+    ran(
+        *((2, 1), settings_of(eval_first=first), tmp_path / "run"),
+        model=lambda _: classifier(),
+        data=TRAINING,
+        validation=VALIDATION,
+        look=looked.append,
+    )
 
-    def train(rank: int) -> Evaluation | None:
-        job = Job(LocalTransport(world, rank))
-        data = Datasets(TRAINING, VALIDATION)
-        trainer = build(job, classifier(), lambda: data, config)
-        trainer.train()
-        return trainer.last_evaluation
-
-    last = world.run(train)[0]
-
+    last = looked[0].last_evaluation
     records = records_of(tmp_path / "run", "eval_loss")
     assert [record["step"] for record in records] == steps
     assert last is not None
@@ -243,10 +237,9 @@ def test_other_data_and_models_of_ones_own_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is of a model of your own, not of the gpt of its conf"):
         open_saved_model(tmp_path / "own", None)
     # As the message says.
-    train = config.train.model_copy(update={"eval_steps": "all"})
-    again = config.model_copy(update={"train": train})
-    data = Datasets(vector_data(), vector_data())
-    trainer = build(job_alone(), mlp(), lambda: data, again, resume=str(tmp_path / "own"))
+    again = config.with_values({"train.eval_steps": "all"})
+    resume = str(tmp_path / "own")
+    trainer = alone(mlp(), again, vector_data(), vector_data(), quiet=False, resume=resume)
     found = trainer.evaluate()
     assert found is not None and trainer.steps_done == 1
     trainer.close()

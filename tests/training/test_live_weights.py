@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.resuming import ran
-from support.runs import summed_loss, tiny_config, vector_data
+from support.runs import FEW_MICROBATCHES, around_step, summed_loss, tiny_config, vector_data
 from torch import Tensor, nn
 
 import axsparse as ax
@@ -57,9 +57,8 @@ def own_model(config: Config) -> Model:
 
 
 def config_of(**sections: object) -> Config:
-    train = {"steps": STEPS, "eval_every": 0, "eval_steps": "all", "peak_flops": 1e9}
-    batch = {"global_batch_size": 12, "microbatch_size": 3}
-    return tiny_config(train=train, batch=batch, **sections)
+    train = {"steps": STEPS, "eval_steps": "all"}
+    return tiny_config(train=train, batch=FEW_MICROBATCHES, **sections)
 
 
 class Taken:
@@ -72,17 +71,13 @@ class Taken:
 
     def look(self, trainer: ax.Trainer) -> None:
         self.trainers.append(trainer)
-        step = trainer.step
+        around_step(after=self.take)(trainer)
 
-        def stepping() -> object:
-            verdict = step()
-            if trainer.steps_done == STEPS:
-                with trainer._within("on_step"):
-                    self.states.append(trainer.state_dict())
-                    self.models.append(trainer.model())
-            return verdict
-
-        vars(trainer)["step"] = stepping
+    def take(self, trainer: ax.Trainer, _: object) -> None:
+        if trainer.steps_done == STEPS:
+            with trainer._within("on_step"):
+                self.states.append(trainer.state_dict())
+                self.models.append(trainer.model())
 
     def on_first_rank(self) -> tuple[dict[str, Tensor], nn.Module]:
         [state] = [state for state in self.states if state is not None]

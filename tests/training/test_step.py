@@ -10,9 +10,8 @@ import pytest
 import torch
 from support.exhaustive import by_default
 from support.resuming import ran
-from support.runs import FEW_MICROBATCHES, tiny_config
+from support.runs import FEW_MICROBATCHES, around_step, tiny_config
 
-from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.runtime.errors import TrainingError
 from axsparse.training.trainer import Trainer
 
@@ -22,20 +21,12 @@ STEPS = 14
 def ruined_after(step: int) -> Callable[[Trainer], None]:
     """The update of this step leaves a weight that is no number, as one of too large a rate may."""
 
-    def look(trainer: Trainer) -> None:
-        clean = trainer.step
+    def ruin(trainer: Trainer, _: object) -> None:
+        if trainer.steps_done == step:
+            layer = trainer.layers[-1].state
+            layer.optimizer_state.write_master(layer.owned[0], 0, torch.full((1,), math.inf))
 
-        def stepping() -> StepResult:
-            verdict = clean()
-            if trainer.steps_done == step:
-                layer = trainer.layers[-1].state
-                tensor = layer.owned[0]
-                layer.optimizer_state.write_master(tensor, 0, torch.full((1,), math.inf))
-            return verdict
-
-        vars(trainer)["step"] = stepping
-
-    return look
+    return around_step(after=ruin)
 
 
 @pytest.mark.parametrize("every", by_default([1], [1, 2]))

@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 import torch
 from support.resuming import ran
-from support.runs import FEW_MICROBATCHES, mlp, tiny_config, tiny_gpt, token_data, vector_data
+from support.runs import (
+    FEW_MICROBATCHES,
+    alone,
+    mlp,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    vector_data,
+)
 
 import axsparse as ax
 from axsparse.config.schema import Config
@@ -82,9 +90,7 @@ def test_a_callback_of_evaluations_that_never_are_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tiny_config(train={"steps": 1, "eval_steps": 1}, run_dir=str(tmp_path / "run"))
-    job = Job(LocalTransport(LocalWorld(1), 0))
-
-    build(job, mlp(), lambda: Datasets(vector_data()), config).train(on_evaluation=print)
+    alone(mlp(), config, vector_data(), quiet=False).train(on_evaluation=print)
 
     said = "warning: on_evaluation is never called: there are no validation data, or train."
     assert said in capsys.readouterr().out
@@ -190,10 +196,8 @@ class Streamed(ax.ArrayDataset):
 def test_data_that_end_within_a_loop_do_not_end_it_as_its_last_step_does() -> None:
     data = vector_data()
     inputs, targets = data.read(np.arange(30))
-    streamed = Datasets(data, Streamed(inputs[0], targets))
     config = tiny_config(train={"steps": 6, "eval_every": 2, "eval_steps": 1})
-    job = Job(LocalTransport(LocalWorld(1), 0))
-    trainer = build(job, mlp(), lambda: streamed, config, quiet=True)
+    trainer = alone(mlp(), config, data, Streamed(inputs[0], targets))
 
     with pytest.raises(RuntimeError, match="generator raised StopIteration"):
         [trainer.step() for _ in trainer]
@@ -233,8 +237,7 @@ def train(
 def test_calls_leave_the_number_of_threads_and_set_it_only_where_it_differs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = Job(LocalTransport(LocalWorld(1), 0))
-    trainer = build(job, mlp(), lambda: Datasets(vector_data(), None), tiny_config(), quiet=True)
+    trainer = alone(mlp(), tiny_config(), vector_data())
     threads = [trainer.config.train.threads]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
@@ -251,8 +254,7 @@ def test_a_predicted_peak_has_the_memory_of_expansions_once(
 ) -> None:
     monkeypatch.setattr(run_recorder, "resident_memory_bytes", lambda: 10**9)
     config = tiny_config(samo={"weights": "sparse"})
-    job = Job(LocalTransport(LocalWorld(1), 0))
-    trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data()), config, quiet=True)
+    trainer = alone(tiny_gpt(config), config, token_data())
 
     state, predicted = trainer.state_bytes(), trainer.plan.prediction
     assert state.expanded > 0
@@ -289,7 +291,7 @@ def test_the_best_is_found_without_other_checkpoints_and_has_the_weights_of_then
 
 
 def test_the_best_survives_a_stop_and_what_comes_after(tmp_path: Path) -> None:
-    train(tmp_path, config_of(), stop_after=4)
+    train(tmp_path, config_of(), stop_after=3)
     assert saved_steps(tmp_path / "checkpoints") == [3, 2]
 
     there = train(tmp_path, config_of(), {**LOSSES, 5: 1.5, 6: 1.2}, resume="auto")
@@ -298,7 +300,7 @@ def test_the_best_survives_a_stop_and_what_comes_after(tmp_path: Path) -> None:
 
 
 def test_another_run_directory_does_not_have_the_best_of_the_first(tmp_path: Path) -> None:
-    train(tmp_path / "a", config_of(), stop_after=4)
+    train(tmp_path / "a", config_of(), stop_after=3)
     first = str(tmp_path / "a" / "checkpoints" / "step-3")
 
     train(tmp_path / "b", config_of(), {**LOSSES, 5: 1.5, 6: 1.7}, resume=first)

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 from support.resuming import Ran, note_state, ran, same_state, settings
-from support.runs import FEW_MICROBATCHES, mlp, tiny_config, vector_data
+from support.runs import FEW_MICROBATCHES, around_step, mlp, tiny_config, vector_data
 from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
-from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.runtime.errors import OutputError, TrainingError
 from axsparse.runtime.files.safetensors import write_safetensors
@@ -100,19 +99,6 @@ def test_what_a_thread_writes_is_told_of_piece_by_piece(
 # -- in the background ----------------------------------------------------------------------
 
 
-def before_each_step(happen: Callable[[Trainer], object]) -> Callable[[Trainer], None]:
-    def install(trainer: Trainer) -> None:
-        step = trainer.step
-
-        def stepping() -> StepResult:
-            happen(trainer)
-            return step()
-
-        vars(trainer)["step"] = stepping
-
-    return install
-
-
 def test_steps_go_on_while_the_disk_is_slow_and_what_is_saved_is_that_of_before(
     tmp_path: Path, hooked: Callable[[Write], None]
 ) -> None:
@@ -126,7 +112,7 @@ def test_steps_go_on_while_the_disk_is_slow_and_what_is_saved_is_that_of_before(
         if trainer.steps_done == 5:
             may_write.set()
 
-    ran((1, 1), config_of(every=3), tmp_path / "run", look=before_each_step(watch))
+    ran((1, 1), config_of(every=3), tmp_path / "run", look=around_step(watch))
 
     assert there == {step: [] for step in range(6)}
     assert saved(tmp_path / "run") == [6, 3]
@@ -334,7 +320,7 @@ def test_a_rank_that_fails_alone_leaves_nothing_half_named(
             raise RuntimeError("a layer of glass")
 
     with pytest.raises(RuntimeError, match="glass"):
-        ran((2, 1), config_of(), tmp_path, look=before_each_step(fail))
+        ran((2, 1), config_of(), tmp_path, look=around_step(fail))
 
     assert saved(tmp_path) == []
     assert [path.name for path in unfinished(tmp_path / "checkpoints")] == ["step-2.tmp"]
@@ -363,6 +349,6 @@ def test_what_appears_when_a_rank_fails_has_appeared_when_it_is_told(
             raise RuntimeError("a layer of glass")
 
     with pytest.raises(RuntimeError, match="glass"):
-        ran((1, 1), config_of(every=4), tmp_path, look=before_each_step(fail))
+        ran((1, 1), config_of(every=4), tmp_path, look=around_step(fail))
 
     assert saved(tmp_path) == [4]
