@@ -38,6 +38,7 @@ from axsparse.training.checkpoint.verification import (
     reject_other_data,
 )
 from axsparse.training.export import Weights, configured_model
+from axsparse.training.run_sources import batches_of
 
 
 @dataclass(frozen=True)
@@ -169,21 +170,9 @@ def evaluate_saved(
         schedule=Schedule("message-driven", 0),
         while_idle=lambda: None,
     )
-    batches = Batches(
-        validation,
-        num_samples=len(validation),
-        global_batch_size=config.batch.global_batch_size,
-        microbatch_size=config.batch.microbatch_size,
-        replica=0,
-        g_data=1,
-        seed=config.seed,
-        vocab_size=model.vocab_size,
-    )
+    batches = batches_of(validation, config, model.vocab_size, num_samples=len(validation))
     return evaluate(
-        engine,
-        batches,
-        number,
-        tuple(model.metrics),
+        *(engine, batches, number, tuple(model.metrics)),
         transport=transport,
         coords=coords,
         after_batch=after_batch,

@@ -297,16 +297,11 @@ class Weights:
         self._files = CheckpointFiles(checkpoint)
         self.dtype = DTYPES[self.config().precision] if trained else torch.float32
         self.parameters: dict[str, ParameterEntry] = {}
-        self._untrained: dict[str, TensorHeader] = {}
-        self._buffers: dict[str, dict[str, TensorHeader]] = {}
-        """By layer and global name."""
+        self._headers: dict[str, dict[str, TensorHeader]] = {}
+        """Of all tensors by layer, and by kind and name."""
         for name, layer in layers.items():
             self.parameters.update(layer.parameters)
-            kinds: dict[str, dict[str, TensorHeader]] = {VALUE: self._untrained, BUFFER: {}}
-            for key, header in self._files.headers(name).items():
-                kind, _, tensor = key.partition("/")
-                kinds.setdefault(kind, {})[tensor] = header
-            self._buffers[name] = kinds[BUFFER]
+            self._headers[name] = self._files.headers(name)
 
     def config(self) -> Config:
         """The run's configuration; DataError if this version does not understand it."""
@@ -322,15 +317,14 @@ class Weights:
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """A parameter in its shape, with zeros at pruned positions, in `self.dtype` or `dtype`."""
-        if name in self._untrained:
+        if self._files.has(VALUE, name):
             value = self._files.value(name, self.parameters[name].shape)
         else:
             value = self._files.dense(MASTER, name, self.dtype)
         return value.to(dtype or self.dtype)
 
-    def _buffer(self, layer: str, name: str, dtype: torch.dtype) -> Tensor:
-        value = self._files.buffer(layer, name, self._buffers[layer][name])
-        return value.to(dtype)
+    def _buffer(self, layer: str, name: str, header: TensorHeader, dtype: torch.dtype) -> Tensor:
+        return self._files.buffer(layer, name, header).to(dtype)
 
     def by_name(self, dtype: Callable[[str], torch.dtype] | None = None) -> Tensors:
         """All parameters and buffers, layer by layer; `dtype(name)` may give a parameter or a
@@ -341,10 +335,14 @@ class Weights:
                 kind = self.dtype if dtype is None else dtype(parameter)
                 value = partial(self.dense, parameter, kind)
                 tensors[parameter] = TensorHeader(kind, entry.shape), value
-            for buffer, header in self._buffers[name].items():
-                if dtype is not None and header.dtype.is_floating_point:
-                    header = replace(header, dtype=dtype(buffer))
-                tensors[buffer] = header, partial(self._buffer, name, buffer, header.dtype)
+            for key, header in self._headers[name].items():
+                of, _, buffer = key.partition("/")
+                if of == BUFFER:
+                    kind = header.dtype
+                    if dtype is not None and kind.is_floating_point:
+                        kind = dtype(buffer)
+                    value = partial(self._buffer, name, buffer, header, kind)
+                    tensors[buffer] = replace(header, dtype=kind), value
         return tensors
 
     def published(self, dtype: Callable[[str], torch.dtype] | None = None) -> Tensors:

@@ -127,15 +127,11 @@ class RunPlan:
     def counted(self) -> list[str]:
         """`ModelProfile.counted`, with the names of its shards in place of a sharded tensor's
         name."""
-        return [
-            name
-            for full in self.profile.counted
-            for name in (
-                [f"{full}#{n}" for n in range(self.shards[full].count)]
-                if full in self.shards
-                else [full]
-            )
-        ]
+        names = []
+        for full in self.profile.counted:
+            shard = self.shards.get(full)
+            names += [full] if shard is None else [f"{full}#{n}" for n in range(shard.count)]
+        return names
 
     @property
     def dtype(self) -> torch.dtype:
@@ -390,14 +386,9 @@ def has_compiler() -> bool:
 
 def _ties(profile: ModelProfile, shards: Mapping[str, TensorShard], ranks: int) -> dict[str, str]:
     check_ties(profile.ties, shards)
-    return {
-        **profile.ties,
-        **{
-            f"{second}#{index}": f"{first}#{index}"
-            for second, first in profile.ties.items()
-            for index in range(ranks if first in shards else 0)
-        },
-    }
+    pairs = [(second, first) for second, first in profile.ties.items() if first in shards]
+    of_shards = {f"{a}#{index}": f"{b}#{index}" for a, b in pairs for index in range(ranks)}
+    return {**profile.ties, **of_shards}
 
 
 def _zero_stage(config: Config, state_of: Callable[[Config], Sequence[int]]) -> Literal[0, 1, 3]:
@@ -461,40 +452,34 @@ def _own_values(key: str, entries: Sequence[str], names: Sequence[str]) -> dict[
 
 def check_transport(config: Config, transport: Transport, *, on_host: bool) -> None:
     """ConfigError for a way to communicate that these ranks cannot take."""
-    setting = config.transport
-    # One process that has loaded MPI needs it as little as one that has not.
-    if setting == "local" and transport.size > 1:
-        raise ConfigError(
-            f"{config.where('transport')}: local is for one process, but {transport.size} ranks "
-            "are running; choose auto or mpi"
-        )
-    if setting not in ("auto", "local") and transport.name == "local":
-        raise ConfigError(
-            f"{config.where('transport')}: no MPI library was found; load the site's MPI module, "
-            "install axsparse[mpich], or choose auto"
-        )
-    # One rank on a GPU has nobody to talk to and keeps MPI's transport.
-    if setting == "nccl" and transport.name.startswith("mpi") and on_host:
-        raise ConfigError(
-            f"{config.where('transport')}: nccl is for ranks that compute on GPUs, and these "
-            "compute on CPUs; choose auto or mpi"
-        )
+    setting, ranks = config.transport, transport.size
+    rules = {
+        # One process that has loaded MPI needs it as little as one that has not.
+        f"local is for one process, but {ranks} ranks are running; choose auto or mpi": (
+            setting == "local" and ranks > 1
+        ),
+        "no MPI library was found; load the site's MPI module, install axsparse[mpich], or choose "
+        "auto": setting not in ("auto", "local") and transport.name == "local",
+        # One rank on a GPU has nobody to talk to and keeps MPI's transport.
+        "nccl is for ranks that compute on GPUs, and these compute on CPUs; choose auto or mpi": (
+            setting == "nccl" and transport.name.startswith("mpi") and on_host
+        ),
+    }
+    for rule, is_broken in rules.items():
+        if is_broken:
+            raise ConfigError(f"{config.where('transport')}: {rule}")
 
 
 def check_weights_are_loaded(config: Config, model: Model, targets: Targets) -> None:
     """ConfigError unless all that is pruned starts at loaded weights, as some methods need."""
     start, method = model.start, config.pruning.method
-    if start is None:
-        raise ConfigError(
-            f"{config.where('pruning.method')}: {method} looks at loaded weights, and none are "
-            "loaded; set model.from or model.weights"
-        )
     anew = [name for name in targets.shapes if isinstance(start, FromFile) and name in start.new]
-    if anew:
-        raise ConfigError(
-            f"{config.where('pruning.method')}: {method} looks at loaded weights, and {anew[0]} "
-            "begins anew; name it in pruning.exclude, or choose another method"
-        )
+    if start is None or anew:
+        why = "none are loaded; set model.from or model.weights"
+        if anew:
+            why = f"{anew[0]} begins anew; name it in pruning.exclude, or choose another method"
+        where = config.where("pruning.method")
+        raise ConfigError(f"{where}: {method} looks at loaded weights, and {why}")
 
 
 # -- before a plan: precision and memory ---------------------------------------------------------

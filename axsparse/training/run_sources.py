@@ -192,6 +192,19 @@ class Data:
     """The unit of a target: a token, or a sample."""
 
 
+def batches_of(
+    dataset: Dataset | None, config: Config, words: int | None, *, num_samples: int, **how: Any
+) -> Batches:
+    """Batches of a configuration, all of which one replica reads unless `how`, for `Batches`, says
+    else."""
+    given = {
+        "global_batch_size": config.batch.global_batch_size,
+        "microbatch_size": config.batch.microbatch_size,
+        **{"replica": 0, "g_data": 1, "seed": config.seed, "vocab_size": words},
+    }
+    return Batches(dataset, num_samples=num_samples, **{**given, **how})
+
+
 def open_data(
     plan: RunPlan,
     config: Config,
@@ -226,13 +239,11 @@ def open_data(
     )
 
     batches = partial(
-        Batches,
-        global_batch_size=plan.config.batch.global_batch_size,
-        microbatch_size=plan.config.batch.microbatch_size,
+        batches_of,
+        config=plan.config,
+        words=plan.model.vocab_size,
         replica=plan.coords.replica,
         g_data=plan.coords.grid.g_data,
-        seed=plan.config.seed,
-        vocab_size=plan.model.vocab_size,
         pinned=pinned,
     )
     training = batches(
@@ -271,16 +282,8 @@ def with_example(
             return ()
         training = _open(open_datasets, separate).training
         with preserved_rng():
-            batches = Batches(
-                training,
-                num_samples=len(training),
-                global_batch_size=size,
-                microbatch_size=size,
-                replica=0,
-                g_data=1,
-                seed=config.seed,
-                vocab_size=model.vocab_size,
-            )
+            count, words = len(training), model.vocab_size
+            batches = batches_of(training, config, words, num_samples=count, global_batch_size=size)
             return batches.first(size)[0].inputs
 
     inputs = together(transport, first_inputs)

@@ -463,28 +463,23 @@ class SkippedSteps:
             progress.first_bad = FirstBad(step=step, what=self._culprit(verdict))
         if progress.skipped_at_floor < patience:
             return
-        first = progress.first_bad
+        first, run = progress.first_bad, self.run_dir
         assert first is not None, "patience is 1 or more"
-        raise self._given_up(
-            f"step {first.step}: {first.what}, and no step could update for {patience} in a "
-            f"row, up to step {step} (loss_scale.patience)"
-        )
-
-    def _given_up(self, why: str) -> TrainingError:
-        """The error of a run whose steps do not update any more.
-
-        It names the newest checkpoint whose weights a step has trained on, if there is one: a later
-        one may hold ruined weights, so that a run that is resumed from it would end again at once.
-        """
-        suggestion, run = "lower optimizer.learning_rate, or look at the data", self.run_dir
+        way = "lower optimizer.learning_rate, or look at the data"
+        # A later checkpoint may hold ruined weights, from which a run would end again at once.
         steps = [] if run is None else saved_steps(run / CHECKPOINTS)
-        before = next((step for step in steps if step < self.progress.last_good), None)
+        before = next((step for step in steps if step < progress.last_good), None)
         if before is not None:
-            suggestion += (
+            way += (
                 f"; weights were good up to step {before}: go on from there by --resume "
                 f"{run}/{CHECKPOINTS}/step-{before} in another --run-dir"
             )
-        return everywhere(TrainingError(f"{why}; {suggestion}"))
+        raise everywhere(
+            TrainingError(
+                f"step {first.step}: {first.what}, and no step could update for {patience} in a "
+                f"row, up to step {step} (loss_scale.patience); {way}"
+            )
+        )
 
     def _culprit(self, verdict: StepResult) -> str:
         """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.

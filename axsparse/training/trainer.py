@@ -39,7 +39,7 @@ from axsparse.pruning.criteria import Score
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.method_registry import choose_pruner
-from axsparse.pruning.methods.pruner import Pruner, StepContext
+from axsparse.pruning.methods.pruner import StepContext
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
     ConfigError,
@@ -365,8 +365,6 @@ class Trainer:
         """Whether a callback has asked to end the run."""
         self._is_ready = False
         """Whether all that stands before the coming step has been done."""
-        self._awaits_step = False
-        """Whether the loop has given a step's number, and the step has not been done."""
         self._callbacks: dict[str, Callable[[int, Any], object] | None] = {}
         self._live_weights = LiveWeights(plan, self.layers, transport, self.activity.note_progress)
         self._tracing = self._make_tracing()
@@ -400,22 +398,21 @@ class Trainer:
         where another one begins; `close` saves its steps.
         """
         self._reject_closed("the loop")
-        self._awaits_step = False
         return self._steps()
 
     def _steps(self) -> Iterator[int]:
+        done = -1
         while not self._closed:
-            if self._awaits_step:
+            if done == self.steps_done:
                 raise ConfigError(
-                    f"trainer: step {self.steps_done + 1} was not done; call trainer.step() in the "
-                    "loop"
+                    f"trainer: step {done + 1} was not done; call trainer.step() in the loop"
                 )
             with self._call("step", in_callbacks=False):
                 has_next = self._next()
             if not has_next:
                 return
-            self._awaits_step = True
-            yield self.steps_done + 1
+            done = self.steps_done
+            yield done + 1
         if self._failed:
             self._reject_closed("the loop")
 
@@ -440,7 +437,7 @@ class Trainer:
                 raise ConfigError(
                     f"step: the run is over after {self.steps_done} steps; raise train.steps"
                 )
-            self._awaits_step = self._is_ready = False
+            self._is_ready = False
             with self._ending_on_failure():
                 return self._recorded_step()
 
@@ -572,7 +569,14 @@ class Trainer:
                 self.activity.at("checkpoint", self.steps_done)
                 self._saver.finish()
                 self._announce_checkpoints()
-            reject_bad_end(self.steps_done, self.last_evaluation, self.pruner)
+            last, pruner, why = self.last_evaluation, self.pruner, None
+            if last is not None and not math.isfinite(last.loss):
+                way = "lower optimizer.learning_rate, or look at the data"
+                why = f"the validation loss is {last.loss}; {way}"
+            elif pruner is not None:
+                why = pruner.unfinished
+            if why is not None:
+                raise everywhere(TrainingError(f"step {self.steps_done}: {why}"))
             for line in last_lines(self.progress, self._saver):
                 self.recorder.say(line)
         self._release()
@@ -719,10 +723,7 @@ class Trainer:
         def write() -> None:
             if found is not None:
                 notes = save_folder(
-                    self.config,
-                    self.profile.shapes,
-                    found,
-                    self.data.entry,
+                    *(self.config, self.profile.shapes, found, self.data.entry),
                     Path(expanded(path)),
                     step=self.steps_done,
                     force=force,
@@ -880,8 +881,9 @@ class Trainer:
         return self.data.validation is not None and self.config.train.eval_steps != 0
 
     def _evaluated(self, number: int | Literal["all"]) -> Evaluation:
+        """The evaluation of some batches; there are validation data."""
         validation = self.data.validation
-        assert validation is not None, "there is something to evaluate on"
+        assert validation is not None
         with self.statistics.of_first_replica():
             return evaluate(
                 self.engine,
@@ -891,13 +893,6 @@ class Trainer:
                 transport=self.transport,
                 coords=self.coords,
             )
-
-    def _loss_at_masks(self) -> float | None:
-        """The loss before or after a change of the masks, if it is asked for."""
-        number = self.config.pruning.eval_steps
-        if self.data.validation is None or number == 0:
-            return None
-        return self._evaluated(number).loss
 
     def _recorded_evaluation(self) -> None:
         with self._within("on_evaluation"):
@@ -917,25 +912,25 @@ class Trainer:
         pruner = self.pruner
         if pruner is None:
             return
-        before = self.state_bytes().total
+        before, number = self.state_bytes().total, self.config.pruning.eval_steps
         self.activity.at("masks", self.steps_done)
-        now = StepContext(
-            self.steps_done,
-            self.progress.updates,
-            self._step.score_gradients,
-            self._loss_at_masks,
+
+        def loss() -> float | None:
+            evaluates = number != 0 and self.data.validation is not None
+            return self._evaluated(number).loss if evaluates else None
+
+        done, progress = self.steps_done, self.progress
+        change = pruner.before_step(
+            StepContext(done, progress.updates, self._step.score_gradients, loss)
         )
-        change = pruner.before_step(now)
         self._step.restore_weights()
         if change is None:
             return
         self._step.follow_masks(change)
-        transport, sizes = self.transport, [before, self.state_bytes().total]
-        rows = sum_by_owner(transport.world, transport.backoff, sizes)
+        sizes = [before, self.state_bytes().total]
+        rows = sum_by_owner(self.transport.world, self.transport.backoff, sizes)
         old, new = (int(max(column)) for column in zip(*rows, strict=True))
-        self.recorder.masks(
-            MaskRecord(self.steps_done, change.text, dict(change.figures), new, old)
-        )
+        self.recorder.masks(MaskRecord(done, change.text, dict(change.figures), new, old))
         if change.is_final and self.run_dir is not None:
             assert self.live is not None, "masks have changed"
             self.live.save(self.run_dir / MASK_FILE)
@@ -1012,19 +1007,6 @@ OnEvaluation = Callable[[int, Evaluation], object]
 """`on_evaluation(steps done, evaluation)`, after each evaluation; True ends the run."""
 OnCheckpoint = Callable[[int, Path], object]
 """`on_checkpoint(step, folder)`, once the checkpoint of a step is complete; True ends the run."""
-
-
-def reject_bad_end(steps_done: int, last: Evaluation | None, pruner: Pruner | None) -> None:
-    """TrainingError on all ranks if the result of the training cannot be used."""
-    if last is not None and not math.isfinite(last.loss):
-        raise everywhere(
-            TrainingError(
-                f"step {steps_done}: the validation loss is {last.loss}; lower "
-                "optimizer.learning_rate, or look at the data"
-            )
-        )
-    if pruner is not None and pruner.unfinished is not None:
-        raise everywhere(TrainingError(f"step {steps_done}: {pruner.unfinished}"))
 
 
 def last_lines(progress: Progress, saver: Saver | None) -> Iterator[str]:
