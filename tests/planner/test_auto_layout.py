@@ -59,38 +59,27 @@ def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
     assert " GB of 0.0000" in none.reason
 
 
-def test_sparse_weights_fit_fewer_stages_and_dense_ones_come_first() -> None:
-    config = tiny_config(precision="fp16", samo={"weights": "auto"}, model={"hidden_size": 256})
+@pytest.mark.parametrize(
+    ("samo", "sizes", "pruned", "way", "reason"),
+    [
+        # Dense weights come first, and sparse ones fit fewer stages.
+        ({"weights": "auto"}, {"hidden_size": 256}, "c1.weight", "sparse", "sparse at rest"),
+        # Replicas gather weights where nothing else fits.
+        (
+            {"weights": "sparse", "zero_stage": "auto"},
+            {"num_layers": 8, "hidden_size": 128},
+            *("weight", "gathered", "sparse at rest and gathered by replicas"),
+        ),
+    ],
+)
+def test_weights_are_stored_in_another_way_where_that_fits_fewer_stages(
+    samo: dict[str, Any], sizes: dict[str, int], pruned: str, way: str, reason: str
+) -> None:
+    config = tiny_config(precision="fp16", samo=samo, model=sizes)
     profiled = profile(tiny_gpt(config), torch.float16)
-    pruned = [
-        p for layer in profiled.layers for p in layer.parameters if p.name.endswith("c1.weight")
-    ]
-    kept = {p.name: p.numel // 10 for p in pruned}
+    matrices = [p for each in profiled.layers for p in each.parameters if p.numel > 999]
+    kept = {p.name: p.numel // 10 for p in matrices if p.name.endswith(pruned)}
     assert kept
-    planned_model = ProfiledModel(config, profiled, kept, ADAMW)
-
-    def found(nbytes: float) -> LayoutDecision:
-        decision = fewest_stages(run_request(planned_model, MACHINE, 2, [1, 2], nbytes))
-        assert isinstance(decision, LayoutDecision)
-        return decision
-
-    roomy = found(1e12)
-    tight = found(0.99 * roomy.row.most_bytes)
-
-    assert (roomy.row.weights, roomy.row.layout.grid.g_inter) == ("dense", 1)
-    assert (tight.row.weights, tight.row.layout.grid.g_inter) == ("sparse", 1)
-    assert tight.row.most_bytes < roomy.row.most_bytes
-    assert tight.row.seconds > roomy.row.seconds, "it expands"
-    assert tight.reason.endswith(" GB a rank, with weights sparse at rest)")
-
-
-def test_replicas_gather_weights_where_nothing_else_fits() -> None:
-    samo = {"weights": "sparse", "zero_stage": "auto"}
-    config = tiny_config(precision="fp16", samo=samo, model={"num_layers": 8, "hidden_size": 128})
-    profiled = profile(tiny_gpt(config), torch.float16)
-    kept = {
-        p.name: p.numel // 2 for layer in profiled.layers for p in layer.parameters if p.numel > 999
-    }
     planned_model = ProfiledModel(config, profiled, kept, ADAMW)
 
     def found(nbytes: float) -> LayoutDecision:
@@ -102,10 +91,10 @@ def test_replicas_gather_weights_where_nothing_else_fits() -> None:
     tight = found(0.99 * roomy.most_bytes)
 
     assert (roomy.weights, roomy.layout.grid.g_inter) == ("dense", 1), "as configured"
-    assert (tight.row.weights, tight.row.layout.grid.g_inter) == ("gathered", 1)
+    assert (tight.row.weights, tight.row.layout.grid.g_inter) == (way, 1)
     assert tight.row.most_bytes < roomy.most_bytes
-    assert tight.row.seconds > roomy.seconds
-    assert tight.reason.endswith(", with weights sparse at rest and gathered by replicas)")
+    assert tight.row.seconds > roomy.seconds, "it expands"
+    assert tight.reason.endswith(f" GB a rank, with weights {reason})")
 
 
 def test_slack_goes_where_memory_asks_for_it() -> None:

@@ -34,27 +34,20 @@ def planned(gpus: int = 4, method: Any = "start", **sections: Any) -> Plan:
     return asked(**sections).plan(method, MACHINE, gpus)
 
 
-def grids(found: Plan) -> set[tuple[int, int]]:
-    return {(row.layout.grid.g_inter, row.layout.grid.g_data) for row in found.rows}
+def grids(**layout: Any) -> set[tuple[int, int, int]]:
+    """Stages, tensor-parallel ranks and replicas of the planned layouts."""
+    found = [row.layout.grid for row in planned(layout=layout).rows]
+    return {(grid.g_inter, grid.g_tensor, grid.g_data) for grid in found}
 
 
 def test_all_layouts_are_planned_unless_the_configuration_says_which() -> None:
-    assert grids(planned()) >= {(1, 4), (2, 2), (4, 1)}
-    assert grids(planned(layout={"g_inter": 2})) >= {(2, 2)}
-    assert grids(planned(layout={"g_data": 4})) == {(1, 4)}
-    assert grids(planned(layout={"split": [1, 3], "g_tensor": 1})) >= {(2, 2)}
-    assert grids(planned(layout={"split": [1, 3], "g_data": 2})) == {(2, 2)}
-
-
-def g_tensor(found: Plan) -> set[tuple[int, int, int]]:
-    grids = [row.layout.grid for row in found.rows]
-    return {(grid.g_inter, grid.g_tensor, grid.g_data) for grid in grids}
-
-
-def test_members_are_those_of_the_configuration() -> None:
-    assert {each for _, each, _ in g_tensor(planned())} == {1}
-    assert {each for _, each, _ in g_tensor(planned(layout={"g_tensor": 2}))} == {2}
-    assert g_tensor(planned(layout={"g_tensor": 2, "g_data": 2})) == {(1, 2, 2)}
+    assert grids() == {(1, 1, 4), (2, 1, 2), (4, 1, 1)}
+    assert grids(g_inter=2) == {(2, 1, 2)}
+    assert grids(g_data=4) == {(1, 1, 4)}
+    assert grids(split=[1, 3], g_tensor=1) == {(2, 1, 2)}
+    assert grids(split=[1, 3], g_data=2) == {(2, 1, 2)}
+    assert {each for _, each, _ in grids(g_tensor=2)} == {2}
+    assert grids(g_tensor=2, g_data=2) == {(1, 2, 2)}
 
 
 def test_a_run_is_planned_as_it_starts() -> None:

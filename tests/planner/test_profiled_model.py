@@ -26,7 +26,6 @@ from axsparse.planner.stage_memory import StageLoad, stage_memory, value_bytes
 from axsparse.planner.step_cost import step_costs
 from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.criteria import Criterion, Score
-from axsparse.pruning.layer_pruning import CalibratedMasks
 from axsparse.pruning.targets import kept_at_start, what_is_pruned
 from axsparse.runtime.communication import Sums
 from axsparse.runtime.grid import Grid
@@ -322,6 +321,24 @@ class RandomStart:
         return torch.randn(self.shapes[name], generator=generator).div_(10)
 
 
+def peaks_of(owner: type, method: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes that torch takes in each call of a method from now on."""
+    peaks: list[int] = []
+    own = getattr(owner, method)
+
+    def measured(*arguments: Any, **more: Any) -> Any:
+        found: list[Any] = []
+        gc.disable()  # layers that wait for the collector count
+        try:
+            peaks.append(peak_of_torch(lambda: found.append(own(*arguments, **more))))
+        finally:
+            gc.enable()
+        return found[0]
+
+    monkeypatch.setattr(owner, method, measured)
+    return peaks
+
+
 def never(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
     raise AssertionError(name)
 
@@ -364,19 +381,7 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
     planned_model = ProfiledModel(asked, info, kept, ADAMW, sees_inputs=score is not None)
     loads = planned_model.stages(1, 1)
     assert loads is not None
-    peaks: list[int] = []
-
-    def measured(self: Calibration) -> CalibratedMasks:
-        found: list[CalibratedMasks] = []
-        gc.disable()  # layers that wait for the collector count
-        try:
-            peaks.append(peak_of_torch(lambda: found.append(draw(self))))
-        finally:
-            gc.enable()
-        return found[0]
-
-    draw = Calibration.draw
-    monkeypatch.setattr(Calibration, "draw", measured)
+    peaks = peaks_of(Calibration, "draw", monkeypatch)
     train_in_process(1, 1, model, asked, token_data(), score=score)
 
     planned = loads[0].calibration(2)
@@ -385,9 +390,7 @@ def test_drawing_masks_takes_what_torchs_allocator_counts(
 
 def test_the_stage_of_the_last_pruned_layer_builds_those_behind_it() -> None:
     asked = config("magnitude", "bf16", heal="blocks")
-    asked = asked.model_copy(
-        update={"layout": asked.layout.model_copy(update={"split": (1, 1, 1, 2)})}
-    )
+    asked = asked.with_values({"layout.split": (1, 1, 1, 2)})
     info = profile(named_model(asked), torch.bfloat16)
     assert [layer.kind for layer in info.layers[1:3]] == ["block", "block"]
     kept = kept_at_start(asked, what_is_pruned(asked, info))
@@ -413,25 +416,12 @@ def test_scoring_by_gradients_takes_what_is_planned(
     method: str, score: Score | None, least: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = config(method, "fp32", width=960)
-    asked = asked.model_copy(
-        update={
-            "train": asked.train.model_copy(update={"steps": 2}),
-            "pruning": asked.pruning.model_copy(update={"at_step": 1}),
-        }
-    )
+    asked = asked.with_values({"train.steps": 2, "pruning.at_step": 1})
     model = named_model(asked)
     info = profile(model, DTYPES[asked.precision])
     loads = ProfiledModel(asked, info, {}, ADAMW, sees_gradients=score is not None).stages(1, 1)
     assert loads is not None
-    peaks: list[int] = []
-
-    def measured(self: Criterion, *arguments: Any, **more: Any) -> Tensor:
-        found: list[Tensor] = []
-        peaks.append(peak_of_torch(lambda: found.append(mask(self, *arguments, **more))))
-        return found[0]
-
-    mask = Criterion.mask
-    monkeypatch.setattr(Criterion, "mask", measured)
+    peaks = peaks_of(Criterion, "mask", monkeypatch)
     train_in_process(1, 1, model, asked, token_data(), score=score)
 
     assert least * loads[0].building < max(peaks) < loads[0].building

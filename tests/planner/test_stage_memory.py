@@ -111,47 +111,31 @@ def test_the_peak_is_the_worst_moment(load: StageLoad, total: float) -> None:
     assert stage_memory(load, microbatch_size=2, in_flight=3, overhead=7.0).total == total + 7
 
 
-def _policy(schedule: Schedule, g_inter: int, microbatches: int, stage: int) -> Policy:
+def policy_of(schedule: Schedule, g_inter: int, microbatches: int, stage: int) -> Policy:
     return schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches)
 
 
-@pytest.mark.parametrize("name", ["message-driven", "1f1b", "gpipe"])
-def test_a_free_pipeline_holds_as_many_microbatches_as_are_counted(name: ScheduleName) -> None:
-    for g_inter, microbatches, extra_in_flight in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
-        schedule = Schedule(name, extra_in_flight)
-        run = simulate(
-            partial(_policy, schedule, g_inter, microbatches),
-            # Slow backwards fill every stage.
-            Durations.uniform(g_inter, microbatches, 1, 50),
-        )
-        for stage, done in enumerate(run.stages):
-            bound = most_in_flight(
-                schedule, stage=stage, g_inter=g_inter, microbatches=microbatches
-            )
-            assert held_of(done.actions, 0.0) <= bound
-            if stage == 0 and g_inter > 1:
-                assert held_of(done.actions, 0.0) == bound
-            if stage == g_inter - 1 and name != "gpipe":
-                assert bound == 1
-
-
 @pytest.mark.parametrize("name", get_args(ScheduleName))
-@pytest.mark.parametrize("size", [0.5, 1.0, 3.5])
-def test_a_stage_that_splits_never_holds_more_than_is_counted(
-    name: ScheduleName, size: float
-) -> None:
+@pytest.mark.parametrize("size", [None, 0.5, 1.0, 3.5])
+def test_a_stage_never_holds_more_than_is_counted(name: ScheduleName, size: float | None) -> None:
+    """`size` is that of a deferred microbatch; None: backwards are not split."""
     for g_inter, microbatches, extra_in_flight in itertools.product((1, 2, 4), (1, 3, 12), (0, 2)):
-        schedule = Schedule(name, extra_in_flight, split_backward=True)
-        for weight in (0.1, 50.0):
+        schedule = Schedule(name, extra_in_flight, split_backward=size is not None)
+        # Slow backwards fill every stage.
+        for backward, weight in ((50, 0.0),) if size is None else ((5, 0.1), (5, 50.0)):
             run = simulate(
-                partial(_policy, schedule, g_inter, microbatches),
-                Durations.uniform(g_inter, microbatches, 1, 5, weight),
+                partial(policy_of, schedule, g_inter, microbatches),
+                Durations.uniform(g_inter, microbatches, 1, backward, weight),
             )
             for stage, done in enumerate(run.stages):
-                counted = peak_in_flight(
-                    schedule, stage=stage, g_inter=g_inter, microbatches=microbatches, size=size
-                )
-                assert held_of(done.actions, size) <= counted + 1e-9
+                place = {"stage": stage, "g_inter": g_inter, "microbatches": microbatches}
+                counted = peak_in_flight(schedule, size=size or 1.0, **place)
+                held = held_of(done.actions, size or 0.0)
+                assert held <= counted + 1e-9
+                if size is None:
+                    assert counted == most_in_flight(schedule, **place)
+                    assert held == counted or not (stage == 0 and g_inter > 1)
+                    assert counted == 1 or stage < g_inter - 1 or name == "gpipe"
 
 
 def test_what_waits_for_weight_gradients_counts_by_its_own_bytes() -> None:
