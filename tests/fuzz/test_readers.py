@@ -272,39 +272,28 @@ CONFIGS = [
 
 
 @given(SEEDS)
-@inputs(0.15)
-def test_configurations(tmp_path: Path, rng: Random) -> None:
-    path = tmp_path / "run.yaml"
-    path.write_bytes(yaml_bytes(rng, rng.choice(CONFIGS)))
-
-    def read() -> None:
-        loaded = configure(str(path))
-        check_config(loaded)
-
-    read_or_rejected(read, tmp_path)
-
-
-@given(SEEDS)
 @inputs(0.1)
 def test_overrides(tmp_path: Path, rng: Random) -> None:
     key = rng.choice(list(FIELDS))
     value = odd_yaml(rng)
     override = rng.choice([f"{key}={value}", f"{key}{value}", f"{value}={key}"])
 
-    def read() -> None:
-        loaded = configure(None, [override])
-        check_config(loaded)
-
-    read_or_rejected(read, tmp_path)
+    read_or_rejected(lambda: check_config(configure(None, [override])), tmp_path)
 
 
 CLUSTERS = [path.read_text() for path in sorted((PACKAGE / "planner" / "clusters").glob("*.yaml"))]
+YAMLS: dict[str, tuple[list[str], Callable[[str], object]]] = {
+    "configurations": (CONFIGS, lambda path: check_config(configure(path))),
+    "clusters": (CLUSTERS, load_cluster),
+}
 
 
+@pytest.mark.parametrize("kind", YAMLS)
 @given(SEEDS)
-@inputs(0.1)
-def test_clusters(tmp_path: Path, rng: Random) -> None:
-    path = tmp_path / "cluster.yaml"
-    path.write_bytes(yaml_bytes(rng, rng.choice(CLUSTERS)))
+@inputs(0.15)
+def test_yaml_files(kind: str, tmp_path: Path, rng: Random) -> None:
+    texts, read = YAMLS[kind]
+    path = tmp_path / "a.yaml"
+    path.write_bytes(yaml_bytes(rng, rng.choice(texts)))
 
-    read_or_rejected(lambda: load_cluster(str(path)), tmp_path)
+    read_or_rejected(lambda: read(str(path)), tmp_path)
