@@ -345,21 +345,17 @@ class ExportedTokenizer:
     end: str
     """The token that follows each document of the training data."""
     end_id: int
-    begin: str | None = None
-    """The token that begins each document; None if there is none but the end of the one before."""
-    begin_id: int | None = None
+    begin: str
+    """The token that begins each document. Without one, their end does, as GPT-2 has it: each end
+    of a document in the data is followed by the beginning of another."""
+    begin_id: int
     split_special_tokens: bool = False
     """Whether special tokens in a text are letters."""
 
     @property
     def ids(self) -> dict[str, int]:
-        """The token ids for config.json and generation_config.json.
-
-        Without a token that begins documents, their end does, as GPT-2 has it: each end of a
-        document in the data is followed by the beginning of another.
-        """
-        begin = self.end_id if self.begin_id is None else self.begin_id
-        return {"bos_token_id": begin, "eos_token_id": self.end_id}
+        """The token ids for config.json and generation_config.json."""
+        return {"bos_token_id": self.begin_id, "eos_token_id": self.end_id}
 
     def files(self, length: int) -> dict[str, dict[str, Any]]:
         """The contents of all files, by name; `length` is the longest text of the model."""
@@ -367,7 +363,7 @@ class ExportedTokenizer:
             TOKENIZER: dict(self.tokenizer),
             SETTINGS: {
                 "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": self.begin or self.end,
+                "bos_token": self.begin,
                 "eos_token": self.end,
                 "model_max_length": length,
                 "clean_up_tokenization_spaces": False,
@@ -408,13 +404,13 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
         )
     bare = {"truncation": None, "padding": None}  # The preparation neither cuts nor fills up.
     made = Subwords(path, sidecar.tokenizer, end)
-    begin = made.first.tolist()[:1]
+    begin = int(made.first[0]) if made.first.size else sidecar.separator
     return ExportedTokenizer(
         json.loads(path.read_bytes()) | bare,
         end,
         sidecar.separator,
-        begin=made.decode(begin) if begin else None,
-        begin_id=begin[0] if begin else None,
+        begin=end if begin == sidecar.separator else made.decode([begin]),
+        begin_id=begin,
         split_special_tokens=sidecar.tokenizer.split_special_tokens,
     )
 
@@ -440,7 +436,7 @@ def byte_tokenizer(separator: int) -> ExportedTokenizer:
         "decoder": {**by_bytes, "use_regex": True},
         "model": {"type": "BPE", "vocab": {**vocabulary, SEPARATOR: separator}, "merges": []},
     }
-    return ExportedTokenizer(tokenizer, SEPARATOR, separator)
+    return ExportedTokenizer(tokenizer, SEPARATOR, separator, SEPARATOR, separator)
 
 
 def _letters() -> list[str]:

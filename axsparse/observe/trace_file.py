@@ -196,25 +196,23 @@ class TraceRecorder:
         Raises OutputError on all ranks if one cannot write its part, and on rank 0 if it cannot
         join the parts.
         """
-        if step not in self._steps:
-            return
-        # A GPU may still run this step; only `_write_all` waits for it.
-        self._taken.append((step, self._phases.take_spans()))
-        if step == self._steps[-1]:
-            self._write_all()
-
-    def _write_all(self) -> None:
         from axsparse.runtime.exchange import together
 
-        rank, replica, stage = self._coords.rank, self._coords.replica, self._coords.stage
-        zero, taken, self._taken = self._zero, self._taken, []
+        if step not in self._steps:
+            return
+        # A GPU may still run this step; only the writing of all waits for it.
+        self._taken.append((step, self._phases.take_spans()))
+        if step != self._steps[-1]:
+            return
+        coords, zero, taken, self._taken = self._coords, self._zero, self._taken, []
         spans = [
-            Span(step, replica, stage, phase, name, begin - zero, end - zero)
-            for step, of_step in (taken if self._coords.tp_rank == 0 else ())
+            Span(step, coords.replica, coords.stage, phase, name, begin - zero, end - zero)
+            for step, of_step in (taken if coords.tp_rank == 0 else ())
             for phase, name, begin, end in of_step
         ]
         trace = self._folder / TRACES / file_name(self._steps)
-        parts = [trace.with_suffix(f".rank-{each}") for each in range(self._coords.grid.size)]
-        together(self._transport, lambda: _write(parts[rank], [part(replica, stage, spans)]))
-        if rank == 0:
+        parts = [trace.with_suffix(f".rank-{each}") for each in range(coords.grid.size)]
+        text = part(coords.replica, coords.stage, spans)
+        together(self._transport, lambda: _write(parts[coords.rank], [text]))
+        if coords.rank == 0:
             join(trace, parts, f"run: {self._folder}")

@@ -290,19 +290,32 @@ def _try_size(
     if size > request.global_batch_size or microbatches < grid.g_data:
         reason = f"microbatches of {size} make too few of a batch of {request.global_batch_size}"
         return Rejection(grid.g_inter, grid.g_data, size, reason)
-    split = request.split_backward
+    split, cluster = request.split_backward, request.cluster
     is_split = grid.g_inter > 1 if split is None else split
+    model = request.model.tp_shard(grid.g_tensor)
     for schedule in request.schedules:
         rank_budget = request.rank_budget
         if schedule.extra_in_flight > request.schedules[-1].extra_in_flight:
             rank_budget *= MOST_ROOM
         schedule = replace(schedule, split_backward=is_split)
         layout = Layout(grid, schedule, size, -(-microbatches // grid.g_data))
-        model = request.model.tp_shard(grid.g_tensor)
-        loads = split_layers(model, layout, request.cluster.overhead_bytes, rank_budget)
-        if not isinstance(loads, Rejection):
-            return _row(request, layout, loads, weights)
-        rejection = loads
+        loads = split_layers(model, layout, cluster.overhead_bytes, rank_budget)
+        if isinstance(loads, Rejection):
+            rejection = loads
+            continue
+        costs = step_costs(request.model, loads, cluster, grid, size, layout.microbatches)
+        run = simulate_step(costs, cluster, grid, schedule, layout.microbatches)
+        flops = request.global_batch_size * request.model.sample_flops
+        peak = grid.size * cluster.peak(model.precision)
+        return Candidate(
+            layout=layout,
+            loads=loads,
+            memory=layout.memory(loads, cluster.overhead_bytes),
+            costs=costs,
+            run=run,
+            percent_of_peak=100 * flops / (run.seconds * peak),
+            weights=weights,
+        )
     return rejection
 
 
@@ -329,22 +342,3 @@ def split_layers(
         return loads
     reason = f"stage {fullest} needs {needed(most, rank_budget)}"
     return Rejection(grid.g_inter, grid.g_data, layout.microbatch_size, reason)
-
-
-def _row(
-    request: SearchRequest, layout: Layout, loads: Sequence[StageLoad], weights: WeightWay
-) -> Candidate:
-    model, cluster, grid = request.model, request.cluster, layout.grid
-    costs = step_costs(model, loads, cluster, grid, layout.microbatch_size, layout.microbatches)
-    run = simulate_step(costs, cluster, grid, layout.schedule, layout.microbatches)
-    flops = request.global_batch_size * model.sample_flops
-    peak = grid.size * cluster.peak(model.precision)
-    return Candidate(
-        layout=layout,
-        loads=loads,
-        memory=layout.memory(loads, cluster.overhead_bytes),
-        costs=costs,
-        run=run,
-        percent_of_peak=100 * flops / (run.seconds * peak),
-        weights=weights,
-    )

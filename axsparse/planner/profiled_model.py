@@ -279,7 +279,15 @@ class ProfiledModel:
         if g_tensor == 1:
             return self
         if g_tensor not in self._of_shards:
-            profile = self._profile_of_tp_shard(g_tensor)
+            if g_tensor not in self._profiles:
+                is_sharded = self.shards(g_tensor)
+                last = Grid(1, 1, g_tensor).coords(g_tensor - 1)
+                self._profiles[g_tensor] = (
+                    profile_of_tp_shard(self.model, self.profile, last, DTYPES[self.precision])
+                    if self.model is not None and is_sharded
+                    else self.profile
+                )
+            profile = self._profiles[g_tensor]
             shapes, kept = self.profile.shapes, {}
             for parameter in (p for layer in profile.layers for p in layer.parameters):
                 full, _, _ = parameter.name.partition("#")
@@ -288,16 +296,6 @@ class ProfiledModel:
                     kept[parameter.name] = -(-of_all // math.prod(shapes[full]))
             self._of_shards[g_tensor] = replace(self, profile=profile, kept=kept, full=self)
         return self._of_shards[g_tensor]
-
-    def _profile_of_tp_shard(self, g_tensor: int) -> ModelProfile:
-        if g_tensor not in self._profiles:
-            found = self.profile
-            if self.shards(g_tensor):
-                assert self.model is not None, "it has shards"
-                last = Grid(1, 1, g_tensor).coords(g_tensor - 1)
-                found = profile_of_tp_shard(self.model, found, last, DTYPES[self.precision])
-            self._profiles[g_tensor] = found
-        return self._profiles[g_tensor]
 
     def stages(
         self, g_inter: int, g_data: int, fits: Fits | None = None, *, microbatches: int = 1
