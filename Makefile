@@ -154,7 +154,7 @@ $(PEERS)/peers.stamp: $(BIN)/python pyproject.toml constraints.txt benchmarks/pe
 	@echo "installing axsparse and its peers into $(PEERS) (DeepSpeed is built from source)"
 	$(BIN)/python -m venv --clear $(PEERS)
 	$(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt \
-	  --requirement benchmarks/peers/requirements.txt --editable '.[mpich,fast]'
+	  --requirement benchmarks/peers/requirements.txt --editable '.[mpich]'
 	@touch $@
 
 # The model comes in a package, whose own dependencies would run it in another library.

@@ -72,7 +72,7 @@ class PrunedWeight(Tensor):
         return self._like(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        kind = self.matrices[0].encoding if self.matrices else "mask"
+        kind = self.matrices[0].encoding.name if self.matrices else "mask"
         size = f"{self.compressed_bytes} bytes"
         return f"PrunedWeight({tuple(self.shape)}, {self.dtype}, {kind}, {size})"
 

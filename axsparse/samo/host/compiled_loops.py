@@ -55,8 +55,8 @@ DEPTH = 512
 """Inputs whose weights `multiply` lists at a time: 64 tokens of so many stay in the cache."""
 BF16_FEATURES = {"avx512bf16", "avx512vbmi2"}
 """The processor's instructions that loops on bf16 need."""
-AVX512, AVX2 = {"avx512vbmi2", "avx512bw"}, {"avx2", "fma"}
-"""The instructions of which the loops of `decode_loops.py` need one set or the other."""
+AVX2 = {"avx2", "fma"}
+"""The instructions that the loops of `decode_loops.py` need."""
 MATRIX_FEATURE = "amx-bf16"
 """The instruction of processors that multiply matrix tiles of bf16 at once."""
 DIGEST = hashlib.sha256().digest_size

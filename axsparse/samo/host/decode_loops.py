@@ -1,16 +1,13 @@
-"""The loops of `kept_matrix.py`: products of a few tokens with a matrix of which only the kept
-entries are stored.
+"""The loops of `kept_matrix.py` for AVX2: products of a few tokens with a matrix of which only the
+kept entries are stored.
 
-Only the process that compiles loops imports this file. Arrays are given by their addresses, since
-for the smallest layers describing an array takes longer than the product. Values are bf16, as their
-bits; sums are fp32. A mask says for 64 columns at a time which entries of a row are kept; AVX-512
-moves a vector of values to the columns of its kept entries by one instruction (`vpexpandw`), AVX2
-by a shuffle of bytes (`vpshufb`) for 8 columns, whose control it reads from a table.
+Only the process that compiles loops imports this file. Values are bf16, as their bits; sums are
+fp32. A mask says for 64 columns at a time which entries of a row are kept; a shuffle of bytes
+(`vpshufb`), whose control a table has, moves values to 8 columns at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import reduce
 from typing import Any
 
@@ -18,12 +15,19 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from axsparse.samo.host.compiled_loops import AVX512, Array, cpu_features
+from axsparse.samo.host.compiled_loops import Array
+from axsparse.samo.host.decode_parts import (
+    address_of,
+    bf16_at,
+    fp32_at,
+    int32_at,
+    int64_at,
+    put_fp32,
+    put_output,
+)
 from axsparse.samo.host.loop_parts import (
-    BIT,
     FLOAT,
     INT8,
-    INT16,
     INT32,
     INT64,
     alloca_once,
@@ -39,6 +43,8 @@ from axsparse.samo.host.loop_parts import (
 
 WORD = 64
 """Columns of a word of a mask."""
+LANES = 8
+"""Numbers of a vector."""
 CHAINS = 2
 """Sums of a token that are made side by side, so that instructions wait less for each other."""
 ROWS = 2
@@ -68,75 +74,9 @@ CONTROL_BITS = 5
 """A control has 1 << 5 bytes."""
 
 
-def _address_of(builder: Any, address: Any, entry: Any, nbytes: int, kind: Any) -> Any:
-    """Where a vector or a number begins: at an entry, of `nbytes` each, of an array."""
-    begin = builder.add(address, builder.mul(entry, INT64(nbytes)))
-    return builder.inttoptr(begin, kind.as_pointer())
-
-
-def _fp32(builder: Any, bits: Any) -> Any:
-    """bf16 numbers, by their bits, as fp32."""
-    lanes = getattr(bits.type, "count", None)
-    if lanes is None:
-        return builder.bitcast(builder.shl(builder.zext(bits, INT32), INT32(16)), FLOAT)
-    wide = builder.zext(bits, ir.VectorType(INT32, lanes))
-    upper = builder.shl(wide, ir.Constant(wide.type, [16] * lanes))
-    return builder.bitcast(upper, ir.VectorType(FLOAT, lanes))
-
-
 def _multiply_add(builder: Any, one: Any, other: Any, total: Any) -> Any:
     name = f"llvm.fmuladd.v{total.type.count}f32"
     return outside(builder, name, total.type, [one, other, total])
-
-
-def _reader(kind: Any, nbytes: int, result: Any, convert: Callable[[Any, Any], Any]) -> Any:
-    """A function for loops that reads an entry of an array at an address."""
-
-    def read(_: Any, address: Any, entry: Any) -> Any:
-        def call(_: Any, builder: Any, __: Any, arguments: Any) -> Any:
-            where = _address_of(builder, arguments[0], arguments[1], nbytes, kind)
-            return convert(builder, builder.load(where, align=nbytes))
-
-        return result(address, entry), call
-
-    return intrinsic(read)
-
-
-int32_at = _reader(INT32, 4, types.int64, lambda builder, number: builder.sext(number, INT64))
-int64_at = _reader(INT64, 8, types.int64, lambda _, number: number)
-fp32_at = _reader(FLOAT, 4, types.float32, lambda _, number: number)
-bf16_at = _reader(INT16, 2, types.float32, _fp32)
-
-
-@intrinsic
-def put_fp32(_: Any, address: Any, entry: Any, number: Any) -> Any:
-    """Write a number to an array of fp32."""
-
-    def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        address, entry, number = arguments
-        builder.store(number, _address_of(builder, address, entry, 4, FLOAT), align=4)
-        return context.get_dummy_value()
-
-    return types.void(address, entry, number), call
-
-
-@intrinsic
-def put_bf16(_: Any, address: Any, entry: Any, number: Any) -> Any:
-    """Write a number to an array of bf16, rounded to the nearest, to the even one of two."""
-
-    def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        address, entry, number = arguments
-        bits = builder.bitcast(number, INT32)
-        upper = builder.lshr(bits, INT32(16))
-        half = builder.add(builder.and_(upper, INT32(1)), INT32(0x7FFF))
-        rounded = builder.lshr(builder.add(bits, half), INT32(16))
-        is_nan = builder.fcmp_unordered("uno", number, number)
-        bits = builder.select(is_nan, builder.or_(upper, INT32(0x40)), rounded)
-        where = _address_of(builder, address, entry, 2, INT16)
-        builder.store(builder.trunc(bits, INT16), where, align=2)
-        return context.get_dummy_value()
-
-    return types.void(address, entry, number), call
 
 
 # Reason: two arrays by their addresses, and the layout of the second.
@@ -153,55 +93,15 @@ def lay_out(
             put_fp32(wide, token * apart + column * next_column, number)
 
 
-# Reason: sums, and where they go.
-@compiled
-def put_sums(
-    sums: int, tokens: int, bias: int, out: int, is_bf16: int, entry: int, apart: int
-) -> None:
-    """Write the sums of a row and some tokens to the outputs, which are `apart` entries from each
-    other, after adding the row's bias; `bias` is 0 or its address."""
-    for token in range(tokens):
-        total = fp32_at(sums, token)
-        if is_bf16:
-            if bias:
-                total += bf16_at(bias, 0)
-            put_bf16(out, entry + token * apart, total)
-        else:
-            if bias:
-                total += fp32_at(bias, 0)
-            put_fp32(out, entry + token * apart, total)
-
-
 # -- kept entries by a mask -----------------------------------------------------------------------
 
-Read = Callable[[Any, Any], Any]
-"""`read(number, kind)` loads the values from a number on."""
 
-
-def _by_avx512(builder: Any, word: Any, number: Any, read: Read, _: Any) -> list[Any]:
-    """The fp32 weights of a word's columns, 16 at a time."""
-    weights = []
-    vector = ir.VectorType(INT16, 32)
-    for group in range(2):
-        bits = builder.trunc(builder.lshr(word, INT64(32 * group)), INT32)
-        kept = builder.bitcast(bits, ir.VectorType(BIT, 32))
-        nothing = ir.Constant(vector, [0] * 32)
-        name = "llvm.x86.avx512.mask.expand.v32i16"
-        expanded = outside(builder, name, vector, [read(number, vector), nothing, kept])
-        for half in range(2):
-            part = builder.shuffle_vector(
-                expanded, expanded, picks(range(16 * half, 16 * half + 16))
-            )
-            weights.append(_fp32(builder, part))
-        number = builder.add(number, builder.zext(builder.ctpop(bits), INT64))
-    return weights
-
-
-def _by_avx2(builder: Any, word: Any, number: Any, read: Read, table: Any) -> list[Any]:
-    """The fp32 weights of a word's columns, 8 at a time."""
+def _expand(builder: Any, word: Any, number: Any, read: Any, table: Any) -> list[Any]:
+    """The fp32 weights of a word's columns, 8 at a time; `read(number, kind)` loads the values from
+    a number on."""
     weights = []
     half, control = ir.VectorType(INT8, 16), ir.VectorType(INT8, 32)
-    for group in range(8):
+    for group in range(WORD // LANES):
         shift = 8 * group - CONTROL_BITS
         moved = builder.lshr(word, INT64(shift)) if group else builder.shl(word, INT64(-shift))
         begin = builder.and_(moved, INT64(255 << CONTROL_BITS))
@@ -215,17 +115,11 @@ def _by_avx2(builder: Any, word: Any, number: Any, read: Read, table: Any) -> li
     return weights
 
 
-def _expansion() -> tuple[Callable[..., Any], int]:
-    """The way to expand a word here, and the columns of a vector."""
-    return (_by_avx512, 16) if cpu_features() >= AVX512 else (_by_avx2, 8)
-
-
 # Reason: one loop in instructions, which are emitted in their order.
 def _masked_rows(tokens: int) -> Any:
     """A function for the products of `ROWS` rows with `tokens` tokens."""
-    expand, lanes = _expansion()
-    vector = ir.VectorType(FLOAT, lanes)
-    zero = ir.Constant(vector, [0.0] * lanes)
+    vector = ir.VectorType(FLOAT, LANES)
+    zero = ir.Constant(vector, [0.0] * LANES)
     chains = CHAINS if tokens == 1 else 1
 
     # Reason: addresses of the tokens, of the rows' words and first value, and of the sums.
@@ -244,24 +138,24 @@ def _masked_rows(tokens: int) -> Any:
             width = builder.mul(words, INT64(WORD))
 
             def read(entry: Any, kind: Any) -> Any:
-                return builder.load(_address_of(builder, values, entry, 2, kind), align=2)
+                return builder.load(address_of(builder, values, entry, 2, kind), align=2)
 
             with for_range(builder, words) as loop:
                 before, expanded = builder.load(number), []
                 ahead = builder.add(before, INT64(AHEAD))
-                fetch(builder, _address_of(builder, values, ahead, 2, INT8))
+                fetch(builder, address_of(builder, values, ahead, 2, INT8))
                 for row in range(ROWS):
                     entry = builder.add(builder.mul(loop.index, INT64(ROWS)), INT64(row))
-                    word = builder.load(_address_of(builder, bits, entry, 8, INT64), align=8)
-                    expanded.append(expand(builder, word, before, read, controls))
+                    word = builder.load(address_of(builder, bits, entry, 8, INT64), align=8)
+                    expanded.append(_expand(builder, word, before, read, controls))
                     before = builder.add(before, builder.ctpop(word))
                 builder.store(before, number)
                 begin = builder.mul(loop.index, INT64(WORD))
-                for group in range(WORD // lanes):
-                    column = builder.add(begin, INT64(lanes * group))
+                for group in range(WORD // LANES):
+                    column = builder.add(begin, INT64(LANES * group))
                     for token in range(tokens):
                         entry = builder.add(column, builder.mul(width, INT64(token)))
-                        factor = builder.load(_address_of(builder, x, entry, 4, vector), align=4)
+                        factor = builder.load(address_of(builder, x, entry, 4, vector), align=4)
                         for row, weights in enumerate(expanded):
                             total = sums[row][token][group % chains]
                             now = builder.load(total)
@@ -271,7 +165,7 @@ def _masked_rows(tokens: int) -> Any:
                 for token in range(tokens):
                     result = reduce(builder.fadd, map(builder.load, sums[row][token]))
                     entry = INT64(row * tokens + token)
-                    where = _address_of(builder, out, entry, 4, FLOAT)
+                    where = address_of(builder, out, entry, 4, FLOAT)
                     builder.store(lane_sum(builder, result), where)
             return context.get_dummy_value()
 
@@ -308,7 +202,7 @@ def multiply_masked(
     values, mask, first = int64_at(matrix, 0), int64_at(matrix, 1), int64_at(matrix, 2)
     rows, columns = int64_at(matrix, 3), int64_at(matrix, 4)
     words = (columns + WORD - 1) // WORD
-    wide, width, size = scratch + 4 * SUMS, WORD * words, 2 if is_bf16 else 4
+    wide, width = scratch + 4 * SUMS, WORD * words
     lay_out(x, is_bf16, tokens, columns, wide, width, 1)
     for token in range(tokens):
         for column in range(columns, width):
@@ -324,9 +218,9 @@ def multiply_masked(
             else:
                 _masked_1(here, bits, words, at, scratch, SHUFFLES)
             for each in range(row, min(row + ROWS, end)):
-                there = bias + size * each if bias else 0
-                sums = scratch + 4 * count * (each - row)
-                put_sums(sums, count, there, out, is_bf16, token * rows + each, rows)
+                for number in range(count):
+                    total = fp32_at(scratch, count * (each - row) + number)
+                    put_output(total, bias, each, out, is_bf16, (token + number) * rows + each)
             token += count
 
 
@@ -361,12 +255,12 @@ def _listed_row(lanes: int) -> Any:
                 column = builder.load(last)
                 for number, total in enumerate(sums):
                     entry = builder.add(begin, INT64(number))
-                    step = builder.load(_address_of(builder, steps, entry, 1, INT8))
+                    step = builder.load(address_of(builder, steps, entry, 1, INT8))
                     column = builder.add(column, builder.zext(step, INT64))
                     before = builder.sub(entry, INT64(1))
-                    bits = builder.load(_address_of(builder, values, before, 2, words), align=2)
+                    bits = builder.load(address_of(builder, values, before, 2, words), align=2)
                     weight = builder.bitcast(builder.and_(bits, upper), ir.VectorType(FLOAT, 4))
-                    where = _address_of(builder, x, column, 4 * lanes, vector)
+                    where = address_of(builder, x, column, 4 * lanes, vector)
                     factor = builder.load(where, align=4)
                     if lanes > 1:
                         weight = builder.shuffle_vector(weight, weight, picks([0] * lanes))
@@ -420,6 +314,7 @@ def multiply_listed(
                 _listed_4(wide, values, steps, at, past, sums)
             else:
                 _listed_8(wide, values, steps, at, past, sums)
-            there = bias + size * row if bias else 0
-            put_sums(sums, count, there, out, is_bf16, done * rows + row, rows)
+            for token in range(count):
+                total = fp32_at(sums, token)
+                put_output(total, bias, row, out, is_bf16, (done + token) * rows + row)
         done += count

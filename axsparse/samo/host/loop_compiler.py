@@ -36,6 +36,7 @@ _support: Any = numpy_support
 def main() -> None:
     """Compile the requested loop."""
     job = json.load(sys.stdin)
+    binding.initialize_native_asmparser()  # for loops with instructions by their names
     try:
         code = _object(job["module"], job["name"], _tuples(job["kinds"]), job["symbol"])
     except Exception as error:  # of any kind, the caller has to learn of it

@@ -8,10 +8,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from axsparse.samo.host import kept_matrix
-from axsparse.samo.host.kept_matrix import MOST_TOKENS, KeptMatrix
+from axsparse.samo.host.compiled_loops import has_bf16_loops
+from axsparse.samo.host.kept_matrix import MOST_TOKENS, KeptMatrix, has_loops
 
 SHAPES = [(5, 7), (1, 1), (64, 64), (577, 200), (16, 3000), (4, 0)]
 """Rows and columns; of 3,000 columns some distances at 99.9 % are above 255."""
+
+
+@pytest.fixture(autouse=True, params=["AVX2", "bf16"])
+def few(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The encoding of matrices with few kept entries, for loops of each kind."""
+    by_bf16 = request.param == "bf16"
+    if by_bf16 and not has_bf16_loops():
+        pytest.skip("needs a processor with AVX512_BF16 and AVX512_VBMI2, and numba")
+    if not has_loops():
+        pytest.skip("needs a processor with AVX2, and numba")
+    monkeypatch.setattr(kept_matrix, "has_bf16_loops", lambda: by_bf16)
+    kept_matrix.expanded_from.cache_clear()
+    return "slices" if by_bf16 else "list"
 
 
 def pruned(rows: int, columns: int, sparsity: float) -> Tensor:
@@ -48,20 +62,45 @@ def test_any_shape_and_type_of_inputs() -> None:
     torch.testing.assert_close(matrix.multiply(half, bias), wanted)
     matrix.multiply(half.float(), bias).sum().backward()
     assert torch.equal(bias.grad if bias.grad is not None else half, torch.full((48,), 2.0))
-    nan = matrix.multiply(torch.full((1, 96), torch.nan).bfloat16())
-    assert bool(nan.isnan().all())
+    for kind in (torch.bfloat16, torch.float32):
+        nan = matrix.multiply(torch.full((1, 96), torch.nan, dtype=kind))
+        assert bool(nan.isnan().all())
     apart = torch.randn(96, 2).T
     torch.testing.assert_close(matrix.multiply(apart), F.linear(apart, dense.float()))
 
 
 @pytest.mark.parametrize(
     ("sparsity", "encoding", "share"),
-    [(0.5, "mask", 0.57), (0.7, "mask", 0.37), (0.9, "list", 0.17), (0.98, "list", 0.05)],
+    [(0.5, "mask", 0.57), (0.7, "mask", 0.37), (0.9, "few", 0.17), (0.98, "few", 0.05)],
 )
-def test_bytes(sparsity: float, encoding: str, share: float) -> None:
+def test_bytes(sparsity: float, encoding: str, share: float, few: str) -> None:
     matrix = KeptMatrix(pruned(512, 1024, sparsity))
-    assert matrix.encoding == encoding
+    assert matrix.encoding.name == (few if encoding == "few" else encoding)
     assert matrix.nbytes <= share * 2 * 512 * 1024
+
+
+def test_fp32_inputs_are_not_rounded() -> None:
+    """A sum whose result is in the lower bits of the inputs, and inputs of any size."""
+    for sparsity in (0.5, 0.95):
+        dense = torch.ones(33, 200).bfloat16()
+        dense[:, torch.rand(200, generator=torch.Generator().manual_seed(1)) < sparsity] = 0
+        kept = dense[0].nonzero()[:2, 0]
+        x = torch.zeros(1, 200)
+        x[0, kept[0]], x[0, kept[1]] = 1 + 2**-23, -1
+        assert KeptMatrix(dense).multiply(x).unique().item() == 2**-23
+        x[0, kept[0]], x[0, kept[1]] = torch.finfo(torch.float32).max, 0
+        assert KeptMatrix(dense).multiply(x).unique().item() == torch.finfo(torch.float32).max
+
+
+def test_rows_of_different_lengths() -> None:
+    """Rows of a slice are sorted by their kept entries, and some have none."""
+    dense = pruned(150, 700, 0.9)
+    dense[::3] = 0
+    dense[1::7] *= torch.rand(700) < 0.05
+    matrix = KeptMatrix(dense)
+    assert torch.equal(matrix.dense(), dense)
+    x = torch.randn(6, 700)
+    torch.testing.assert_close(matrix.multiply(x), F.linear(x, dense.float()))
 
 
 def test_threads_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +118,9 @@ def test_threads_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("is_quick", [False, True])
-def test_many_tokens(is_quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_matrix, "multiplies_dense", lambda _: is_quick)
+@pytest.mark.parametrize("dense_from", [39, 40])
+def test_many_tokens(dense_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_matrix, "expanded_from", lambda _: dense_from)
     dense, x = pruned(20, 30, 0.5), torch.randn(3, 13, 30)
     bias = torch.randn(20)
     wanted = F.linear(x, dense.float(), bias)
