@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from axsparse.samo.host import kept_matrix
+from axsparse.samo.host import kept_encodings, kept_matrix
 from axsparse.samo.host.compiled_loops import has_bf16_loops
 from axsparse.samo.host.kept_matrix import MOST_TOKENS, KeptMatrix, has_loops
 
@@ -92,8 +92,18 @@ def test_fp32_inputs_are_not_rounded() -> None:
         assert KeptMatrix(dense).multiply(x).unique().item() == torch.finfo(torch.float32).max
 
 
-def test_rows_of_different_lengths() -> None:
-    """Rows of a slice are sorted by their kept entries, and some have none."""
+def test_inputs_in_fp32_that_are_infinite_or_no_numbers() -> None:
+    matrix = KeptMatrix(torch.ones(3, 70).bfloat16())
+    x = torch.zeros(2, 70)
+    x[0, 5], x[1].view(torch.int32)[5] = torch.inf, 0x7F800001
+    assert matrix.multiply(x)[0].unique().item() == torch.inf
+    assert bool(matrix.multiply(x)[1].isnan().all())
+
+
+def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a slice are sorted by their kept entries, and some have none; slices are made four
+    at a time."""
+    monkeypatch.setattr(kept_encodings, "AT_ONCE", 4)
     dense = pruned(150, 700, 0.9)
     dense[::3] = 0
     dense[1::7] *= torch.rand(700) < 0.05
