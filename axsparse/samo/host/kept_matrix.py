@@ -29,6 +29,8 @@ FEW = 8
 """Of how many entries one may be kept at most for a list or slices."""
 SUMS = 1024
 """Numbers in fp32 that loops use for sums, at most."""
+LINE = 64
+"""Bytes of a line of the cache; a vector that lies across two takes two times as long to read."""
 SHARED_ENTRIES = 1 << 20
 """Entries of a matrix from which on several threads share its rows."""
 
@@ -112,9 +114,9 @@ class _Scratch(threading.local):
 
     def of(self, size: int) -> int:
         """The address of memory for so many numbers."""
-        if size > self.held.size:
-            self.held = np.empty(size, np.float32)
-            self.address = self.held.ctypes.data
+        if size > self.held.size - LINE:
+            self.held = np.empty(size + LINE, np.float32)
+            self.address = -(-self.held.ctypes.data // LINE) * LINE
         return self.address
 
 
