@@ -37,11 +37,13 @@ page, whose address takes longest to find."""
 VECTOR_BYTES = 64
 FEATURES = {2: "avx512vbmi2", 4: "avx512f"}
 """The instruction set that moves entries, by the bytes of an entry."""
+MOVES_WORDS = cpu_features() >= {*FEATURES.values()}
 
 
-def _word_mover(into_dense: bool) -> Any:
+def _word_mover(into_dense: bool, *, clears: bool = False) -> Any:
     """A function for loops that copies the entries of `dense`, from `at` on, whose bits are set in
-    a word, lowest first, to `values` from `number` on, or these entries of `values` to `dense`.
+    a word, lowest first, to `values` from `number` on, or these entries of `values` to `dense`; if
+    it `clears`, the other entries of the word are set to 0.
 
     It returns how many there are; −1, having done nothing, where the processor has no instructions
     for it. Of `values`, 64 entries must exist, and those behind the copied ones may get any
@@ -69,6 +71,8 @@ def _word_mover(into_dense: bool) -> Any:
                 source, target = (in_values, in_dense) if into_dense else (in_dense, in_values)
                 # The entries of the target that are not kept stay as they are in dense form.
                 stays = builder.load(in_dense, align=1)
+                if clears:
+                    stays = ir.Constant(vector, [0] * lanes)
                 moved = builder.load(source, align=1) if into_dense else stays
                 name = "expand" if into_dense else "compress"
                 full_name = f"llvm.x86.avx512.mask.{name}.v{lanes}i{width}"
@@ -87,6 +91,7 @@ def _word_mover(into_dense: bool) -> Any:
 
 
 take_word, put_word = _word_mover(into_dense=False), _word_mover(into_dense=True)
+lay_word = _word_mover(into_dense=True, clears=True)
 
 
 @intrinsic
@@ -143,21 +148,26 @@ def _rounded(value: Any, dense: Any) -> Any:
 
 
 @compiled
-def expand_bits(words: Array, values: Array, dense: Array) -> None:
-    """Write each of `values` to the next kept entry of `dense`, and 0 to all other entries: block
-    by block, which stay in the cache in between."""
+def expand_bits(words: Array, offsets: Array, values: Array, dense: Array, some: Array) -> None:
+    """Write each of `values` to the next kept entry of `dense`, and 0 to all other entries, block
+    by block. `offsets` has the number of the first value of each block; `some` is scratch memory
+    for the values of a block and a word."""
     each = MASK_BLOCK // MASK_WORD
-    number = 0
-    for first in range(0, words.size, each):
-        block = dense[first * MASK_WORD : (first + each) * MASK_WORD]
-        for at in range(block.size):
-            block[at] = 0
-        some = words[first : first + each]
-        for word in range(some.size):
-            bits = some[word]
+    for block in range(offsets.size - 1):
+        kept = values[offsets[block] : offsets[block + 1]]
+        for at in range(kept.size):
+            some[at] = rounded(kept[at], some)
+        first, number = block * each, 0
+        whole = min(first + each, dense.size // MASK_WORD) if MOVES_WORDS else first
+        for word in range(first, whole):
+            number += lay_word(dense, word * MASK_WORD, words[word], some, number)
+        rest = dense[whole * MASK_WORD : (first + each) * MASK_WORD]
+        for at in range(rest.size):
+            rest[at] = 0
+        for word in range(whole, min(first + each, words.size)):
+            bits = words[word]
             while bits != 0:
-                position = word * MASK_WORD + lowest_bit(bits)
-                block[position] = rounded(values[number], block)
+                rest[(word - whole) * MASK_WORD + lowest_bit(bits)] = some[number]
                 bits &= bits - ONE
                 number += 1
 
