@@ -1,5 +1,5 @@
-"""What the loops of `decode_loops.py` and `bf16_decode_loops.py` have in common: numbers at
-addresses, read and written. Only the process that compiles loops imports this file.
+"""Numbers at addresses, read and written by the loops of `decode_loops.py` and
+`bf16_decode_loops.py`. Only the process that compiles loops imports this file.
 
 Arrays are given by their addresses, since for the smallest layers describing an array takes longer
 than the product.

@@ -165,8 +165,8 @@ class MaskIndex:
             return False
         assert values_K.shape == (self.kept,), f"{tuple(values_K.shape)} for {self.kept} values"
         assert dense_D.shape == (self._numel,), f"{tuple(dense_D.shape)} for {self._numel} entries"
-        some = dense_D.new_empty(MASK_BLOCK + MASK_WORD)
-        arrays = (array_of(each) for each in (self._offsets, values_K, dense_D, some))
+        scratch = dense_D.new_empty(MASK_BLOCK + MASK_WORD)
+        arrays = (array_of(each) for each in (self._offsets, values_K, dense_D, scratch))
         EXPAND_BITS(self._words(), *arrays)
         return True
 

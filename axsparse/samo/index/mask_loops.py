@@ -148,26 +148,26 @@ def _rounded(value: Any, dense: Any) -> Any:
 
 
 @compiled
-def expand_bits(words: Array, offsets: Array, values: Array, dense: Array, some: Array) -> None:
+def expand_bits(words: Array, offsets: Array, values: Array, dense: Array, scratch: Array) -> None:
     """Write each of `values` to the next kept entry of `dense`, and 0 to all other entries, block
-    by block. `offsets` has the number of the first value of each block; `some` is scratch memory
+    by block. `offsets` has the number of the first value of each block; `scratch` is memory
     for the values of a block and a word."""
     each = MASK_BLOCK // MASK_WORD
     for block in range(offsets.size - 1):
         kept = values[offsets[block] : offsets[block + 1]]
         for at in range(kept.size):
-            some[at] = rounded(kept[at], some)
+            scratch[at] = rounded(kept[at], scratch)
         first, number = block * each, 0
         whole = min(first + each, dense.size // MASK_WORD) if MOVES_WORDS else first
         for word in range(first, whole):
-            number += lay_word(dense, word * MASK_WORD, words[word], some, number)
+            number += lay_word(dense, word * MASK_WORD, words[word], scratch, number)
         rest = dense[whole * MASK_WORD : (first + each) * MASK_WORD]
         for at in range(rest.size):
             rest[at] = 0
         for word in range(whole, min(first + each, words.size)):
             bits = words[word]
             while bits != 0:
-                rest[(word - whole) * MASK_WORD + lowest_bit(bits)] = some[number]
+                rest[(word - whole) * MASK_WORD + lowest_bit(bits)] = scratch[number]
                 bits &= bits - ONE
                 number += 1
 
