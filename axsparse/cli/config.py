@@ -62,27 +62,17 @@ def lines(config: Config, decided: Config) -> Iterator[str]:
 
     In `decided`, values that are auto in `config` may be decided.
     """
-    rows = list(_rows(config, decided))
+    given, origins, rows = config.by_key(), config.origins, []
+    for section, values in decided.model_dump(mode="json").items():
+        is_section = isinstance(values, Mapping)
+        if is_section:
+            rows.append((f"{section}:", ""))
+        for name, value in values.items() if is_section else [(section, values)]:
+            key = f"{section}.{name}" if is_section else section
+            origin = origins.get(key, "default")
+            if given[key] == "auto" and value != "auto":
+                origin = f"auto ({origin})"
+            rows.append(("  " * is_section + setting_to_yaml(name, value), origin))
     width = max(len(text) for text, origin in rows if origin)
     for text, origin in rows:
         yield f"{text:{width}}  # {origin}" if origin else text
-
-
-def _rows(config: Config, decided: Config) -> Iterator[tuple[str, str]]:
-    """The YAML of each setting and its origin; the head of a section has none."""
-    before, after = (one.model_dump(mode="json") for one in (config, decided))
-    for section, values in after.items():
-        given = before[section]
-        if not isinstance(values, Mapping):
-            yield _row(config, "", section, given, values)
-            continue
-        yield f"{section}:", ""
-        for name, value in values.items():
-            yield _row(config, f"{section}.", name, given[name], value)
-
-
-def _row(config: Config, section: str, name: str, given: object, value: object) -> tuple[str, str]:
-    origin = config.origins.get(section + name, "default")
-    if given == "auto" and value != "auto":
-        origin = f"auto ({origin})"
-    return "  " * bool(section) + setting_to_yaml(name, value), origin

@@ -9,7 +9,7 @@ import sys
 from typing import NoReturn
 
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError
+from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError, one_line
 from axsparse.runtime.machine import SleepingBackoff
 from axsparse.runtime.mpi.mpi_transport import (
     MpiTransport,
@@ -29,9 +29,7 @@ from axsparse.runtime.shared_segments import remove_leftovers
 
 def cannot_start(reason: Exception) -> NoReturn:
     """End the job, because this rank cannot load something, such as a missing package."""
-    text = " ".join(str(reason).split())
-    where = f"host {socket.gethostname()}: {type(reason).__name__}"
-    leave_before_start(f"{where}: {text}", EXIT_INTERNAL)
+    leave_before_start(f"host {socket.gethostname()}: {one_line(reason)}", EXIT_INTERNAL)
 
 
 def leave_before_start(message: str, code: int) -> NoReturn:

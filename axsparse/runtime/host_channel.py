@@ -124,10 +124,6 @@ class Events:
         return not self._left
 
 
-def ready_at_once() -> Event:
-    return Events([])
-
-
 @dataclass
 class _OutgoingMessage:
     """A message on its way out, which keeps its tensors alive."""
@@ -152,7 +148,7 @@ class ChannelLink:
         ends: Callable[[Direction, int, int], tuple[HostChannel, Way]],
         backoff: Backoff,
         *,
-        ready: Callable[[], Event] = ready_at_once,
+        ready: Callable[[], Event] = lambda: Events([]),
     ) -> None:
         """`ends(direction, source, target)` makes this rank's end of a channel and its way.
         `ready` returns an event that completes once all tensors made so far have their values."""

@@ -68,44 +68,43 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
     `seed_all` before it draws, so that numpy's state is not restored: its copy takes ten times as
     long as all the rest. The code does not wait for other ranks.
     """
-    of_torch, of_python = _torch_state(), random.getstate()
+    meanwhile = _spare() if is_seeded else np.random.MT19937()
     of_numpy = _NUMPY.get_bit_generator()
-    if is_seeded:
-        meanwhile = _spare()
-    else:
-        meanwhile = np.random.MT19937()
-        if isinstance(of_numpy, np.random.MT19937):
-            meanwhile.state = of_numpy.state
-    _NUMPY.set_bit_generator(meanwhile)
-    try:
+    if not is_seeded and isinstance(of_numpy, np.random.MT19937):
+        meanwhile.state = of_numpy.state
+    with _with_numpy(meanwhile):
         yield
-    finally:
-        _NUMPY.set_bit_generator(of_numpy)
-        _restore(of_torch, of_python)
 
 
 @contextmanager
 def kept_rng() -> Iterator[None]:
     """Let other threads draw from the global generators and replace them, and continue afterwards
     as if none had: ranks that are threads of one process wait in it for each other."""
-    of_torch, of_python = _torch_state(), random.getstate()
     of_numpy = _NUMPY.get_bit_generator()
     state = of_numpy.state
-    # A thread that replaces the generator meanwhile may put the one that it finds back much later.
-    _NUMPY.set_bit_generator(_FIRST)
+    try:
+        # A thread that replaces the generator meanwhile may put the one that it finds back much
+        # later.
+        with _with_numpy(_FIRST):
+            yield
+    finally:
+        of_numpy.state = state
+
+
+@contextmanager
+def _with_numpy(meanwhile: Any) -> Iterator[None]:
+    """Give numpy another generator; afterwards numpy's, torch's and Python's are as before."""
+    of_torch, of_python = _torch_state(), random.getstate()
+    of_numpy = _NUMPY.get_bit_generator()
+    _NUMPY.set_bit_generator(meanwhile)
     try:
         yield
     finally:
         _NUMPY.set_bit_generator(of_numpy)
-        of_numpy.state = state
-        _restore(of_torch, of_python)
-
-
-def _restore(of_torch: tuple[Tensor, ...], of_python: tuple[Any, ...]) -> None:
-    random.setstate(of_python)
-    torch.set_rng_state(of_torch[0])
-    if len(of_torch) > 1:
-        torch.cuda.set_rng_state(of_torch[1])
+        random.setstate(of_python)
+        torch.set_rng_state(of_torch[0])
+        if len(of_torch) > 1:
+            torch.cuda.set_rng_state(of_torch[1])
 
 
 @cache

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.canonical_form import bytes_of
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import DataError, reading
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -181,7 +181,10 @@ class SafetensorsIndex:
         MissingInputError if a file that it names cannot be read."""
         self.path: Path = path
         places = _weight_map(path)
-        opened = {file: _open_part(path, file) for file in sorted(set(places.values()))}
+        opened: dict[str, SafetensorsFile] = {}
+        for file in sorted(set(places.values())):
+            with reading(f"{path}: names {file}, which", "get all of the files that it names"):
+                opened[file] = SafetensorsFile(path.parent / file)
         for name, file in places.items():
             if name not in opened[file].shapes:
                 raise DataError(
@@ -219,16 +222,6 @@ def _weight_map(path: Path) -> dict[str, str]:
                 "the index from someone you trust"
             )
     return places
-
-
-def _open_part(index: Path, file: str) -> SafetensorsFile:
-    try:
-        return SafetensorsFile(index.parent / file)
-    except OSError as reason:
-        raise MissingInputError(
-            f"{index}: names {file}, which cannot be read ({reason.strerror}); get all of the "
-            "files that it names"
-        ) from reason
 
 
 @dataclass(frozen=True)

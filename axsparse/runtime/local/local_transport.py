@@ -30,6 +30,7 @@ from axsparse.runtime.communication import (
 )
 from axsparse.runtime.exchange import exchanged_bytes, store_sum_in_rank_order
 from axsparse.runtime.grid import RankCoords
+from axsparse.runtime.host_channel import neighbours
 from axsparse.runtime.process import exit_process
 from axsparse.runtime.seeds import kept_rng
 
@@ -58,7 +59,7 @@ class LocalWorld(Generic[T]):
         order and see messages as they come."""
         self.size = size
         self.random = None if seed is None else random.Random(seed)  # noqa: S311 - test order
-        self._mail: dict[tuple[int, int, str], deque[Any]] = {}
+        self._mail: dict[tuple[int, int, Direction], deque[Any]] = {}
         self._groups: dict[tuple[str, tuple[int, ...]], Posted] = {}
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._alive = list(range(size))
@@ -97,7 +98,7 @@ class LocalWorld(Generic[T]):
             raise self._failure
         return [results[rank] for rank in range(self.size)]
 
-    def mailbox(self, source: int, target: int, channel: str) -> deque[Any]:
+    def mailbox(self, source: int, target: int, channel: Direction) -> deque[Any]:
         return self._mail.setdefault((source, target, channel), deque())
 
     def group(self, name: str, ranks: tuple[int, ...]) -> Posted:
@@ -194,28 +195,19 @@ class LocalLink:
     def __init__(self, world: LocalWorld[Any], coords: RankCoords) -> None:
         self.bytes_sent = 0
         self._world = world
-        self._coords = coords
-        self._inboxes = []
-        if not coords.is_first:
-            before = coords.neighbour(-1)
-            self._inboxes.append(world.mailbox(before, coords.rank, Direction.FORWARD.name))
-        if not coords.is_last:
-            after = coords.neighbour(1)
-            self._inboxes.append(world.mailbox(after, coords.rank, Direction.BACKWARD.name))
+        ends = [(*e, direction) for direction in Direction for e in neighbours(coords, direction)]
+        self._inboxes = [world.mailbox(*end) for end in ends if end[1] == coords.rank]
+        self._outboxes = {end[2]: world.mailbox(*end) for end in ends if end[0] == coords.rank}
 
     def send(self, message: Message) -> None:
-        direction = message.direction
-        forward = direction is Direction.FORWARD
-        assert not (self._coords.is_last if forward else self._coords.is_first), "no such neighbour"
+        assert message.direction in self._outboxes, "no such neighbour"
         copies = tuple(
             # Tensors that come over a channel are contiguous, so these are too.
             None if t is None else t.detach().clone(memory_format=torch.contiguous_format)
             for t in message.tensors
         )
         self.bytes_sent += sum(tensor.nbytes for tensor in copies if tensor is not None)
-        target = self._coords.neighbour(1 if forward else -1)
-        mailbox = self._world.mailbox(self._coords.rank, target, direction.name)
-        mailbox.append(replace(message, tensors=copies))
+        self._outboxes[message.direction].append(replace(message, tensors=copies))
         self._world.progress()
 
     def arrivals(self) -> list[Message]:

@@ -179,9 +179,12 @@ class MpiCollective:
         if self.size == 1:
             return [], None
         if op is Op.BROADCAST:
-            return self._broadcast(buffer), None
+            pieces = [_bytes_of(buffer[begin:end]) for begin, end in self._pieces(buffer)]
+            return [self._scattering.Ibcast([piece, MPI.BYTE], root=0) for piece in pieces], None
         if op is Op.ALL_REDUCE and buffer.dtype == torch.float64:
-            return self._native_sum(buffer), None
+            # MPI adds, in an unspecified order.
+            values = [buffer.numpy(), MPI.DOUBLE]
+            return [self._scattering.Iallreduce(MPI.IN_PLACE, values, op=MPI.SUM)], None
         if op is Op.ALL_GATHER:
             return [], lambda: self._gather(buffer, bounds)
         requests, add = self._scatter(buffer, bounds)
@@ -235,17 +238,6 @@ class MpiCollective:
             received = _bytes_of(buffer[begin:end]), (sizes, starts), MPI.BYTE
             requests.append(self._gathering.Iallgatherv(MPI.IN_PLACE, received))
         return requests
-
-    def _broadcast(self, buffer: Tensor) -> Requests:
-        return [
-            self._scattering.Ibcast([_bytes_of(buffer[begin:end]), MPI.BYTE], root=0)
-            for begin, end in self._pieces(buffer)
-        ]
-
-    def _native_sum(self, buffer: Tensor) -> Requests:
-        """Have MPI add, in an unspecified order."""
-        values = [buffer.numpy(), MPI.DOUBLE]
-        return [self._scattering.Iallreduce(MPI.IN_PLACE, values, op=MPI.SUM)]
 
     def _pieces(self, buffer: Tensor) -> list[tuple[int, int]]:
         most = max(1, self._max_call_bytes // (buffer.itemsize * self.size))
