@@ -52,7 +52,7 @@ def test_help_names_every_command(axsparse: Axsparse, words: list[str]) -> None:
 
 
 def test_every_command_has_help_that_costs_neither_torch_nor_mpi() -> None:
-    code = HELPS.format(lines=[*COMMANDS, *all_parsers()])
+    code = HELPS.format(lines=["", *COMMANDS, *all_parsers()])
 
     subprocess.run([sys.executable, "-c", code], timeout=LONGEST_SECONDS, check=True)
 
