@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from axsparse.data.chats import Chat, ChatTemplate, common_prefix
@@ -481,14 +480,36 @@ class _Encoder:
         for piece, ids in zip(batch, self._texts(batch), strict=True):
             if piece.content is None or piece.problem is not None:
                 yield ids, piece.problem
-            elif has_marks(piece.content) and not self.mark:
-                yield self._nothing, LATE
-            elif isinstance(piece.content, Chat):
-                yield self._chat(piece.content)
-            elif isinstance(piece.content, Completion):
-                yield self._completion(piece.content)
-            else:
-                yield self._ids(np.array(piece.content))
+                continue
+            found = self._content(piece.content)
+            yield (ids, found) if isinstance(found, str) else (found, None)
+
+    def _content(self, content: Content) -> Tokens | str:
+        """The ids of a document that is no text, or why it cannot be used."""
+        if has_marks(content) and not self.mark:
+            return LATE
+        if isinstance(content, Chat):
+            encoded = LATE if self._template is None else self._template.encode(content)
+            if isinstance(encoded, str):
+                return encoded
+            ids, counts = np.array(encoded.ids, np.int64), np.array(encoded.counts, np.bool_)
+            if not counts.any():
+                return "a chat without words of the assistant"
+        elif isinstance(content, Completion):
+            # It begins at the first id that differs from those of the prompt alone, as in TRL.
+            texts = [content.prompt, content.prompt + content.completion]
+            prompt, whole = self._tokenizer.encode_batch(texts)
+            ids = np.concatenate([self._tokenizer.first, whole]).astype(np.int64)
+            begin = self._tokenizer.first.size + common_prefix(prompt.tolist(), whole.tolist())
+            counts = np.arange(ids.size) >= begin
+        else:
+            given = np.array(content)
+            if given.dtype.kind != "i":
+                return "ids beyond the vocabulary"
+            ids, counts = np.where(given < 0, -1 - given, given), given >= 0
+        if ids.max() >= self._tokenizer.vocab_size:
+            return "ids beyond the vocabulary"
+        return np.where(counts, ids, ids | self.mark).astype(self.dtype)
 
     def _texts(self, batch: Sequence[Piece]) -> Iterator[Tokens]:
         """The ids of the text of each piece; of a document in several, those that are sure."""
@@ -517,7 +538,7 @@ class _Encoder:
 
     def begin(self, piece: Piece) -> Tokens:
         """The ids before the first piece of a document: a text's own first tokens."""
-        return self._nothing if piece.content is not None else self._tokenizer.first
+        return self._tokenizer.first if piece.content is None else np.zeros(0, self.dtype)
 
     def end(self, piece: Piece, ids: Tokens) -> Tokens:
         """The ids after the last piece of a document: a text's own last tokens and the separator,
@@ -531,41 +552,6 @@ class _Encoder:
             is_target = is_text or not has_marks(piece.content)
             last.append(separator if is_target else separator | self.mark)
         return np.array(last, self.dtype)
-
-    @property
-    def _nothing(self) -> Tokens:
-        return np.zeros(0, self.dtype)
-
-    def _ids(self, content: NDArray[Any]) -> tuple[Tokens, str | None]:
-        """Ids as they are given; -1 - id is a token that is no target."""
-        if content.dtype.kind != "i":
-            return self._nothing, "ids beyond the vocabulary"
-        counts = content >= 0
-        ids = np.where(counts, content, -1 - content)
-        if ids.max() >= self._tokenizer.vocab_size:
-            return self._nothing, "ids beyond the vocabulary"
-        return np.where(counts, ids, ids | self.mark).astype(self.dtype), None
-
-    def _chat(self, chat: Chat) -> tuple[Tokens, str | None]:
-        if self._template is None:
-            return self._nothing, LATE
-        encoded = self._template.encode(chat)
-        if isinstance(encoded, str):
-            return self._nothing, encoded
-        ids, counts = np.array(encoded.ids, np.int64), np.array(encoded.counts, np.bool_)
-        if not counts.any():
-            return self._nothing, "a chat without words of the assistant"
-        return self._ids(np.where(counts, ids, -1 - ids))
-
-    def _completion(self, content: Completion) -> tuple[Tokens, str | None]:
-        """The ids of prompt and completion in one text; the completion begins at the first id that
-        differs from the prompt's alone, as in TRL."""
-        texts = [content.prompt, content.prompt + content.completion]
-        prompt, whole = self._tokenizer.encode_batch(texts)
-        begin = common_prefix(prompt.tolist(), whole.tolist())
-        ids = np.concatenate([self._tokenizer.first, whole]).astype(np.int64)
-        counts = np.arange(ids.size) >= self._tokenizer.first.size + begin
-        return self._ids(np.where(counts, ids, -1 - ids))
 
 
 class _Writer:

@@ -22,7 +22,7 @@ from axsparse.planner.stage_memory import (
     peak_in_flight,
     stage_memory,
 )
-from axsparse.planner.step_cost import StepCosts, StepRun, simulate_step, step_costs
+from axsparse.planner.step_cost import StepRun, simulate_step, step_costs
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
@@ -132,7 +132,6 @@ class Candidate:
     layout: Layout
     loads: Sequence[StageLoad]
     memory: Sequence[StageMemory]
-    costs: StepCosts
     run: StepRun
     percent_of_peak: float
     weights: WeightWay = "dense"
@@ -311,7 +310,6 @@ def _try_size(
             layout=layout,
             loads=loads,
             memory=layout.memory(loads, cluster.overhead_bytes),
-            costs=costs,
             run=run,
             percent_of_peak=100 * flops / (run.seconds * peak),
             weights=weights,
