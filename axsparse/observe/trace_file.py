@@ -85,27 +85,22 @@ def join(path: Path, parts: Sequence[Path], source: str) -> None:
     Raises OutputError if the trace cannot be written or a part cannot be read.
     """
 
-    def text(part: Path) -> str:
-        try:
-            return part.read_text(encoding="utf-8")
-        except OSError as error:
-            raise OutputError(
-                f"{part}: rank 0 cannot read this rank's part of the trace ({error.strerror}); "
-                "put the run directory where all hosts see it"
-            ) from None
+    def pieces() -> Iterator[str]:
+        yield '{"traceEvents": [\n'
+        for number, each in enumerate(parts):
+            try:
+                events = each.read_text(encoding="utf-8")
+            except OSError as error:
+                raise OutputError(
+                    f"{each}: rank 0 cannot read this rank's part of the trace ({error.strerror}); "
+                    "put the run directory where all hosts see it"
+                ) from None
+            yield BETWEEN * (number > 0) + events
+        yield f'\n], "otherData": {json.dumps({"source": source})}}}'
 
-    _write(path, _pieces(map(text, parts), source))
+    _write(path, pieces())
     for each in parts:
         each.unlink(missing_ok=True)
-
-
-def _pieces(parts: Iterable[str], source: str) -> Iterator[str]:
-    """The text of a trace in pieces: the events of its ranks, between JSON's brackets."""
-    yield '{"traceEvents": [\n'
-    for number, each in enumerate(parts):
-        yield BETWEEN if number else ""
-        yield each
-    yield f'\n], "otherData": {json.dumps({"source": source})}}}'
 
 
 def _write(path: Path, pieces: Iterable[str]) -> None:

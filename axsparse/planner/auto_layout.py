@@ -33,7 +33,7 @@ from axsparse.planner.layout_search import (
     try_layouts,
 )
 from axsparse.planner.profiled_model import ProfiledModel
-from axsparse.planner.stage_memory import UNLIMITED, MemoryBudget, of_memory
+from axsparse.planner.stage_memory import UNLIMITED, MemoryBudget, gigabytes
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
@@ -51,7 +51,7 @@ class LayoutDecision:
     @property
     def reason(self) -> str:
         stages = counted(self.row.layout.grid.g_inter, "stage")
-        memory = of_memory(self.row.most_bytes, self.rank_budget)
+        memory = f"{gigabytes(self.row.most_bytes)} of {float(gigabytes(self.rank_budget)):g}"
         way = WAYS[self.row.weights]
         stored = f", with {way}" if way else ""
         text = f"{stages} (the fewest that fit: {memory} GB a rank{stored}"

@@ -248,8 +248,11 @@ def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection
 def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list[Rejection]]:
     """The microbatch sizes at which this grid fits, and the sizes at which it does not."""
     rows: list[Candidate] = []
-    why = _impossible(request, grid)
-    if why is not None:
+    most, batch = request.model.most_stages, request.global_batch_size
+    if grid.g_inter > most or batch < grid.g_data:
+        why = f"{grid.g_data} replicas share a batch of {batch}"
+        if grid.g_inter > most:
+            why = f"the model can be cut into {most} stages at most"
         return rows, [Rejection(grid.g_inter, grid.g_data, None, why)]
     rejected: list[Rejection] = []
     for size in request.sizes(grid.g_data):
@@ -269,16 +272,6 @@ def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list
         if request.microbatch_sizes is None:
             break  # larger microbatches need more memory
     return rows, rejected
-
-
-def _impossible(request: SearchRequest, grid: Grid) -> str | None:
-    """Why no microbatch size can run on this grid; None if some can."""
-    most, batch = request.model.most_stages, request.global_batch_size
-    if grid.g_inter > most:
-        return f"the model can be cut into {most} stages at most"
-    if batch < grid.g_data:
-        return f"{grid.g_data} replicas share a batch of {batch}"
-    return None
 
 
 def _try_size(

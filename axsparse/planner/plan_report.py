@@ -153,11 +153,6 @@ def because(plan: Plan) -> str:
     return reason
 
 
-def has_sparse_weights(plan: Plan) -> bool:
-    """Whether some layout has weights that are sparse at rest by choice of the plan."""
-    return any(row.weights != "dense" for row in plan.rows)
-
-
 def comparison(plans: Sequence[Plan]) -> Iterator[str]:
     first = plans[0].recommended.seconds
     yield from table(
@@ -227,9 +222,10 @@ def cells(plan: Plan, row: Candidate) -> dict[str, str]:
     phases = row.run.mean_phases
     grid = row.layout.grid
     g_tensor = f" × {grid.g_tensor}" * (grid.g_tensor > 1)
+    has_ways = any(each.weights != "dense" for each in plan.rows)  # by choice of the plan
     return {
         "layout": f"{grid.g_inter}{g_tensor} × {grid.g_data}",
-        **({"weights": row.weights} if has_sparse_weights(plan) else {}),
+        **({"weights": row.weights} if has_ways else {}),
         "microbatches": f"{row.layout.microbatches} × {row.layout.microbatch_size}",
         "backward": "split" if row.layout.schedule.split_backward else "whole",
         "extra_in_flight": str(row.layout.schedule.extra_in_flight),

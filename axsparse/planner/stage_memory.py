@@ -251,10 +251,6 @@ def needed(need: float, rank_budget: float) -> str:
     return f"{texts[0]} GB of {texts[1]}"
 
 
-def of_memory(need: float, budget: float) -> str:
-    return f"{gigabytes(need)} of {float(gigabytes(budget)):g}"
-
-
 @dataclass(frozen=True)
 class ActivationMemory:
     """Bytes of the activations that a stage holds for one sample."""
