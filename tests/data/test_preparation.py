@@ -44,6 +44,13 @@ def documents_of(folder: Path, split: Split = "train") -> list[str]:
     return [tokenizer.decode(list(document)) for document in documents]
 
 
+def resize(patch: pytest.MonkeyPatch, **sizes: dict[str, int]) -> None:
+    """Other sizes of pieces and batches, by the names of their constants in each module."""
+    for module, constants in sizes.items():
+        for name, size in constants.items():
+            patch.setattr(f"axsparse.data.{module}.{name}", size)
+
+
 @pytest.fixture
 def library(tmp_path: Path) -> Path:
     return make_library(tmp_path / "library")
@@ -57,10 +64,9 @@ def test_neither_batches_nor_pieces_change_a_byte(
     library: Path, tmp_path: Path, bpe: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(requested(library, tmp_path / "1", train_bpe=bpe))
-    monkeypatch.setattr("axsparse.data.preparation.BATCH", 50)
-    monkeypatch.setattr("axsparse.data.preparation.SAVED", 3)
-    monkeypatch.setattr("axsparse.data.documents.PIECE", 100)
-    monkeypatch.setattr("axsparse.data.documents.SLACK", 50)
+    resize(
+        monkeypatch, documents={"PIECE": 100, "SLACK": 50}, preparation={"BATCH": 50, "SAVED": 3}
+    )
     run(requested(library, tmp_path / "4", train_bpe=bpe))
 
     assert outputs(tmp_path / "1") == outputs(tmp_path / "4")
@@ -159,12 +165,7 @@ def test_a_long_document_with_a_bad_byte_is_left_out_whole(
 ) -> None:
     (tmp_path / "a").write_bytes(b"word\n" * 100 + b"\xff" + b" word\n" * 100)
     (tmp_path / "b").write_bytes(b"good")
-    for name, size in {
-        "documents.STRETCH": 64,
-        "documents.PIECE": 9,
-        "preparation.BATCH": 20,
-    }.items():
-        monkeypatch.setattr(f"axsparse.data.{name}", size)
+    resize(monkeypatch, documents={"STRETCH": 64, "PIECE": 9}, preparation={"BATCH": 20})
 
     sidecar, _ = run(Request((tmp_path / "a", tmp_path / "b"), tmp_path / "o"))
 
@@ -291,9 +292,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, by
 
 def small(patch: pytest.MonkeyPatch) -> None:
     """Documents of many stretches and pieces, whose progress is recorded often."""
-    sizes = {"documents.PIECE": 300, "documents.SLACK": 30, "documents.STRETCH": 700}
-    for name, size in {**sizes, "preparation.BATCH": 900, "preparation.SAVED": 2}.items():
-        patch.setattr(f"axsparse.data.{name}", size)
+    sizes = {"PIECE": 300, "SLACK": 30, "STRETCH": 700}
+    resize(patch, documents=sizes, preparation={"BATCH": 900, "SAVED": 2})
 
 
 def restartable(folder: Path, out: Path) -> Request:

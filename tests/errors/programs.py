@@ -37,7 +37,7 @@ import axsparse as ax
 from axsparse.__main__ import main
 from axsparse.config import load, validate
 from axsparse.config.load import configure
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, WatchdogConfig
 from axsparse.data import batches, documents, preparation, sources, token_file, tokenizers
 from axsparse.data import megatron as indexed
 from axsparse.data.batches import Batches
@@ -47,11 +47,14 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.observe import metrics, run_report, trace_file
+from axsparse.observe.phases import Phases
+from axsparse.observe.watchdog import watchdog
 from axsparse.planner import auto_layout, cluster, plan_model
 from axsparse.pruning import criteria, mask_file, targets
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError
 from axsparse.runtime.files import run_folder, safetensors
+from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.index import base as index_base
@@ -423,6 +426,23 @@ def exported() -> object:
     return tokenizers.exported_tokenizer(
         data, "tokens", token_file.read_sidecar(Path("out"), "").train.digest
     )
+
+
+def watch(run_dir: str, timeout: float) -> None:
+    """Open the watchdogs of two ranks, which fail alike."""
+    world: LocalWorld[None] = LocalWorld(2)
+
+    def main(rank: int) -> None:
+        transport = LocalTransport(world, rank)
+        watchdog.open_watchdog(
+            WatchdogConfig(timeout=timeout),
+            Path(run_dir),
+            coords=Grid(2, 1).coords(rank),
+            activity=watchdog.Activity(Phases(), transport.backoff, list),
+            transport=transport,
+        )
+
+    world.run(main)
 
 
 def described(**values: Any) -> object:

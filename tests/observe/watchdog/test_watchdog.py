@@ -10,7 +10,6 @@ from support.devices import Clock
 from support.resuming import ran
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
-from axsparse.config.schema import WatchdogConfig
 from axsparse.observe.phases import Phases
 from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder
 from axsparse.observe.watchdog.watchdog import (
@@ -19,13 +18,10 @@ from axsparse.observe.watchdog.watchdog import (
     Activity,
     Task,
     Watchdog,
-    open_watchdog,
 )
 from axsparse.pipeline.engine import Engine
 from axsparse.runtime.communication import Message
-from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.trainer import Trainer
 
 TIMEOUT = 20.0
@@ -281,32 +277,6 @@ def test_a_rank_by_itself_is_watched_also_on_a_full_disk(
 
     assert job.left[0][1] == 70
     assert "error: rank 0 (stage 0, replica 0): hangs in other of step 7" in capsys.readouterr().err
-
-
-def test_a_place_without_room_for_heartbeats_is_refused(tmp_path: Path) -> None:
-    world: LocalWorld[None] = LocalWorld(2)
-    (tmp_path / HEARTBEATS).write_text("no folder")
-
-    def main(rank: int) -> None:
-        coords = Grid(2, 1).coords(rank)
-        activity = Activity(Phases(), Waits(), list)
-        transport = LocalTransport(world, rank)
-
-        def watch(timeout: float) -> Watchdog | None:
-            settings = WatchdogConfig(timeout=timeout)
-            return open_watchdog(
-                settings, tmp_path, coords=coords, activity=activity, transport=transport
-            )
-
-        assert watch(0.0) is None
-        with pytest.raises(OutputError) as caught:
-            watch(1.0)
-        assert str(caught.value) == (
-            f"{tmp_path / HEARTBEATS}: cannot be written (File exists); choose another --run-dir, "
-            "or set watchdog.timeout to 0"
-        )
-
-    world.run(main)
 
 
 def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_path: Path) -> None:
