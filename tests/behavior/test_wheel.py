@@ -39,11 +39,11 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def python(installed: Path, cwd: Path, *words: str) -> str:
+def ran(cwd: Path, *words: str, **environment: str) -> str:
     done = subprocess.run(
-        [sys.executable, *words],
+        words,
         cwd=cwd,
-        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": str(installed)},
+        env={**os.environ, **ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
         timeout=LONGEST_SECONDS,
@@ -51,6 +51,10 @@ def python(installed: Path, cwd: Path, *words: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def python(installed: Path, cwd: Path, *words: str) -> str:
+    return ran(cwd, sys.executable, *words, PYTHONPATH=str(installed))
 
 
 def axsparse(installed: Path, cwd: Path, *words: str) -> str:
@@ -95,21 +99,12 @@ def test_a_bundle_installs_without_a_network_and_trains_on_two_ranks(
     bundled: Path, tmp_path: Path
 ) -> None:
     train = ["axsparse", "train", "--config", "quickstart.yaml", *SMALL]
-    env = {**os.environ, **ENVIRONMENT, "PATH": f"{bundled}{os.pathsep}{os.environ['PATH']}"}
+    path = f"{bundled}{os.pathsep}{os.environ['PATH']}"
 
-    done = subprocess.run(
-        ["mpirun", "-n", "2", *train],
-        cwd=tmp_path,
-        env={**env, "PYTHONPATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        check=False,
-    )
+    said = ran(tmp_path, "mpirun", "-n", "2", *train, PATH=path, PYTHONPATH="")
 
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 ranks = 2 stages × 1 replica" in done.stdout
-    assert "step 2/2" in done.stdout
+    assert "2 ranks = 2 stages × 1 replica" in said
+    assert "step 2/2" in said
 
 
 def test_it_trains_resumes_and_reports_far_from_the_checkout(

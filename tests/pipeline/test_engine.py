@@ -123,19 +123,21 @@ class Eager:
         """Nothing is held."""
 
 
+NO_LAYERS = Stage([], loss=None, metrics={}, input_dtype=None, seed=0)
+
+
+def evaluate(rank: Rank, link: Eager, count: int, stage: Stage = NO_LAYERS, **how: Any) -> None:
+    """Evaluate so many empty microbatches on a stage."""
+    schedule = Schedule("message-driven", 1)
+    engine = Engine(rank, stage, link, schedule=schedule, while_idle=lambda: None, **how)
+    engine.evaluate(Batch(0, tuple(Microbatch((), None, n, 1) for n in range(count)), count))
+
+
 def test_an_evaluation_takes_in_no_more_than_it_has_use_for() -> None:
     """A slow stage's memory would fill with all that there is to evaluate."""
     link = Eager(20)
-    engine = Engine(
-        Rank(Grid(3, 1).coords(1), link, Phases()),
-        Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
-        link,
-        schedule=Schedule("message-driven", 1),
-        while_idle=lambda: None,
-    )
-    microbatches = tuple(Microbatch((), None, number, 1) for number in range(20))
 
-    engine.evaluate(Batch(0, microbatches, 20))
+    evaluate(Rank(Grid(3, 1).coords(1), link, Phases()), link, 20)
 
     assert (link.taken, link.used) == (20, 20)
     assert link.most == MOST_WAITING + 1  # three wait, and two more come
@@ -148,16 +150,9 @@ def test_a_member_that_follows_runs_what_it_is_told_however_much_it_has_to_send(
     link.unsent = MOST_UNSENT + 1
     told = iter([[Kind.FORWARD, number, number == 3] for number in range(4)])
     group: Any = SimpleNamespace(rank=1, next_broadcast=lambda count: next(told))
-    engine = Engine(
-        Rank(Grid(3, 1, 2).coords(3), link, Phases()),
-        Stage([], loss=None, metrics={}, input_dtype=None, seed=0),
-        link,
-        schedule=Schedule("message-driven", 1),
-        while_idle=lambda: None,
-        around=lambda policy, _: Lockstep(group, action, policy),
-    )
+    rank = Rank(Grid(3, 1, 2).coords(3), link, Phases())
 
-    engine.evaluate(Batch(0, tuple(Microbatch((), None, n, 1) for n in range(4)), 4))
+    evaluate(rank, link, 4, around=lambda policy, _: Lockstep(group, action, policy))
 
     assert link.used == 4
 
@@ -189,14 +184,8 @@ def test_a_host_is_ahead_of_its_gpu_as_far_as_nothing_that_arrives_could_change_
 ) -> None:
     gpu, link = Late(), Eager(0)
     one: Any = SimpleNamespace(evaluate=lambda *_: (torch.ones(1).sum(),))
-    engine = Engine(
-        Rank(Grid(stages, 1).coords(0), cast("Any", gpu), Phases(), cast("Any", gpu)),
-        one,
-        link,
-        schedule=Schedule("message-driven", 1),
-        while_idle=lambda: None,
-    )
+    rank = Rank(Grid(stages, 1).coords(0), cast("Any", gpu), Phases(), cast("Any", gpu))
 
-    engine.evaluate(Batch(0, tuple(Microbatch((), None, n, 1) for n in range(20)), 20))
+    evaluate(rank, link, 20, stage=one)
 
     assert gpu.most == ahead

@@ -90,7 +90,6 @@ class PlannedModel:
 GPT = PlannedModel("gpt", tiny_gpt, token_data, lambda: token_data(samples=23))
 COARSE = replace(GPT, name="gpt by threes", settings={"batch": {"microbatch_size": 3}})
 """A third of the microbatches: for rows whose fact does not depend on how many there are."""
-MLP = PlannedModel("mlp", lambda config: mlp(), vector_data)
 INFINITE = PlannedModel("mlp, infinite", lambda config: mlp(), lambda: vector_data(infinite=17))
 """One of the samples overflows every step that it is in."""
 WIDE = PlannedModel(

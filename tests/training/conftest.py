@@ -12,9 +12,9 @@ from support.runs import FEW_MICROBATCHES, tiny_config
 
 @pytest.fixture(scope="session")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three steps, saved after the second and the third."""
+    """Five steps, saved after the second, the fourth and the fifth."""
     run = tmp_path_factory.mktemp("original") / "run"
-    config = tiny_config(train={"steps": 3}, batch=FEW_MICROBATCHES, checkpoint={"every": 2})
+    config = tiny_config(train={"steps": 5}, batch=FEW_MICROBATCHES, checkpoint={"every": 2})
     ran((1, 1), config, run)
     return run
 

@@ -38,7 +38,7 @@ from axsparse.runtime.errors import (
 from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.training import export as exporting
 from axsparse.training.checkpoint.checkpoint_folder import CheckpointManifest, manifest_bytes
-from axsparse.training.checkpoint.verification import PIECE, Checkpoint, open_checkpoint
+from axsparse.training.checkpoint.verification import PIECE, Checkpoint, checkpoint_of
 from axsparse.training.export import ExportSummary, Form, hf_files
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -58,8 +58,7 @@ def export(checkpoint: Checkpoint, form: Form, path: Path, **how: Any) -> Export
     return exporting.export(checkpoint.path, form, path, **how)
 
 
-def newest(run: Path, step: int = STEPS) -> Checkpoint:
-    return open_checkpoint(run / "checkpoints" / f"step-{step}")
+newest = partial(checkpoint_of, step=None)
 
 
 # -- the bits -------------------------------------------------------------------------------

@@ -38,8 +38,7 @@ def decided(config: Config, on: Transport, grid: Grid | None = None, **inputs: A
     config = config if grid is None else with_layout(config, grid)
     model = tiny_gpt(config)
     profiled = profile(model, DTYPES[config.precision])
-    given = config.with_origins("test", {})
-    return plan_run(given, model, profiled, on, **inputs)
+    return plan_run(config.with_origins("test", {}), model, profiled, on, **inputs)
 
 
 def resolved(config: Config, ranks: int = 1, grid: Grid | None = None) -> RunPlan:
@@ -168,29 +167,25 @@ def test_what_mpi_ranks_cannot_talk_by_is_refused_but_a_single_one_on_a_gpu_may_
         decided(local, two)
 
 
-def budget_of(gigabytes: float | str) -> MemoryBudget:
-    """The budget of a process that takes nothing for itself."""
-    return MemoryBudget(math.inf if isinstance(gigabytes, str) else gigabytes * 1e9, 0.0)
-
-
-def limited(limit: float | str, ranks: int = 4, **sections: Any) -> RunPlan:
-    sections = {"layout": {"memory_per_rank": limit}, "precision": "bf16", **sections}
-    sections["pipeline"] = {"split_backward": False, **sections.get("pipeline", {})}
-    config = tiny_config(model={"num_layers": 8}, pruning={"sparsity": 0.9}, **sections)
-    return decided(config, transport(ranks), Grid(ranks, 1), budget=budget_of(limit))
-
-
 def auto(
     ranks: int = 4, limit: float | str = "auto", found: float | None = None, **sections: Any
 ) -> RunPlan:
     layout = {"memory_per_rank": limit, **sections.pop("layout", {})}
     config = tiny_config(layout=layout, **sections)
-    budget = budget_of(limit) if found is None else MemoryBudget(found, 0.0)
-    return decided(config, transport(ranks), budget=budget)
+    if found is None:
+        found = math.inf if isinstance(limit, str) else limit * 1e9
+    return decided(config, transport(ranks), budget=MemoryBudget(found, 0.0))
 
 
-def stages(run: RunPlan) -> int:
-    return run.coords.grid.g_inter
+def limited(limit: float | str, **sections: Any) -> RunPlan:
+    """A run of four stages that shall be."""
+    deep: dict[str, Any] = {
+        "model": {"num_layers": 8},
+        "pruning": {"sparsity": 0.9},
+        "layout": {"g_inter": 4},
+    }
+    pipeline = {"split_backward": False, **sections.pop("pipeline", {})}
+    return auto(4, limit, precision="bf16", pipeline=pipeline, **deep, **sections)
 
 
 def test_stages_that_are_asked_for_in_a_limited_memory_have_the_slack_of_their_plan() -> None:

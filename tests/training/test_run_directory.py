@@ -53,19 +53,6 @@ def opened(source: Config, resume: str | None = "auto") -> RunDir:
     return found
 
 
-@pytest.fixture(scope="module")
-def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints after steps 2, 4 and 5."""
-    run = tmp_path_factory.mktemp("original") / "run"
-    ran((1, 1), tiny_config(train={"steps": 5}, checkpoint={"every": 2}), run)
-    return run
-
-
-@pytest.fixture
-def run(original: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(original, tmp_path / "run"))
-
-
 def checkpoint(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from collections import defaultdict
@@ -42,26 +41,6 @@ from axsparse.training.trainer import (
     Trainer,
     build,
 )
-
-
-def test_a_signal_while_a_step_computes_ends_the_run_after_that_step(tmp_path: Path) -> None:
-    """It does not wait for another full step, which may take minutes."""
-
-    def hear_in_third_step(trainer: Trainer) -> None:
-        stop = trainer._stop
-        assert stop is not None
-
-        def receive(*_: Any) -> None:
-            if trainer.steps_done == 2 and not stop.is_set:
-                stop.receive(signal.SIGUSR1)
-
-        trainer.layers[0].module.register_forward_hook(receive)
-
-    found = ran((2, 2), tiny_config(train={"steps": 6}), tmp_path / "run", look=hear_in_third_step)
-
-    assert max(found.losses) == 3
-    assert found.stopped is not None and found.stopped.startswith("stopped after step 3, saved in ")
-
 
 Heard = tuple[str, int, object]
 

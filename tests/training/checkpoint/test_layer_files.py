@@ -29,18 +29,19 @@ from axsparse.training.checkpoint.verification import (
 
 def config_of(**sections: Any) -> Config:
     sections = {"batch": FEW_MICROBATCHES, **sections}
-    return tiny_config(train={"steps": 3}, checkpoint={"every": 2}, **sections)
+    return tiny_config(train={"steps": 5}, checkpoint={"every": 2}, **sections)
 
 
 @pytest.fixture
 def run(run: Path) -> Path:
     """With its last checkpoint only."""
-    shutil.rmtree(run / "checkpoints" / "step-2")
+    for step in (2, 4):
+        shutil.rmtree(run / "checkpoints" / f"step-{step}")
     return run
 
 
 def folder_of(run: Path) -> Path:
-    return run / "checkpoints" / "step-3"
+    return run / "checkpoints" / "step-5"
 
 
 def forge(run: Path, change: Callable[[dict[str, torch.Tensor]], object], layer: str) -> None:
@@ -98,7 +99,7 @@ def test_forged_files_are_refused(
     forge(run, change, "block0")
     assert is_complete(folder_of(run))
 
-    with pytest.raises(DataError, match=rf"^checkpoint {run}/checkpoints/step-3: .*{words}"):
+    with pytest.raises(DataError, match=rf"^checkpoint {run}/checkpoints/step-5: .*{words}"):
         ran((1, 1), config_of(), run, resume="auto")
 
 
@@ -146,7 +147,7 @@ def test_what_may_change_is_told_where_it_changes_the_numbers(
 ) -> None:
     config = settings(
         config_of(),
-        train={"steps": 5, "log_every": 1, "eval_every": 2},
+        train={"steps": 7, "log_every": 1, "eval_every": 2},
         optimizer={"learning_rate": 0.5, "learning_rates": ("head.*=0.1", "block1.*=0")},
         checkpoint={"every": 1, "keep_last": 9},
         pipeline={"extra_in_flight": 2, "schedule": "gpipe"},
@@ -159,7 +160,7 @@ def test_what_may_change_is_told_where_it_changes_the_numbers(
     assert told == [
         "axsparse: optimizer.learning_rate is now 0.5, before it was 0.01",
         "axsparse: optimizer.learning_rates is now ['head.*=0.1', 'block1.*=0'], before it was []",
-        "axsparse: schedule.decay_steps is now 5, before it was 3",
+        "axsparse: schedule.decay_steps is now 7, before it was 5",
     ]
 
 

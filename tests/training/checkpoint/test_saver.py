@@ -254,31 +254,10 @@ def elsewhere(folder: Path, name: str) -> FileEntry:
     ("function", "instead", "text", "left"),
     [
         ("checkpoint_folder.begin", no_folder, r"checkpoints: cannot be written \(Read-only f", []),
-        (
-            "checkpoint_folder.commit",
-            no_second_commit,
-            r"cannot be written \(Input/output error\)",
-            [2],
-        ),
-        (
-            "saver.read_entry",
-            other_bytes,
-            r"\(0001-block0.safetensors reads otherwise than it was written\)",
-            [],
-        ),
-        (
-            "saver.read_entry",
-            nothing,
-            "resume from another one; it was written a moment ago",
-            [],
-        ),
-        (
-            "saver.read_entry",
-            elsewhere,
-            "rank 0 does not see 0003-head.safetensors as it was written; choose a --run-dir that "
-            "all hosts share",
-            [],
-        ),
+        ("checkpoint_folder.commit", no_second_commit, r"be written \(Input/output error\)", [2]),
+        ("saver.read_entry", other_bytes, r"\(0001-block0.safetensors reads otherwise than it", []),
+        ("saver.read_entry", nothing, "another one; it was written a moment ago", []),
+        ("saver.read_entry", elsewhere, "0 does not see 0003-head.safetensors as it was wri", []),
     ],
 )
 def test_what_cannot_be_saved_ends_the_run(
