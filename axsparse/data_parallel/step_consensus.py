@@ -11,7 +11,7 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Backoff, Collective, Op, wait
 from axsparse.runtime.exchange import exact_sum
-from axsparse.runtime.grid import Grid, RankCoords
+from axsparse.runtime.grid import RankCoords
 from axsparse.samo.fixed_point import UnitFit
 from axsparse.samo.masks import DIGESTS
 from axsparse.samo.optim.update import global_norm
@@ -130,7 +130,8 @@ class StepConsensus:
         vector = self._vector(report)
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
         losses, fits = vector[: self._losses], vector[self._fits]
-        digests = vector[self._digests].tolist()
+        digests, each = vector[self._digests].tolist(), self._coords.grid.parallelism
+        odd = (rank for rank, own in enumerate(digests) if own != digests[rank % each])
         finite = bool(torch.isfinite(vector).all())
         return StepResult(
             loss=exact_sum(losses.tolist())[0],
@@ -140,10 +141,8 @@ class StepConsensus:
             bad_loss=next((slot // 2 for slot in _where(~losses.isfinite())), None),
             bad_ranks=_where(vector[self._flags] > 0),
             notice=Flags(*(count > 0 for count in vector[self._notices].tolist())),
-            drifted=_first_mismatch(digests, self._coords.grid),
-            digest=sum(map(int, digests[: _ranks_of_replica(self._coords.grid)])) % DIGESTS
-            if any(digests)
-            else None,
+            drifted=next(odd, None),
+            digest=sum(map(int, digests[:each])) % DIGESTS if any(digests) else None,
             fits=self._largest(fits),
         )
 
@@ -182,17 +181,6 @@ class StepConsensus:
             if not (torch.isfinite(vector[slot]).all() and fits[number]):
                 return name
         return None
-
-
-def _first_mismatch(digests: Sequence[float], grid: Grid) -> int | None:
-    """The first rank with another digest than replica 0 of its stage."""
-    each = _ranks_of_replica(grid)
-    odd = (rank for rank, own in enumerate(digests) if own != digests[rank % each])
-    return next(odd, None)
-
-
-def _ranks_of_replica(grid: Grid) -> int:
-    return grid.g_inter * grid.g_tensor
 
 
 def _where(flags: Tensor) -> tuple[int, ...]:

@@ -206,7 +206,7 @@ class Engine:
         self._policy = policy
         self._backoff.reset()
         while not policy.finished:
-            if self._waiting < most_waiting:
+            if len(self._inbox) + sum(map(len, self._arrived.values())) < most_waiting:
                 self._receive()
             else:
                 with self._phases("p2p"):
@@ -223,10 +223,6 @@ class Engine:
             else:
                 self._pause()
         self._policy = None
-
-    @property
-    def _waiting(self) -> int:
-        return len(self._inbox) + sum(map(len, self._arrived.values()))
 
     def _receive(self) -> None:
         with self._phases("p2p"):

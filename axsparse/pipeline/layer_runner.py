@@ -160,7 +160,9 @@ class LayerRunner:
         """One forward; its backward computes it a second time if the layer is recomputed."""
         if not self._is_recomputed:
             return self._seeded(inputs, key)
-        before = self._copies()
+        # All buffers, while it is not known which of them the forward changes.
+        copied = self._slots if self._changing is None else self._changing
+        before = [(slot, slot.tensor.clone()) for slot in copied]
         passes = 0
 
         def forward(*tensors: Tensor) -> Tensors:
@@ -177,11 +179,6 @@ class LayerRunner:
             forward, *inputs, use_reentrant=False, preserve_rng_state=False
         )
         return outputs
-
-    def _copies(self) -> list[tuple[BufferSlot, Tensor]]:
-        """Copies of the buffers that the forward changes, or of all while these are not known."""
-        copied = self._slots if self._changing is None else self._changing
-        return [(slot, slot.tensor.clone()) for slot in copied]
 
     def _first_pass(
         self,
@@ -222,11 +219,10 @@ class LayerRunner:
 
     def _call(self, inputs: Tensors) -> object:
         """Call the module, with the parameters of normalisations as wide as their statistics."""
-        module: Callable[..., object] = self._module
-        if self._widened:
-            wide = {name: parameter.to(dtype) for name, parameter, dtype in self._widened}
-            module = partial(_call_with, self._module, wide)
-        return module(*inputs)
+        if not self._widened:
+            return self._module(*inputs)
+        wide = {name: parameter.to(dtype) for name, parameter, dtype in self._widened}
+        return functional_call(self._module, wide, inputs, tie_weights=False)
 
     def _apart(self, outputs: Tensors) -> Tensors:
         """The outputs in canonical form, each a separate tensor, copied where a later call or layer
@@ -323,10 +319,6 @@ def _watched(tensors: Tensors, gradients: list[Tensor | None]) -> Tensors:
         if tensor.requires_grad:
             tensor.register_hook(partial(note, place))
     return tensors
-
-
-def _call_with(module: nn.Module, parameters: dict[str, Tensor], *inputs: Tensor) -> object:
-    return functional_call(module, parameters, inputs, tie_weights=False)
 
 
 def _allow_graphs(more: int) -> None:

@@ -93,19 +93,13 @@ class Lockstep:
             if action is not None:
                 self._group.broadcast((action.kind, action.microbatch, self._policy.finished))
             return action
-        if self._due is None:
-            self._receive()
+        if self._due is None and (words := self._group.next_broadcast(3)) is not None:
+            kind, microbatch, is_last = words
+            self._due, self._is_last = self._make(kind, microbatch), bool(is_last)
         if self._due is None or not self._has_input(self._due):
             return None
         begun, self._due = self._due, None
         return begun
-
-    def _receive(self) -> None:
-        """Take the next action of the first rank, if there is one."""
-        words = self._group.next_broadcast(3)
-        if words is not None:
-            kind, microbatch, is_last = words
-            self._due, self._is_last = self._make(kind, microbatch), bool(is_last)
 
     def _has_input(self, action: Any) -> bool:
         """Whether the input of an action, if it needs a message, is here."""

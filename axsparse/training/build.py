@@ -266,11 +266,6 @@ def launch_warnings(plan: RunPlan, transport: Transport) -> list[str]:
     return warnings
 
 
-def _say(line: str) -> None:
-    """Print a line before there is a recorder; a screen that is lost ends no run."""
-    Console(sys.stdout, bar=False).line(f"axsparse: {line}")
-
-
 # -- the run directory --------------------------------------------------------------------
 
 
@@ -299,7 +294,7 @@ def open_run_directory(
     together(transport, lambda: opened.begin(plan.config) if transport.rank == 0 else None)
     if transport.rank == 0:
         for line in (*resumed.notes, *changes):
-            _say(line)
+            Console(sys.stdout, bar=False).line(f"axsparse: {line}")  # no recorder is there yet
     job.run_dir = opened.path
     job.stop.listen()
     return opened

@@ -40,7 +40,7 @@ from axsparse.pipeline.layer_runner import (
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, ConfigError, one_line
-from axsparse.runtime.exchange import sum_by_owner, together
+from axsparse.runtime.exchange import meet, sum_by_owner
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.expansion import put_storage
 from axsparse.samo.gradient_hooks import GradientCollector
@@ -128,7 +128,7 @@ def check_layers(
     # Ranks that have no layers left to compare take part in the passes of the others.
     for first in range(0, int(max(count for [count] in counts)), AT_ONCE):
         failure = failure_of(chosen[first : first + AT_ONCE])
-        together(transport, partial(_raise, failure))
+        meet(transport, "compares its layers", failure)
     seconds = time.monotonic() - began
     if seconds <= SILENT_SECONDS:
         return ""
@@ -206,11 +206,6 @@ def _first_failure(
                 first = first or type(error)(str(error))  # without the objects in its traceback
         samples = None
     return first
-
-
-def _raise(error: AxsparseError | None) -> None:
-    if error is not None:
-        raise error
 
 
 def _gather_handed_weights(layer: BuiltLayer, record: RecordedRun) -> None:

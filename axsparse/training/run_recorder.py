@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,6 @@ from axsparse.observe.recorder import Recorder, RunFigures
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.pruning.targets import pruning_lines
-from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
 from axsparse.runtime.machine import resident_memory_bytes
@@ -32,6 +31,7 @@ LONG_ENOUGH = 0.3
 """Seconds of products, at least two, after which the peak is known."""
 
 
+# Reason: what a run says of itself before its first step, in order.
 def make_recorder(
     plan: RunPlan,
     live: int,
@@ -68,12 +68,31 @@ def make_recorder(
         predicted_memory_bytes=peak_bytes,
         predicted_step_seconds=None if predicted is None else predicted.step_seconds,
     )
-    slow = None if run_dir is None else _slow_ranks(plan, transport)
+    slow, watched = None, config.watchdog
+    if run_dir is not None and watched.slow_ratio is not None:
+        slow = SlowRanks(
+            plan.coords.grid,
+            [sum(profile.shares_of_work[layer] for layer in stage) for stage in plan.stages],
+            gather_texts(transport.world, transport.backoff, socket.gethostname()),
+            ratio=watched.slow_ratio,
+            steps=watched.slow_steps,
+        )
     if run_dir is None or transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)
     console = make_console(sys.stdout)
-    fullest = int(max(row[0] for row in rows)), int(max(row[3] for row in rows))
-    lines = _banner(plan, data, transport, run_dir, fullest, peak_bytes)
+    layout = ModelLayout(
+        *(plan.model.name, profile, plan.stages, plan.coords.grid, transport.name),
+        dense_bytes=max(plan.state_bytes(plan.layers_of(n), {}) for n in range(len(plan.stages))),
+        live_bytes=int(max(row[0] for row in rows)),
+        teacher_bytes=int(max(row[3] for row in rows)),
+    )
+    lines = banner(
+        config,
+        layout,
+        data=f"{data.entry.name}: {format_count(data.training.num_samples)} samples",
+        metrics=run_dir / METRICS_FILE,
+        planned="" if peak_bytes is None else _planned(plan, peak_bytes),
+    )
     start = plan.model.start
     note = start.note() if isinstance(start, FromFile) else ""
     notes = (*filter(None, [note]), *remarks(config, data.training.num_samples))
@@ -84,50 +103,6 @@ def make_recorder(
         console.line(line)
     file = open_records(config, run_dir, run_dir / METRICS_FILE)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
-
-
-def _banner(
-    plan: RunPlan,
-    data: Data,
-    transport: Transport,
-    run_dir: Path,
-    state_bytes: tuple[int, int],
-    predicted_bytes: float | None,
-) -> Iterator[str]:
-    """The lines of the banner; `state_bytes` belong to the fullest rank, without a teacher and of
-    the teacher."""
-    layout = ModelLayout(
-        plan.model.name,
-        plan.profile,
-        plan.stages,
-        plan.coords.grid,
-        transport.name,
-        dense_bytes=max(
-            plan.state_bytes(plan.layers_of(stage), {}) for stage in range(len(plan.stages))
-        ),
-        live_bytes=state_bytes[0],
-        teacher_bytes=state_bytes[1],
-    )
-    return banner(
-        plan.config,
-        layout,
-        data=f"{data.entry.name}: {format_count(data.training.num_samples)} samples",
-        metrics=run_dir / METRICS_FILE,
-        planned="" if predicted_bytes is None else _planned(plan, predicted_bytes),
-    )
-
-
-def _slow_ranks(plan: RunPlan, transport: Transport) -> SlowRanks | None:
-    settings = plan.config.watchdog
-    if settings.slow_ratio is None:
-        return None
-    return SlowRanks(
-        plan.coords.grid,
-        [sum(plan.profile.shares_of_work[layer] for layer in stage) for stage in plan.stages],
-        gather_texts(transport.world, transport.backoff, socket.gethostname()),
-        ratio=settings.slow_ratio,
-        steps=settings.slow_steps,
-    )
 
 
 def _planned(plan: RunPlan, memory_bytes: float) -> str:

@@ -51,7 +51,7 @@ from axsparse.training.plan import RunPlan
 from axsparse.training.progress import FirstBad, Progress
 
 MOST_NAMED = 4
-"""A warning names at most this many parameters or buffers."""
+"""A warning names at most this many parameters."""
 
 
 @dataclass(eq=False)
@@ -99,7 +99,8 @@ class Step:
             checks is True if self.progress.step else is_checked(self.plan.model, checks)
         )
         """Whether the coming step compares the layers with plain torch first."""
-        self._named: dict[str, set[str]] = {}
+        self._named: set[str] = set()
+        """The parameters without a gradient that were named."""
         self._prefetcher: Prefetcher | None = None
         self._read_ahead: Batch | None = None
         self._reject_unequal(weights_digest(self.layers), UNEQUAL_WEIGHTS)
@@ -208,11 +209,15 @@ class Step:
             lambda is_last: self.collector.microbatch(is_last=is_last),
             together=self._together,
         )
-        self._name_once(
-            f"warning: {self._coords}: its microbatches of step {self.progress.step + 1} gave "
-            "no gradient to {}; it counts as zero (freeze what no sample ever uses)",
-            self.collector.finish(),
-        )
+        new = [name for name in self.collector.finish() if name not in self._named]
+        self._named.update(new)
+        if new and self._coords.replica == 0:
+            more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
+            write_line(
+                f"warning: {self._coords}: its microbatches of step {self.progress.step + 1} gave "
+                f"no gradient to {', '.join(new[:MOST_NAMED])}{more}; it counts as zero (freeze "
+                "what no sample ever uses)"
+            )
         return losses
 
     def _agree(
@@ -355,15 +360,6 @@ class Step:
         for replica, other in enumerate(others, 1):
             if other != first:
                 raise TrainingError(text.format(replica=replica, stage=self._coords.stage))
-
-    def _name_once(self, text: str, names: Sequence[str]) -> None:
-        """Print a text in which "{}" stands for the names that it has not named before, if any."""
-        known = self._named.setdefault(text.rpartition("{}")[2], set())
-        new = [name for name in names if name not in known]
-        known.update(new)
-        if new and self._coords.replica == 0:
-            more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
-            write_line(text.format(f"{', '.join(new[:MOST_NAMED])}{more}"))
 
 
 UNEQUAL_WEIGHTS = (

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from axsparse.models.layer import StartValues
 from axsparse.models.model_profile import ModelProfile
-from axsparse.models.module_buffers import BufferSlot, slots
+from axsparse.models.module_buffers import slots
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.methods.pruner import PrunerState
 from axsparse.runtime.canonical_form import canonical
@@ -112,8 +112,9 @@ def contents_of(
     for slot in slots(layer.module):
         if slot.persists:
             # The slot is read when the value is asked for: it has the first replica's tensor then.
-            header, full = header_of(slot.tensor), layer.spec.full_name(slot.name)
-            of_layer[f"{BUFFER}/{full}"] = TensorCopy(header, partial(_stored, slot))
+            now = partial(lambda slot: slot.tensor.cpu(), slot)
+            full = layer.spec.full_name(slot.name)
+            of_layer[f"{BUFFER}/{full}"] = TensorCopy(header_of(slot.tensor), now)
     of_method = {
         f"{kind}/{name}": replace(_plain_tensor(tensor), is_fixed=True)
         for kind, tensors in (pruner.tensors if pruner is not None else {}).items()
@@ -169,10 +170,6 @@ def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[st
 
 def _plain_tensor(tensor: Tensor) -> TensorCopy:
     return TensorCopy(TensorHeader(tensor.dtype, tuple(tensor.shape)), lambda: tensor.cpu())
-
-
-def _stored(slot: BufferSlot) -> Tensor:
-    return slot.tensor.cpu()
 
 
 def deal(sizes: Sequence[int], writers: int) -> list[int]:

@@ -13,7 +13,7 @@ import json
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -166,11 +166,14 @@ class Saver:
         )
         self.last_step = step
         with self._statistics.of_first_replica():
-            for tensor, is_own in _to_copy(layers, is_first=is_first):
-                if is_own and is_first:
-                    queue.put(tensor.value().clone())
-                else:
-                    tensor.value()
+            # What ranks gather together all of them ask for, in the same order.
+            for layer, is_own in layers:
+                for tensor in (tensor for file in layer.files.values() for tensor in file.values()):
+                    writes = is_own and is_first and not tensor.is_fixed
+                    if writes or tensor.is_gathered or (is_own and tensor.is_shard):
+                        value = tensor.value()
+                        if is_own and is_first:
+                            queue.put(value.clone())
         queue.all_put()
 
     def advance(self, *, any_writing: bool) -> None:
@@ -322,19 +325,6 @@ class Saver:
             self._whole.add(step)
         self._note_progress()
         return step in self._whole
-
-
-def _to_copy(
-    layers: Sequence[tuple[LayerContents, bool]], *, is_first: bool
-) -> Iterator[tuple[TensorCopy, bool]]:
-    """The tensors whose values this rank asks for, and whether its replica writes them: those that
-    it writes, and those that ranks gather together, in the same order on all of them."""
-    for layer, is_own in layers:
-        for file in layer.files.values():
-            for tensor in file.values():
-                writes = is_own and is_first and not tensor.is_fixed
-                if tensor.is_gathered or writes or (is_own and tensor.is_shard):
-                    yield tensor, is_own
 
 
 def _write(
