@@ -49,11 +49,9 @@ class TpStyle:
     hands to `linear_cross_entropy`. `experts` have separate sharded parameters, named by their
     paths: every rank runs all experts with its features, and the outputs are summed."""
     packed: int = 1
-    """Number of matrices of one size that are stacked by rows, such as query, key and value; each
-    is sharded."""
+    """Number of equal matrices stacked by rows, as query, key and value are; each is sharded."""
     unit: int = 1
-    """Number of consecutive outputs or inputs that stay together, such as the features of a
-    head."""
+    """Number of consecutive outputs or inputs that stay together, as the features of a head."""
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,7 @@ class Tie:
     """
 
     first: str
-    """Global name of the use that comes earlier in the model; it owns the master weights and the
-    optimizer state."""
+    """Global name of the earlier use; it owns the master weights and the optimizer state."""
     second: str
     """Global name of the later use, a parameter of the same shape."""
 
@@ -180,8 +177,7 @@ class Model:
     start: StartValues | None = None
     """Start values of parameters and buffers; they take precedence over `Layer.init`."""
     vocab_size: int | None = None
-    """The number of token ids that the model knows; data with more is refused. None checks
-    nothing."""
+    """The number of token ids of the model; data with more is refused. None checks nothing."""
     teacher: Teacher | None = None
     """A frozen model from which this one learns (`train.teacher`); None: the loss alone counts."""
     container: nn.Module | None = None

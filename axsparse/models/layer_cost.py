@@ -259,8 +259,7 @@ class Tracer:
         return counter.get_total_flops() / self._samples, activations
 
     def loss_sums(self, loss: Callable[..., Tensor]) -> LayerSums:
-        """Sums over tensor-parallel ranks in the loss of the last outputs, the first of which has a
-        row for each target."""
+        """Sums over tensor-parallel ranks in the loss of outputs whose first has a row a target."""
         assert self._counter is not None, "layers are sharded"
         self._counter.begin()
         with preserved_rng():
@@ -273,8 +272,7 @@ class Tracer:
     def _layer_sums(
         self, name: str, outputs: Sequence[Tensor], again: Callable[[], object]
     ) -> LayerSums:
-        """Sums over tensor-parallel ranks in a forward, which `again` repeats, and in its
-        backward."""
+        """Sums over tensor-parallel ranks in a forward, which `again` repeats, and a backward."""
         counter = self._counter
         if counter is None:
             return NO_SUMS

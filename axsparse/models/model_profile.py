@@ -82,8 +82,7 @@ class ParameterInfo:
 
     @property
     def matrices(self) -> tuple[int, tuple[int, ...]]:
-        """The number of matrices that are pruned each by itself, and their shape; with an
-        `input_dim` (outputs, inputs)."""
+        """The number of separately pruned matrices, and their shape: (outputs, inputs) if known."""
         if self.input_dim is None:
             return 1, self.shape
         *experts, first, second = self.shape
@@ -322,8 +321,7 @@ def named_value(key: str, entry: str, below: float, form: str) -> tuple[str, flo
 
 
 def costs_text(profiled: ModelProfile) -> str:
-    """The costs of the teacher and of all layers as JSON, to be sent to ranks that have not
-    measured them."""
+    """The costs of teacher and layers as JSON, for ranks that have not measured them."""
     taught = profiled.teacher and costs_text(profiled.teacher)
     own = [
         [layer.flops, layer.activations and astuple(layer.activations)] for layer in profiled.layers

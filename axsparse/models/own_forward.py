@@ -164,8 +164,7 @@ class _Event:
 
 
 class _Watch(TorchFunctionMode):
-    """Notes all operations, between the begin and the end of calls. Tensors are kept, so that no
-    two of them are one object."""
+    """Notes all operations and calls. Tensors are kept, so that no two of them are one object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -629,8 +628,7 @@ class _Split:
     def _ran(
         self, tree: nn.Module, first: int, stop: int, values: Mapping[Name, Tensor]
     ) -> tuple[Any, bool]:
-        """Run the forward from segment `first` on: what call `stop` is given and False, or the
-        result and True."""
+        """The forward from segment `first` on: arguments of call `stop`, or result and True."""
         inputs = [values.get(("input", number, 0)) for number in range(len(self._dtypes))]
         with ExitStack() as before:
             seen: dict[Name, Tensor] = {}

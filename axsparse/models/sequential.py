@@ -198,8 +198,7 @@ def structure(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
-    """A parameter of other values with the class, attributes, hooks and order in memory of a
-    given one."""
+    """A parameter of other values with a given one's class, attributes, hooks and memory order."""
     if values.stride() != parameter.stride():
         values = torch.empty_like(parameter, dtype=values.dtype, device=values.device).copy_(values)
     made: Any = nn.Parameter(values, parameter.requires_grad)

@@ -308,8 +308,7 @@ def _check_shape(
 
 
 def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:
-    """DataError if a file has a tied weight twice, with two values; `seconds` maps second names to
-    first ones, as in the file."""
+    """DataError for a tied weight of two values; `seconds` maps second names to first ones."""
     for second, first in seconds.items():
         if second in file.shapes and not torch.equal(file.read(second), file.read(first)):
             raise DataError(

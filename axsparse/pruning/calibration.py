@@ -203,8 +203,7 @@ class Calibration:
         targets: Sequence[Tensors],
         masks: CalibratedMasks,
     ) -> tuple[float, float] | None:
-        """Draw the masks of one layer and fit its kept weights; returns the errors of the last
-        fit."""
+        """Draw one layer's masks and fit its kept weights; returns the errors of the last fit."""
 
         def pass_samples() -> None:
             for number, inputs in enumerate(samples):
@@ -251,8 +250,7 @@ class Calibration:
         errors_of: Errors,
         masks: CalibratedMasks,
     ) -> tuple[float, float] | None:
-        """Fit a layer of which something is pruned; returns the errors before and after, which
-        are `what`."""
+        """Fit a pruned layer; returns the errors before and after, which `what` names."""
         name, module = built.spec.name, built.module
         shared = {*self.pruning.ties, *self.pruning.ties.values()}
         owned = {

@@ -156,8 +156,7 @@ def removed_of_row(inputs: int, sparsity: float) -> int:
 
 
 def removed_of_block(entries: int, sparsity: float) -> int:
-    """How many entries of a block SparseGPT removes: the published code takes one more than the
-    fraction."""
+    """How many entries of a block SparseGPT removes: as published, one more than the fraction."""
     return min(int(entries * sparsity) + 1, entries) if sparsity else 0
 
 
@@ -190,8 +189,7 @@ Method: TypeAlias = type[WandaStatistics] | type[SparseGptStatistics]
 METHODS: dict[str, Method] = {"wanda": WandaStatistics, "sparsegpt": SparseGptStatistics}
 """The methods that calibration samples decide, by their names in the settings."""
 STATISTICS: dict[str, Method] = {**METHODS, "custom": WandaStatistics}
-"""The statistics that a method gathers; `custom` does so if its score takes `inputs`, and then
-selects by itself."""
+"""The statistics of a method; `custom` gathers some if its score takes `inputs`, then selects."""
 
 
 # -- products -----------------------------------------------------------------------------

@@ -38,8 +38,7 @@ class Expansion:
     def __init__(
         self, dtype: torch.dtype, device: torch.device, gather: LayerGather | None = None
     ) -> None:
-        """`dtype` is the training precision. `gather` brings weights that this replica does not
-        have; None if it has all."""
+        """`dtype` is the training precision. `gather` brings weights of other replicas, if any."""
         self.dtype = dtype
         self.gather = gather
         self._memory = torch.empty(0, dtype=dtype, device=device)
@@ -74,8 +73,7 @@ class Expansion:
             self.gather.resize(max(sparse, default=0), self._memory)
 
     def add(self, tensor: TensorState, layer: LayerState) -> None:
-        """Give a tensor of a layer its place in the memory, which grows if it has to; the parameter
-        becomes a view of it."""
+        """Make a tensor's parameter a view of the memory, which grows if it has to."""
         self.release()
         each = ALIGNED // self.dtype.itemsize
         ends = [
@@ -228,8 +226,7 @@ class LayerGather:
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def resize(self, entries: int, like: Tensor) -> None:
-        """Size the buffers for layers of at most `entries` kept entries, of the type and on the
-        device of `like`."""
+        """Size the buffers for layers of at most `entries` kept entries, as tensors like `like`."""
         if not self._buffers or self._buffers[0].numel() != entries:
             self._buffers.clear()
             self._buffers += [like.new_empty(entries) for _ in range(GATHERED)]

@@ -67,8 +67,7 @@ class StateOptions:
     backend: Backend = HOST
     """The device of the state, and its compute functions."""
     expansion: Expansion | None = None
-    """The memory in which weights that are sparse at rest are expanded; None keeps all weights
-    dense."""
+    """Where weights that are sparse at rest are expanded; None keeps all weights dense."""
 
 
 def build_layers(
@@ -94,8 +93,7 @@ def _construct_layer(
     untrained: dict[str, nn.Parameter],
     options: StateOptions,
 ) -> BuiltLayer:
-    """Build one layer and enter its tensors into `tensors`, or into `untrained`, where later
-    aliases find them."""
+    """Build one layer; later aliases find its tensors in `tensors` or `untrained`."""
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
     sharding = options.sharding
@@ -184,8 +182,7 @@ def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:
 
 
 def given_value(start: StartValues | None, name: str, stored: Tensor) -> Tensor:
-    """The value of a frozen parameter as it was given, on the CPU, if `stored` is what it was
-    rounded to; else `stored`."""
+    """A frozen parameter's given value, on the CPU, if it rounds to `stored`; else `stored`."""
     given = None if start is None else start.read(name)
     if given is None or given.dtype.itemsize <= stored.dtype.itemsize:
         return stored
@@ -193,8 +190,7 @@ def given_value(start: StartValues | None, name: str, stored: Tensor) -> Tensor:
 
 
 def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
-    """Set the kept weights of a tensor from dense fp32 values of the full one, which are freed on
-    return."""
+    """Set a tensor's kept weights from dense fp32 values of the full one."""
     value_D = tensor.of_full(value.view(-1).to(state.backend.device))
     for start, stop in tensor.blocks():
         kept_K = tensor.index.gather(value_D, start, stop)

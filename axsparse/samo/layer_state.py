@@ -60,8 +60,7 @@ class OptimizerState:
     def __init__(
         self, shares: Shares, stored: StateFormat, backend: Backend, *, gathers: bool
     ) -> None:
-        """`write_master` fills the masters; moments are allocated when first asked for. `gathers`
-        as in `LayerState`."""
+        """Moments are allocated when first asked for. `gathers` is as in `LayerState`."""
         self._shares = shares
         self._backend = backend
         self._master_K = None
@@ -158,8 +157,7 @@ class OptimizerState:
         return {name: values[part] for name, values in self.moments_K.items()}
 
     def full_moment(self, tensor: TensorState, moment: str) -> Tensor:
-        """One moment of all kept entries, `(kept,)`; replicas call this together as
-        `full_master`."""
+        """One moment of all kept entries, `(kept,)`; called as `full_master`."""
         values_K = self.moments_K[moment]
 
         def read(start: int, stop: int) -> Tensor:
@@ -313,8 +311,7 @@ class LayerState:
 
     def _lay_gradient(self, accumulator: Tensor) -> None:
         self.accumulator = accumulator
-        """The sums of microbatches, uses and replicas, flat: the gradient itself, or integers
-        (`samo/fixed_point.py`)."""
+        """The flat sums of microbatches, uses and replicas: the gradient, or exact integers."""
         self.gradient = accumulator
         """The gradient of all tensors, flat. Where sums are integers, `finish_gradient` makes the
         gradient from the sums, in the memory of the sums."""
@@ -376,8 +373,7 @@ class LayerState:
             tensor.accumulated = True
 
     def accumulate_kept(self, tensor: TensorState, values_K: Tensor) -> None:
-        """Add a gradient of which only the kept entries are there, on the host; else like
-        `accumulate`."""
+        """`accumulate` of a gradient of which only the kept entries are there, on the host."""
         sums_K = self.sums_of(tensor)
         if self.is_exact:
             unit, most = tensor.unit, tensor.most
@@ -469,8 +465,7 @@ class LayerState:
         return dense_D if tensor.full_kept == tensor.full_numel else dense_D[self.mask(name)]
 
     def gathered(self, tensor: TensorState, part: Tensor) -> Tensor:
-        """Values of a full tensor in its shape, from the shards here and on other ranks, which call
-        this together."""
+        """A full tensor in its shape, from the shards of all ranks, which call this together."""
         if tensor.shard is None:
             return part.view(tensor.full_shape)
         assert self.group is not None, f"{tensor.name} is sharded"
@@ -486,8 +481,7 @@ class LayerState:
         return self.gradient.view(dtype)[: self.shares.bounds[-1]]
 
     def collect_weights(self, exchanged: Tensor | None = None) -> None:
-        """Put the kept weights of this replica's share into a buffer for all owned tensors, by
-        default `exchanged_weights`."""
+        """Put the kept weights of this replica's share into `exchanged`, or `exchanged_weights`."""
         exchanged = self.exchanged_weights if exchanged is None else exchanged
         state = self.optimizer_state
         read = state.read_master if self.gathers else state.read_weight

@@ -19,8 +19,7 @@ from torch import Tensor
 BINS = 65_536
 HALF = BINS // 2
 CHUNK = 131_072
-"""Scores that a CPU reads at a time: temporaries of one or two MB. A multiple of 8, since masks are
-packed in bytes."""
+"""Scores that a CPU reads at a time: one or two MB. A multiple of 8, as masks are bits."""
 DEVICE_CHUNK = 1 << 24
 """The same on a GPU, where every operation costs a launch: temporaries of some hundred MB."""
 

@@ -117,8 +117,7 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class StateFormat:
-    """The storage format of the training state: all settings that decide its bytes, apart from the
-    tensors."""
+    """The storage format of the training state: all settings that decide its bytes."""
 
     weight: torch.dtype
     """The type of weights, activations and messages."""

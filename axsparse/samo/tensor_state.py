@@ -85,8 +85,7 @@ class TensorState:
             yield start, min(start + BLOCK, self.kept)
 
     def entries_in(self, part: range, start: int = 0, stop: int | None = None) -> range:
-        """Which of the kept entries [start, stop), by default all, are in a part of the flat
-        buffers."""
+        """Which kept entries [start, stop), by default all, are in a part of the flat buffers."""
         stop = self.kept if stop is None else stop
         first = min(max(part.start - self.offset, start), stop)
         return range(first, max(first, min(part.stop - self.offset, stop)))
@@ -208,7 +207,6 @@ class Relocation:
         return complete
 
     def moved(self, owned: Tensor) -> Tensor:
-        """The entries that stay, of a flat buffer that begins with all owned entries as they
-        were."""
+        """The entries that stay, of a flat buffer that begins with all owned ones as they were."""
         changed = self.staying(owned[self._begin : self._end])
         return torch.cat((owned[: self._begin], changed, owned[self._end : self._bounds[-1]]))

@@ -40,8 +40,7 @@ class _Watched:
     returned: list[Tensor] = field(default_factory=list)
     """The results of its stand-in."""
     calls: dict[str, list[tuple[int, Any, Any]]] = field(default_factory=dict)
-    """The calls of the other modules, by name: how many layers had been called, the first argument,
-    and the result."""
+    """The calls of other modules by name: number of layers before, first argument, and result."""
     output: Any = None
 
 
@@ -145,8 +144,7 @@ class Forward:
         return child(input_ids=tokens, use_cache=False)
 
     def arguments(self, hidden: Tensor, starts: Tensor | None = None) -> list[Arguments]:
-        """The arguments that the model's forward passes to its layers next to these hidden
-        states."""
+        """The arguments that the model's forward gives its layers next to these hidden states."""
         if hidden.is_meta:
             # Masks look into positions: they are made on the CPU, of documents half as long.
             real = torch.zeros(hidden.shape[:2], dtype=hidden.dtype).unsqueeze(-1)
@@ -258,8 +256,7 @@ class Forward:
     # -- what a run shows --------------------------------------------------------------------
 
     def _watch(self) -> _Watched:
-        """A forward of two tokens, whose layers return tensors or else tuples; ConfigError if it is
-        unfit."""
+        """A forward of two tokens, by layers that return tensors or tuples; or ConfigError."""
         problem = ""
         for self._returns_tuples in (False, True):
             try:

@@ -506,8 +506,7 @@ class PublishedNames:
         return made
 
     def one(self, name: str, there: str, read: Callable[[], Tensor]) -> Tensor:
-        """One of these tensors; `read` gives the model's, which is read once for all of them in
-        turn."""
+        """One of these tensors; `read` gives the model's, which is read once for all in turn."""
         if self._last[0] != name:
             self._last = name, self.tensors(name, read())
         return self._last[1][there].contiguous()

@@ -34,9 +34,8 @@ KIND = "search"
 
 
 Outcome: TypeAlias = Literal["search", "draw", "exhausted"]
-"""The outcome of one round. `draw`: the mask has settled. `exhausted`: it has not, and no round is
-left before `max_steps`; the caller decides whether to fail or to draw anyway. `search`: rounds are
-left."""
+"""The outcome of one round. `draw`: the mask has settled. `search`: rounds are left. `exhausted`:
+none is left before `max_steps`; the caller decides whether to fail or to draw anyway."""
 
 
 @dataclass

@@ -62,8 +62,7 @@ class GradualPruning:
         initial_share: float = 0.0,
     ) -> None:
         """With `geometric`, each round removes the same share of the kept entries; without, the
-        sparsity rises as a cubic, from `initial_share` of the final one. There is at least one
-        round."""
+        sparsity rises as a cubic, from `initial_share` of the final one."""
         assert rounds.count >= 1
         self._live = live
         self._criterion = criterion

@@ -45,8 +45,7 @@ class DeviceIndex:
     entries: Tensor | None = None
     """int32: flat positions. mask: bits, the lowest of a byte first. None for full."""
     offsets: Tensor | None = None
-    """The number of kept entries before each block of dense ones, and at the end the total; int32.
-    None for full and int32."""
+    """mask: the number of kept entries before each block of dense ones, and the total; int32."""
 
     @property
     def nbytes(self) -> int:

@@ -29,8 +29,7 @@ THREADS = 128
 TILE = 32 * THREADS
 """Dense entries that a thread block writes: 32, half a word of the mask, for each thread."""
 CHUNK = 2048
-"""Kept entries that a thread block reads, and whose squares it sums. Part of the numerics: see
-`source/compress.cuh`."""
+"""Kept entries whose squares a thread block sums; part of the numerics (`source/compress.cuh`)."""
 assert TILE % MASK_BLOCK == 0
 assert BLOCK % CHUNK == 0 == CHUNK % THREADS
 
@@ -78,8 +77,7 @@ NUMBERS = {torch.bfloat16: "Bf16", torch.float16: "Fp16", torch.float32: "Fp32"}
 """The names of the types of weights and gradients in the source."""
 
 Argument: TypeAlias = "Tensor | np.int64 | np.int32 | np.float32 | NDArray[np.void] | None"
-"""A tensor is passed as the address of its first entry, None as a null pointer, and an array of one
-structure by value."""
+"""Tensors are passed by address, None as a null pointer, arrays of one structure by value."""
 
 
 class Launcher(Protocol):
@@ -168,8 +166,7 @@ class CupyLauncher:
             self._kernel(kernel)((blocks,), (THREADS,), values)
 
     def _on_device(self) -> Any:
-        """A block in which the device is CuPy's; where it is already, as in a training, this takes
-        a twentieth of the time."""
+        """A block in which the device is CuPy's; twenty times quicker where it is so already."""
         cuda = self._cupy.cuda
         if cuda.runtime.getDevice() == self._device:
             return nullcontext()

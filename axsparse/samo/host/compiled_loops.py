@@ -39,14 +39,11 @@ Kind: TypeAlias = "str | tuple[Kind, ...]"
 where entries do not follow one another; `int`, `float32`, `float64`, `none`; a tuple of these."""
 
 FEW = 1 << 15
-"""Up to this number of entries a tensor is moved by numpy: it is as fast there, and a small model
-loads no compiled loops."""
+"""So few entries numpy moves as fast, and a small model loads no compiled loops."""
 LENGTHS = (64, 128, 256)
-"""Tokens that `sample` of `sparse_product_loops.py` adds the products of; as many as the last are
-laid out at a time."""
+"""Tokens whose products `sample` adds; as many as the last are laid out at a time."""
 COLUMNS = 512
-"""Inputs that `sampled_product` lays out at a time: with 256 tokens, 256 KiB that stay in the
-cache."""
+"""Inputs that `sampled_product` lays out at a time: 256 KiB in the cache with 256 tokens."""
 TILE = 64
 """Tokens whose sums `add_products` keeps in registers."""
 LINES = 256
@@ -88,8 +85,7 @@ class Loop:
         assert status == 0, f"{self._name}: {status}"
 
     def of_numbers(self, count: int) -> Callable[..., None]:
-        """The loop for so many whole numbers, without a look at what each argument is: a call takes
-        a tenth of the time."""
+        """The loop for `count` integers, whose types a call does not look at: ten times quicker."""
         return _of_numbers(self, count)
 
     def load(self, kinds: tuple[Kind, ...]) -> Any:
@@ -125,8 +121,7 @@ NOTHING = Loop("axsparse.samo.index.mask_loops", "nothing")
 
 @cache
 def can_compile() -> bool:
-    """Whether numba is installed and compiles loops, which compiling a small loop shows, once for
-    all runs."""
+    """Whether numba is installed and compiles: a small loop shows it, once for all runs."""
     try:
         version("numba")
         NOTHING.load(("B1",))
@@ -216,8 +211,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _flatten(argument: Any, values: list[Any]) -> Kind:
-    """Append an argument as numba's functions take it, which `loop_compiler.py` checks, and return
-    its type."""
+    """Append an argument as numba takes it (`loop_compiler.py` checks it), and return its type."""
     if isinstance(argument, np.ndarray):
         about, shape = argument.__array_interface__, argument.shape
         values += (None, None, argument.size, argument.itemsize, about["data"][0])

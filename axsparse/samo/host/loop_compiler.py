@@ -24,8 +24,7 @@ from axsparse.samo.host.compiled_loops import Kind, flat_types
 LIBRARY = {"memcpy", "memmove", "memset", "sqrtf"}
 """Functions outside of an object file that it may call; every process with Python has them."""
 FREED = re.compile(r"^declare void @NRT_MemInfo_call_dtor\(([^ )]+).*$", re.MULTILINE)
-"""Matches the function that frees an array's memory, which numba never calls for arrays of a
-caller."""
+"""Matches the function that frees an array, which numba never calls for arrays of a caller."""
 # None of these is typed.
 _types: Any = types
 _codegen: Any = codegen

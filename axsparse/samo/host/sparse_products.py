@@ -40,8 +40,7 @@ SPARSE = (Int32Index, MaskIndex)
 DENSEST_SAMPLED = 0.2
 """The density up to which kept entries of a weight's gradient are computed one by one."""
 DENSEST = 0.3
-"""The density up to which a layer's output and the gradient of its input are computed from kept
-entries."""
+"""The density up to which outputs and input gradients are computed from kept entries."""
 DENSEST_WITH_AMX = 0.05
 """The same density on processors that multiply matrix tiles at once."""
 FEWEST_TOKENS = 64
@@ -131,8 +130,7 @@ def sparse_linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def sparse_input_gradient(outer: Tensor, weight: Tensor) -> Tensor:
-    """`outer weight`, `(tokens, inputs)`, of output gradients `(tokens, outputs)`; see
-    `sparse_linear`."""
+    """`outer weight`, `(tokens, inputs)`, of `(tokens, outputs)`; see `sparse_linear`."""
     return _product(outer, weight, None, is_transposed=True)
 
 

@@ -229,8 +229,7 @@ def _block_offsets(mask_D: Tensor) -> Tensor:
 
 
 def _csr(loop: Loop, entries: Array, width: int, size: tuple[int, int]) -> tuple[Array, Array]:
-    """The result of `Int32Index.csr`, by a loop over positions or bits; `size` has the numbers of
-    all entries and of kept ones."""
+    """`Int32Index.csr` by a loop over positions or bits; `size` is (all entries, kept entries)."""
     assert can_compile(), "numba is missing"
     numel, kept = size
     columns, ends = np.empty(kept, dtype=np.int32), np.empty(numel // width, dtype=np.int64)
@@ -239,8 +238,7 @@ def _csr(loop: Loop, entries: Array, width: int, size: tuple[int, int]) -> tuple
 
 
 def host_positions(index: Index) -> Tensor:
-    """`index.positions()` on the host without a kernel, for a background thread next to
-    training."""
+    """`index.positions()` on the host, without a kernel, for a thread next to training."""
     on_device = index.on_device
     return index.positions() if on_device is None else on_device.positions(torch.device("cpu"))
 

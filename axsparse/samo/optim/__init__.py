@@ -1,2 +1,1 @@
-"""Optimizers over kept entries, and the learning rate, the loss scale and the norm for an
-update."""
+"""Optimizers over kept entries, and the learning rate and the norm of an update."""

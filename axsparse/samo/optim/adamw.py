@@ -29,8 +29,7 @@ def update_moments(block: StateBlock, hyper: Hyper) -> None:
 
 
 def rounded_root(values: Tensor) -> Tensor:
-    """The square roots that are nearest, as compiled loops and kernels take them; on CPUs torch has
-    other ones for some numbers."""
+    """The nearest square roots, as loops and kernels have them, and torch on CPUs not always."""
     if not values.is_cpu:
         return values.sqrt()
     with np.errstate(invalid="ignore"):

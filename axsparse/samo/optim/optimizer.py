@@ -96,8 +96,7 @@ class TensorSlot:
     moments: tuple[Tensor, ...]
     """The rule's moments of the held entries, fp32, in its order."""
     held: range
-    """The kept entries that have their masters and moments here and are updated. The others keep
-    their weights."""
+    """The kept entries with masters and moments here, which are updated, and no others."""
 
     def check(self, moments: tuple[str, ...]) -> None:
         """Assert sizes and types, which neither kernels nor compiled loops check."""
@@ -156,8 +155,7 @@ class Optimizer:
     num_statistics: int = 0
     """How many sums `statistics` returns."""
     compiled: Compiled | None = None
-    """The same rule as machine code. None if there is none: then the functions above are called on
-    every device."""
+    """The same rule as machine code; None has the functions above called on every device."""
 
     def __post_init__(self) -> None:
         """ConfigError for moments that a checkpoint could not name."""

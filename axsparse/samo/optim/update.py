@@ -233,8 +233,7 @@ def full_tensor_step(layers: Sequence[LayerState], optimizer: Optimizer) -> Full
 
 
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:
-    """The tensors of which this replica updates some entries, in the form that kernels and loops
-    take."""
+    """The tensors of which this replica updates some entries, as kernels and loops take them."""
     shares, state = layer.shares, layer.optimizer_state
     master_K, moments_K = state.master_K, state.moments_K.values()
     for tensor in tensors:
