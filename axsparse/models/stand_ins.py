@@ -55,11 +55,7 @@ class Part:
     forward: Callable[..., tuple[Tensor, ...]]
     """`forward(modules by name, inputs…)` returns the outputs of the layer."""
     group: int | None = None
-    """Equal in parts of one model that differ in values and names alone; None: in no other."""
-
-    def is_like(self, other: Part) -> bool:
-        """Whether both parts have the same shapes and costs."""
-        return self.group is not None and self.group == other.group
+    """Equal in parts of one model that have the same shapes and costs; None: in no other."""
 
 
 class PartModule(nn.Module):
@@ -109,7 +105,7 @@ def are_alike(one: object, other: object, around: frozenset[int] = frozenset()) 
     if type(one) is not type(other):
         return False
     if isinstance(one, Part) and isinstance(other, Part):
-        return one.is_like(other)
+        return one.group is not None and one.group == other.group
     if isinstance(one, nn.Module) and isinstance(other, nn.Module):
         return are_alike(_attributes(one), _attributes(other), around | {id(one)})
     if isinstance(one, Mapping) and isinstance(other, Mapping):

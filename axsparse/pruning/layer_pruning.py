@@ -92,11 +92,12 @@ class LayerPruning:
             )
         if not self._sees_inputs:
             return
+        stacks = self.targets.stacks if self.method in METHODS else ()
         for layer in layers:
             module = layer.build() if layer.init is None else on_meta(layer)
             for parameter, weight in module.named_parameters():
                 name = layer.full_name(parameter)
-                is_seen = weight.dim() == 2 or name in self._stacks
+                is_seen = weight.dim() == 2 or name in stacks
                 if name in self.targets.shapes and not is_seen:
                     raise ConfigError(
                         f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
@@ -177,11 +178,6 @@ class LayerPruning:
         if statistics is not None and statistics.changes_weights:
             # Indices of two dimensions take less memory than a stack's three.
             masks.drawn[f"{KEPT}{name}"] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
-
-    @property
-    def _stacks(self) -> Sequence[str]:
-        """The tensors that are a matrix for each expert, if their inputs decide."""
-        return self.targets.stacks if self.method in METHODS else ()
 
     @property
     def _sees_inputs(self) -> bool:

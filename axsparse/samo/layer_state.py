@@ -424,15 +424,6 @@ class LayerState:
         """The masters in the parameter's shape, zero at pruned positions; else like `master`."""
         return self._dense_full(name, self.optimizer_state.full_master)
 
-    def dense_weight(self, name: str) -> Tensor:
-        """The weights that training computes with, in the parameter's shape, on the host; all ranks
-        of the group ask for a sharded tensor together."""
-        tensor = self.by_full_name[name]
-        with self.expanded():
-            weight = tensor.parameter.detach().cpu()
-            weight = weight if tensor.expanded_at is None else weight.clone()
-            return self.gathered(tensor, weight)
-
     def moment(self, name: str, moment: str) -> Tensor:
         """All values of one moment of a tensor, kept entries only; else like `master`."""
         return self._kept_of_full(

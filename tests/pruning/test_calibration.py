@@ -48,11 +48,9 @@ def kept_of(g_inter: int, g_data: int, model: Model, config: Config) -> dict[str
     masks: dict[str, Tensor] = {}
     for trainer, _ in train_in_process(g_inter, g_data, model, config, token_data()):
         for layer in trainer.layers:
-            for tensor in layer.state.owned:
-                mask = torch.zeros(tensor.parameter.numel(), dtype=torch.bool)
-                mask[tensor.positions()] = True
-                mask = mask.view_as(tensor.parameter)
-                assert torch.equal(masks.setdefault(tensor.name, mask), mask), tensor.name
+            for name, tensor in layer.state.by_full_name.items():
+                mask = layer.state.mask(name).view(tensor.full_shape)
+                assert torch.equal(masks.setdefault(name, mask), mask), name
     return {name: mask for name, mask in masks.items() if not mask.all()}
 
 
@@ -73,10 +71,6 @@ def signed(name: str, tensor: Tensor) -> Tensor:
     return torch.randn(tensor.shape, generator=seed) * tensor
 
 
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_other_models_are_calibrated_alike_and_own_sparsities_count() -> None:
     pruning = {"layers": ["block0.*=0.25"], "exclude": ["*.proj.weight"]}
     config = tiny_config(**settings(**pruning))
@@ -84,7 +78,7 @@ def test_other_models_are_calibrated_alike_and_own_sparsities_count() -> None:
     one, three = (kept_of(g_inter, 1, tiny_gpt(config), config) for g_inter in (1, 3))
 
     assert one.keys() == three.keys()
-    assert same(one, three)
+    assert all(torch.equal(mask, three[name]) for name, mask in one.items())
     assert {name: int(mask.sum(1).unique()) for name, mask in one.items()} == {
         "block0.attention.qkv.weight": 24,
         "block0.fc1.weight": 24,

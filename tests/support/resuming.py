@@ -26,6 +26,7 @@ from axsparse.runtime.errors import AxsparseError, StoppedError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.samo.layer_construction import full_weights
 from axsparse.training.export import export
 from axsparse.training.placement import Placement
 from axsparse.training.progress import Progress
@@ -114,14 +115,14 @@ def note_state(found: Ran, trainer: Trainer) -> None:
     found.progress = copy.deepcopy(trainer.progress)
     for layer in trainer.layers:
         state = layer.state
-        for name, tensor in state.by_full_name.items():
+        weights = {name: weight.clone() for name, weight in full_weights(layer)}
+        for name in state.by_full_name:
             values = {
+                "weight": weights[layer.spec.local_name(name)],
                 "kept": state.mask(name).nonzero()[:, 0],
                 "master": state.master(name),
                 **{m: state.moment(name, m) for m in state.optimizer_state.moments_K},
             }
-            if tensor.shard is None:
-                values["weight"] = state.dense_weight(name)
             for kind, value in values.items():
                 before = found.state.setdefault(f"{kind}/{name}", value.clone())
                 assert torch.equal(before, value), f"replicas differ in {kind} of {name}"

@@ -29,7 +29,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.runtime.seeds import keyed_generator
-from axsparse.samo.precision import DTYPES, round_to
+from axsparse.samo.layer_construction import full_weights
 from axsparse.training.placement import Placement
 from axsparse.training.trainer import Trainer, build
 
@@ -243,12 +243,9 @@ def train_here(
     trainer.train(on_step=note)
     for layer in trainer.layers:
         state = layer.state
+        weights = {name: weight.cpu().clone() for name, weight in full_weights(layer)}
         for name, tensor in state.by_full_name.items():
-            trace.weights[name] = (
-                state.dense_weight(name).cpu().clone()
-                if tensor.shard is None
-                else round_to(state.dense_master(name), DTYPES[config.precision])
-            )
+            trace.weights[name] = weights[layer.spec.local_name(name)]
             trace.masters[name] = state.master(name).cpu().clone()
             trace.kept[name] = state.mask(name).nonzero()[:, 0]
             trace.moments[name] = {}

@@ -41,6 +41,7 @@ from torch import Tensor, nn
 from axsparse.config.load import configure
 from axsparse.config.schema import PruningConfig
 from axsparse.data.dataset import TokenDataset
+from axsparse.models import model_profile
 from axsparse.models.layer import Model, as_tuple
 from axsparse.models.layer_cost import Tracer
 from axsparse.models.model_profile import profile
@@ -400,7 +401,7 @@ def test_a_layer_like_the_one_before_is_run_once_with_the_costs_of_each(
 
     monkeypatch.setattr(Tracer, "run", watched)
     together, count = profile(model), len(ran)
-    monkeypatch.setattr(Part, "is_like", lambda one, other: False)
+    monkeypatch.setattr(model_profile, "are_alike", lambda one, other: False)
 
     assert together.layers == profile(model).layers
     assert count == {"llama": 4, "smollm3": 6}.get(family, count)
