@@ -1,12 +1,12 @@
 """The settings of a model: a section for each family, of which `model.name` chooses one.
 
 To add a family: write its section here and add it to `ModelConfig`, then its layers to
-`models/zoo/` and to `model_registry.py` there. Rules between its settings are its validators.
+`models/zoo/` and to `model_registry.py` there. Rules between its settings are its `broken_rules`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -15,11 +15,9 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     Tag,
     model_serializer,
-    model_validator,
 )
 
 from axsparse.config.section import (
-    BrokenRule,
     Few,
     FromList,
     PathText,
@@ -58,15 +56,13 @@ class Family(Section):
         fields: dict[str, Any] = write(self)
         return {name.rstrip("_"): value for name, value in fields.items()}
 
-    @model_validator(mode="after")
-    def _has_weights_and_new_ones(self) -> Family:
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
         if self.new and self.weights is None and self.from_ is None:
-            raise BrokenRule(
+            yield (
                 "new",
                 f"{list(self.new)}, but no weights are loaded, so that all of the model is new; "
                 "set model.from or model.weights, or leave it out",
             )
-        return self
 
 
 class GptConfig(Family):
@@ -85,15 +81,14 @@ class GptConfig(Family):
     dropout: Rate = 0.0
     """Fraction of activations dropped, after the embedding and each residual branch."""
 
-    @model_validator(mode="after")
-    def _splits_its_width_among_heads(self) -> GptConfig:
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        yield from super().broken_rules()
         if self.hidden_size % self.num_heads:
-            raise BrokenRule(
+            yield (
                 "num_heads",
                 f"{self.num_heads} does not divide model.hidden_size {self.hidden_size}; "
                 f"choose {one_of(divisors(self.hidden_size), near=self.num_heads)}",
             )
-        return self
 
 
 class HfConfig(Family):

@@ -2,24 +2,23 @@
 `model_config.py`; no other file holds defaults.
 
 A configuration is frozen: what is printed and saved at the start is what ran. The rule for a single
-field is its type; rules between fields of one section are the section's validators, and rules
+field is its type; rules between fields of one section are its `broken_rules`, and rules
 between sections are in `validate.py`.
 For every setting that may be `auto`, docs/reference/auto.md names the function that decides it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import Field, PrivateAttr
 
 from axsparse.config.model_config import FAMILIES, GptConfig, ModelConfig
 from axsparse.config.section import (
     Auto,
-    BrokenRule,
     Count,
     Fraction,
     FromList,
@@ -56,40 +55,34 @@ class DataConfig(Section):
     alone. The first token of a document is still a target, of the separator before it. False:
     positions and attention run across the ends of documents."""
 
-    @model_validator(mode="after")
-    def _lies_somewhere(self) -> DataConfig:
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
         if self.source == "tokens" and self.path is None and not self.blend:
-            raise BrokenRule(
+            yield (
                 "path",
                 "data.source tokens needs the folder that `axsparse data prepare` wrote; set "
                 "data.path",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _blends_tokens(self) -> DataConfig:
         given = {"path": self.path, "blend": self.blend, "validation": self.validation}
         of_tokens = [key for key, value in given.items() if value]
         if self.source != "tokens" and of_tokens:
             key, none = of_tokens[0], "[]" if of_tokens[0] == "blend" else "null"
-            raise BrokenRule(
+            yield (
                 key,
                 f"is for data.source tokens, not {self.source}; set data.source: tokens, or leave "
                 f"it out (data.{key}: {none})",
             )
         if self.blend and self.path is not None:
-            raise BrokenRule("blend", "given as well as data.path; leave one of them out")
+            yield "blend", "given as well as data.path; leave one of them out"
         try:
             names = {path for path, weight in token_sources(self) if path and 0 < weight < inf}
         except ValueError:
             names = set()
         if len(names) < len(self.blend):
-            raise BrokenRule(
+            yield (
                 "blend",
                 f"{list(self.blend)} is no list of different PATH=WEIGHT with weights above 0; "
                 "write one as [data/web=0.7, data/code=0.3]",
             )
-        return self
 
 
 def token_sources(data: DataConfig) -> list[tuple[str, float]]:
@@ -163,15 +156,13 @@ class PipelineConfig(Section):
     on a GPU, for our own decoders from a hidden size of 1,024 on, `true` where a microbatch is as
     large as was measured to be faster (tokens · hidden size² from 2.7e10 on) and `loss` below."""
 
-    @model_validator(mode="after")
-    def _backwards_are_split_or_fused(self) -> PipelineConfig:
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
         if self.split_backward is True and self.compile is True:
-            raise BrokenRule(
+            yield (
                 "split_backward",
                 "true, but pipeline.compile fuses each layer's backward into one; choose auto, "
                 "which leaves it whole, or set pipeline.compile to false",
             )
-        return self
 
 
 class PruningConfig(Section):
@@ -267,8 +258,7 @@ class PruningConfig(Section):
     """A mask file, or a run that has found a mask, which is applied from the start, under any
     layout. It replaces method and sparsities of this section."""
 
-    @model_validator(mode="after")
-    def _settings_fit_each_other(self) -> PruningConfig:
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
         method, at, rewind = self.method, self.at_step, self.rewind_step
         draws = prunes(self) and self.mask is None
         initial = self.initial_sparsity if draws else 0.0
@@ -310,23 +300,19 @@ class PruningConfig(Section):
         for applies, why, fitting in rules:
             for key, values in fitting.items() if applies else ():
                 if getattr(self, key) not in values:
-                    raise BrokenRule(
-                        key,
-                        f"{_as_yaml(getattr(self, key))}, but {why}; choose "
-                        f"{', '.join(map(_as_yaml, values))}",
-                    )
+                    value, choices = _as_yaml(getattr(self, key)), map(_as_yaml, values)
+                    yield key, f"{value}, but {why}; choose {', '.join(choices)}"
         if initial >= self.sparsity > 0:
-            raise BrokenRule(
+            yield (
                 "initial_sparsity",
                 f"{initial:g} is not below pruning.sparsity {self.sparsity:g}, to which gradual "
                 "rises; choose less, or pruning.method zeros, which keeps the masks",
             )
         if draws and isinstance(rewind, int) and rewind > at:
-            raise BrokenRule(
+            yield (
                 "rewind_step",
                 f"{rewind} is above pruning.at_step {at}, the first pruning; choose at most that",
             )
-        return self
 
 
 def _as_yaml(value: object) -> str:
@@ -402,15 +388,13 @@ class OptimizerConfig(Section):
     clip_norm: Annotated[float, Field(ge=0.0)] = 1.0
     """Largest global gradient norm; 0 never clips."""
 
-    @model_validator(mode="after")
-    def _looks_ahead_by_momentum(self) -> OptimizerConfig:
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
         if self.nesterov and self.momentum == 0:
-            raise BrokenRule(
+            yield (
                 "nesterov",
                 "true with optimizer.momentum 0, which has nothing to look ahead by; set "
                 "optimizer.momentum above 0, 0.9 say, or this to false",
             )
-        return self
 
 
 class LossScaleConfig(Section):
@@ -425,15 +409,13 @@ class LossScaleConfig(Section):
     patience: Count = 10
     """Skipped steps in a row at the floor (in bf16 and fp32: any) after which the run ends."""
 
-    @model_validator(mode="after")
-    def _begins_at_the_floor_or_above(self) -> LossScaleConfig:
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
         if self.initial < self.floor:
-            raise BrokenRule(
+            yield (
                 "initial",
                 f"{self.initial:g} is below loss_scale.floor {self.floor:g}, so that an overflow "
                 f"would raise it; choose at least {self.floor:g}",
             )
-        return self
 
 
 class ScheduleConfig(Section):

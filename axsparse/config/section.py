@@ -5,11 +5,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import isqrt
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from axsparse.runtime.errors import ConfigError
@@ -56,8 +64,8 @@ NO_TEXT = re.compile("[\0\x85\u2028\u2029\ud800-\udfff]")
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown names and values of another type.
 
-    A rule between settings of one section is a `model_validator` of that section, which raises
-    BrokenRule. Rules between sections are in `validate.py`.
+    Rules between settings of one section are its `broken_rules`, those between sections in
+    `validate.py`.
     """
 
     model_config = ConfigDict(
@@ -67,6 +75,17 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        """For each broken rule the key within the section, and the value, the rule and the
+        suggestion."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _keeps_its_rules(self) -> Section:
+        for key, said in self.broken_rules():
+            raise BrokenRule(key, said)
+        return self
 
     @field_validator("*", mode="after")
     @classmethod
@@ -84,7 +103,7 @@ class BrokenRule(ValueError):  # noqa: N818 - pydantic wraps it, and nobody catc
     """Settings of a section contradict each other; `load.py` adds where they were set."""
 
     def __init__(self, key: str, said: str) -> None:
-        """`key` is the key within the section, `said` the value, the rule and the suggestion."""
+        """The arguments are one of `Section.broken_rules`."""
         super().__init__(f"{key}: {said}")
         self.key = key
         self.said = said
