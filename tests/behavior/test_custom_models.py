@@ -21,6 +21,7 @@ from support.runs import (
     Doing,
     alone,
     assert_bitwise,
+    on_ranks,
     random_init,
     summed_loss,
     tiny_config,
@@ -34,9 +35,9 @@ from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.data_parallel.step_consensus import StepResult
 from axsparse.models.layer import Layer, LossFunction, Model
 from axsparse.models.sequential import from_sequential
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.training.trainer import build
 
 WIDTH = 16
@@ -134,15 +135,14 @@ def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
 
 
 def test_ranks_with_other_numbers_of_layers_are_told_apart() -> None:
-    def on_rank(rank: int) -> None:
-        layers = [linear(), *[Layer(f"more{i}", nn.Tanh) for i in range(rank)], linear(WIDTH, 5)]
-        model = Model(layers, summed_loss)
-        job = Job(LocalTransport(world, rank))
-        build(job, model, lambda: Datasets(vector_data()), small_config(), quiet=True)
+    def on_rank(transport: Transport) -> None:
+        more = [Layer(f"more{i}", nn.Tanh) for i in range(transport.rank)]
+        model = Model([linear(), *more, linear(WIDTH, 5)], summed_loss)
+        data = Datasets(vector_data())
+        build(Job(transport), model, lambda: data, small_config(), quiet=True)
 
-    world: LocalWorld[None] = LocalWorld(2)
     with pytest.raises(ConfigError, match=r"layers: rank 1 on host .* has linear16x16, more0, lin"):
-        world.run(on_rank)
+        on_ranks(2, on_rank)
 
 
 @pytest.mark.parametrize(

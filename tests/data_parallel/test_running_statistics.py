@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from support.runs import on_ranks
 from torch import nn
 
 from axsparse.data_parallel.running_statistics import RunningStatistics
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.communication import Transport
 from axsparse.samo.shards import Replicas
 
 
@@ -32,14 +33,11 @@ def values(*modules: nn.Module) -> list[dict[str, object]]:
 
 
 def on_replicas(count: int, main: Callable[[int, Replicas], None]) -> None:
-    world: LocalWorld[None] = LocalWorld(count, seed=1)
-
-    def rank_main(rank: int) -> None:
-        transport = LocalTransport(world, rank)
+    def rank_main(transport: Transport) -> None:
         group = transport.collective("replicas", range(count))
-        main(rank, Replicas(group, transport.backoff))
+        main(transport.rank, Replicas(group, transport.backoff))
 
-    world.run(rank_main)
+    on_ranks(count, rank_main, order=1)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

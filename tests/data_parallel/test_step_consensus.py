@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import pytest
 import torch
+from support.runs import on_ranks
 from torch import Tensor
 
 from axsparse.data_parallel.step_consensus import LocalStats, StepConsensus, StepResult
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.exchange import gather_texts
 from axsparse.runtime.grid import Grid, RankCoords
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.fixed_point import UnitFit
 from axsparse.samo.optim.update import global_norm
 from axsparse.samo.shards import BLOCK
@@ -34,8 +34,7 @@ PARTIALS = {
 def on_every_rank(
     grid: Grid, body: Callable[[Transport, RankCoords], T], order: int | None = None
 ) -> list[T]:
-    world: LocalWorld[T] = LocalWorld(grid.size, seed=order)
-    return world.run(lambda rank: body(LocalTransport(world, rank), grid.coords(rank)))
+    return on_ranks(grid.size, lambda one: body(one, grid.coords(one.rank)), order)
 
 
 def names_of(coords: RankCoords) -> list[str]:

@@ -430,19 +430,17 @@ def exported() -> object:
 
 def watch(run_dir: str, timeout: float) -> None:
     """Open the watchdogs of two ranks, which fail alike."""
-    world: LocalWorld[None] = LocalWorld(2)
 
-    def main(rank: int) -> None:
-        transport = LocalTransport(world, rank)
+    def main(transport: Transport) -> None:
         watchdog.open_watchdog(
             WatchdogConfig(timeout=timeout),
             Path(run_dir),
-            coords=Grid(2, 1).coords(rank),
+            coords=Grid(2, 1).coords(transport.rank),
             activity=watchdog.Activity(Phases(), transport.backoff, list),
             transport=transport,
         )
 
-    world.run(main)
+    on_ranks(2, main)
 
 
 def described(**values: Any) -> object:

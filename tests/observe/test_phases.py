@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.devices import BusyGpu, Clock
+from support.runs import on_ranks
 
 from axsparse.observe.phases import PHASES, DevicePhases, LateSeconds, Phases
 from axsparse.observe.trace_file import Span, TraceRecorder, read
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
 
 def times(**seconds: float) -> dict[str, float]:
@@ -249,11 +250,10 @@ def test_phases_add_up_and_waits_are_the_idle_gpu_however_blocks_nest(
 # -- traces -----------------------------------------------------------------------------------
 
 
-def play(rank: int, world: LocalWorld[None], folder: Path) -> None:
+def play(transport: Transport, folder: Path) -> None:
     """Four steps of a GPU that is busy for 2 s after its host; rank r computes r + 5 seconds."""
-    gpu = Gpu()
-    gpu.now = 1000.0 * (rank + 1)
-    transport, phases = LocalTransport(world, rank), gpu.phases
+    gpu, rank = Gpu(), transport.rank
+    gpu.now, phases = 1000.0 * (rank + 1), gpu.phases
     coords = Grid(2, 1).coords(rank)
     tracing = TraceRecorder(transport, coords, phases, folder, range(2, 4), lambda: gpu.now)
     for step in range(1, 5):
@@ -275,8 +275,7 @@ def play(rank: int, world: LocalWorld[None], folder: Path) -> None:
 
 
 def test_a_trace_has_the_gpus_stretches_on_the_hosts_axis(tmp_path: Path) -> None:
-    world: LocalWorld[None] = LocalWorld(2)
-    world.run(lambda rank: play(rank, world, tmp_path))
+    on_ranks(2, lambda transport: play(transport, tmp_path))
 
     [path] = (tmp_path / "trace").iterdir()
     # Both begin 2 s after the agreement on time, when their GPUs have ended step 1.

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.runs import on_ranks
 from torch import Tensor
 
 from axsparse.observe.metrics import MetricsFile
 from axsparse.observe.phases import PHASES
 from axsparse.observe.recorder import Recorder, RunFigures, StepFigures
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
-from axsparse.runtime.communication import Op, Work
+from axsparse.runtime.communication import Op, Transport, Work
 from axsparse.runtime.console import Console, Unit
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
@@ -240,7 +241,6 @@ def test_a_rank_waits_for_others_only_at_its_next_step(tmp_path: Path) -> None:
 
 
 def test_ranks_without_screen_and_file_take_part_and_say_nothing(tmp_path: Path) -> None:
-    world: LocalWorld[None] = LocalWorld(2)
     path = tmp_path / "metrics.jsonl"
     heard: list[list[float]] = []
 
@@ -249,8 +249,8 @@ def test_ranks_without_screen_and_file_take_part_and_say_nothing(tmp_path: Path)
             heard.append([*compute])
             return None
 
-    def main(rank: int) -> None:
-        transport = LocalTransport(world, rank)
+    def main(transport: Transport) -> None:
+        rank = transport.rank
         file = MetricsFile(path) if rank == 0 else None
         slow = Slow(Grid(2, 1), [1.0, 1.0], ["here"] * 2, ratio=2.0, steps=1) if file else None
         recorder = Recorder(transport.world, transport.backoff, RUN, file, None, slow)
@@ -260,7 +260,7 @@ def test_ranks_without_screen_and_file_take_part_and_say_nothing(tmp_path: Path)
         recorder.say("nobody hears this")
         recorder.close()
 
-    world.run(main)
+    on_ranks(2, main)
 
     step, evaluation = [json.loads(line) for line in path.read_text().splitlines()]
     assert step["step_seconds"] == 3.375

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.devices import Clock
+from support.runs import on_ranks
 
 from axsparse.observe.phases import Phases
 from axsparse.observe.trace_file import Span, TraceRecorder, join, part, read
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import OutputError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 
 SPANS = [
     Span(1, 0, 0, "compute", "F0", 0.0, 1.0),
@@ -64,11 +64,12 @@ def test_a_part_that_rank_0_cannot_see_is_named_and_the_others_stay(tmp_path: Pa
 # -- steps of all ranks -----------------------------------------------------------------
 
 
-def play(rank: int, world: LocalWorld[Any], folder: Path, actions: int = 1) -> LocalTransport:
-    """Four steps on a host whose clock shows anything; rank r computes r + 1 seconds."""
-    clock = Clock(1000.0 * rank)
-    transport, phases = LocalTransport(world, rank), Phases(clock)
-    coords = Grid(2, 1).coords(rank)
+def play(transport: Transport, folder: Path, actions: int = 1) -> int:
+    """Four steps on a host whose clock shows anything; rank r computes r + 1 seconds. Returns the
+    bytes that it has sent."""
+    rank = transport.rank
+    clock, coords = Clock(1000.0 * rank), Grid(2, 1).coords(rank)
+    phases = Phases(clock)
     tracing = TraceRecorder(transport, coords, phases, folder, range(2, 4), clock)
     for step in range(1, 5):
         tracing.begin(step)
@@ -85,12 +86,11 @@ def play(rank: int, world: LocalWorld[Any], folder: Path, actions: int = 1) -> L
         phases.end_step()
         clock.now += 0.5
         tracing.end(step)
-    return transport
+    return transport.world.bytes_sent
 
 
 def test_the_steps_asked_for_are_traced_on_all_ranks_from_one_zero(tmp_path: Path) -> None:
-    world: LocalWorld[object] = LocalWorld(2)
-    world.run(lambda rank: play(rank, world, tmp_path))
+    on_ranks(2, lambda transport: play(transport, tmp_path))
 
     [path] = (tmp_path / "trace").iterdir()
     assert path.name == "steps-2-3.json"
@@ -108,21 +108,15 @@ def test_the_steps_asked_for_are_traced_on_all_ranks_from_one_zero(tmp_path: Pat
 
 def test_a_part_that_cannot_be_written_fails_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "trace" / "steps-2-3.rank-1").mkdir(parents=True)
-    world: LocalWorld[str] = LocalWorld(2)
 
-    def failure(rank: int) -> str:
+    def failure(transport: Transport) -> str:
         with pytest.raises(OutputError) as error:
-            play(rank, world, tmp_path)
+            play(transport, tmp_path)
         return str(error.value)
 
-    for told in world.run(failure):
+    for told in on_ranks(2, failure):
         assert "rank-1: the trace cannot be written (Is a directory)" in told
 
 
 def test_no_rank_sends_its_spans(tmp_path: Path) -> None:
-    world: LocalWorld[int] = LocalWorld(2)
-
-    def sent(rank: int) -> int:
-        return play(rank, world, tmp_path, actions=200).world.bytes_sent
-
-    assert max(world.run(sent)) < 1000
+    assert max(on_ranks(2, lambda transport: play(transport, tmp_path, actions=200))) < 1000

@@ -14,6 +14,7 @@ from support.mask_files import PRUNED, small_mask_file, some_masks
 from support.runs import (
     FEW_MICROBATCHES,
     assert_bitwise,
+    on_ranks,
     tiny_config,
     tiny_gpt,
     token_data,
@@ -24,10 +25,10 @@ from torch import Tensor
 from axsparse.config.schema import Config
 from axsparse.pruning import mask_file as module
 from axsparse.pruning.mask_file import open_masks, write_masks
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import DataError, OutputError
 from axsparse.runtime.files.safetensors import TensorHeader, write_safetensors
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.masks import Masks
 from axsparse.training.trainer import Trainer
 
@@ -158,24 +159,22 @@ def write_on(
     g_inter: int, g_data: int, path: Path, noting: Callable[[int, str], None] = lambda *_: None
 ) -> None:
     """Write on all ranks of a layout; tensor n is on stage n, or on the last stage."""
-    world: LocalWorld[None] = LocalWorld(g_inter * g_data)
     grid = Grid(g_inter, g_data)
 
-    def main(rank: int) -> None:
+    def main(transport: Transport) -> None:
         def mask(name: str) -> Tensor:
-            noting(rank, name)
+            noting(transport.rank, name)
             return some_masks()[name]
 
-        coords = grid.coords(rank)
+        coords = grid.coords(transport.rank)
         own = {
             name: partial(mask, name)
             for number, name in enumerate(PRUNED)
             if min(number, g_inter - 1) == coords.stage
         }
-        transport = LocalTransport(world, rank)
         write_masks(path, PRUNED, own, transport=transport, coords=coords)
 
-    world.run(main)
+    on_ranks(grid.size, main)
 
 
 @pytest.mark.parametrize(("g_inter", "g_data"), [(3, 1), (2, 2), (1, 3)])

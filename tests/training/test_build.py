@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.devices import LateDevice
 from support.images import image_config
-from support.runs import summed_loss, tiny_config, tiny_gpt, vector_data
+from support.runs import on_ranks, summed_loss, tiny_config, tiny_gpt, vector_data
 from torch import Tensor, nn
 
 import axsparse.training.build
@@ -18,6 +18,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.models.layer import Model
 from axsparse.models.sequential import from_sequential
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
@@ -89,20 +90,18 @@ def without_example(*modules: nn.Module) -> Model:
 def built(model: Model, ranks: int, data: ArrayDataset) -> tuple[list[RunPlan], list[int]]:
     """The runs of all ranks, and how often each has opened the data."""
     config = image_config(layout={"g_inter": "auto"}, pruning={"sparsity": 0.0})
-    world: LocalWorld[RunPlan] = LocalWorld(ranks)
     opened = [0] * ranks
 
-    def on(rank: int) -> RunPlan:
+    def on(transport: Transport) -> RunPlan:
         def open_datasets() -> Datasets:
-            opened[rank] += 1
+            opened[transport.rank] += 1
             return Datasets(data, None)
 
-        job = Job(LocalTransport(world, rank))
-        trainer = build(job, model, open_datasets, config, quiet=True)
+        trainer = build(Job(transport), model, open_datasets, config, quiet=True)
         trainer.close()
         return trainer.plan
 
-    return world.run(on), opened
+    return on_ranks(ranks, on), opened
 
 
 @pytest.mark.parametrize("middle", [nn.Linear, lambda width, _: KeepsLarge(width)])

@@ -17,6 +17,7 @@ from support.runs import (
     FEW_MICROBATCHES,
     alone,
     mlp,
+    on_ranks,
     tiny_config,
     tiny_gpt,
     token_data,
@@ -27,10 +28,10 @@ import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
 from axsparse.planner.stage_memory import SMALL_BLOCKS
-from axsparse.runtime.communication import wait
+from axsparse.runtime.communication import Transport, wait
 from axsparse.runtime.errors import MissingInputError
 from axsparse.runtime.job import Job, _describe
-from axsparse.runtime.local.local_transport import LocalLink, LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalLink
 from axsparse.training import run_recorder
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
 from axsparse.training.evaluation import Evaluation
@@ -49,7 +50,6 @@ def train_heard(
     run_dir: Path, ranks: int, on_step: OnStep, on_evaluation: OnEvaluation, on_saved: OnCheckpoint
 ) -> None:
     """A training of four steps on so many stages, each a thread."""
-    world: LocalWorld[None] = LocalWorld(ranks)
     config = tiny_config(
         train={"steps": 4, "eval_every": 2, "eval_steps": 1},
         checkpoint={"every": 2},
@@ -57,12 +57,11 @@ def train_heard(
     ).model_copy(update={"run_dir": str(run_dir)})
     data = Datasets(vector_data(), vector_data())
 
-    def body(rank: int) -> None:
-        job, loaded = Job(LocalTransport(world, rank)), config.with_origins("tiny", {})
-        trainer = build(job, mlp(), lambda: data, loaded)
+    def body(transport: Transport) -> None:
+        trainer = build(Job(transport), mlp(), lambda: data, config.with_origins("tiny", {}))
         trainer.train(on_step, on_evaluation=on_evaluation, on_checkpoint=on_saved)
 
-    world.run(body)
+    on_ranks(ranks, body)
 
 
 def test_a_callback_of_evaluations_that_never_are_is_warned_of(
