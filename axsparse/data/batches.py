@@ -24,8 +24,10 @@ from axsparse.runtime.targets import IGNORED
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """Samples that pass through the pipeline together. Tensors have the samples as their first
-    dimension."""
+    """Samples that pass through the pipeline together.
+
+    Tensors have the samples as their first dimension.
+    """
 
     inputs: tuple[Tensor, ...]
     """The inputs of the first layer; empty on a stage that reads no inputs."""
@@ -53,9 +55,11 @@ class Batch:
 
 @dataclass(frozen=True)
 class Batches:
-    """Reads the batches of one replica, for any step and in any order of steps. Stages that read
-    nothing have no dataset: their batches consist of the same microbatches as on the stages that
-    read, without tensors."""
+    """Reads the batches of one replica, for any step and in any order of steps.
+
+    Stages that read nothing have no dataset: their batches consist of the same microbatches as on
+    the stages that read, without tensors.
+    """
 
     dataset: Dataset | None
     _: KW_ONLY
@@ -91,8 +95,10 @@ class Batches:
         return self._read(step, samples, epochs_of_step(self.num_samples, size, step))
 
     def first(self, samples: int) -> tuple[Microbatch, ...]:
-        """The first samples of training, in its order; the same for every replica. Every stage that
-        has a data set reads their targets."""
+        """The first samples of training, in its order; the same for every replica.
+
+        Every stage that has a data set reads their targets.
+        """
         whole = replace(self, global_batch_size=samples, replica=0, g_data=1)
         return whole.training(0).microbatches
 
@@ -109,8 +115,11 @@ class Batches:
         return self._read(number, samples, np.zeros_like(samples))
 
     def _read(self, step: int, samples: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
-        """This replica's part of a global batch. The batch is cut into microbatches first, and
-        replicas take entire ones, so that every microbatch is the same in all layouts."""
+        """This replica's part of a global batch.
+
+        The batch is cut into microbatches first, and replicas take entire ones, so that every
+        microbatch is the same in all layouts.
+        """
         cuts = [*range(0, len(samples), self.microbatch_size), len(samples)]
         shares = shard_bounds(len(cuts) - 1, self.g_data)
         own = cuts[shares[self.replica] : shares[self.replica + 1] + 1]
@@ -194,8 +203,11 @@ AHEAD = 3
 
 
 class Prefetcher:
-    """The batches of consecutive steps, read ahead by a thread. With an `end`, only the steps below
-    it are read. The thread lives until `close`, or the end of a `with` block."""
+    """The batches of consecutive steps, read ahead by a thread.
+
+    With an `end`, only the steps below it are read. The thread lives until `close`, or the end of a
+    `with` block.
+    """
 
     def __init__(
         self, read: Callable[[int], Batch], first_step: int, end: int | None = None
@@ -208,8 +220,10 @@ class Prefetcher:
         self._read_ahead()
 
     def get(self, step: int) -> Batch:
-        """The batch of a step, waited for if necessary; steps must be requested in order. If `read`
-        raised an exception for this step, the same object is raised here."""
+        """The batch of a step, waited for if necessary; steps must be requested in order.
+
+        If `read` raised an exception for this step, the same object is raised here.
+        """
         assert step == self._next_step, f"step {step} asked for, {self._next_step} comes next"
         assert self._coming, f"closed, or step {step} is the end"
         batch = self._coming.popleft().result()

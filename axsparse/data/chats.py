@@ -108,8 +108,10 @@ class ChatTemplate:
         self.digest = hashlib.blake2b(told, digest_size=16).hexdigest()
 
     def encode(self, chat: Chat) -> Encoded | str:
-        """The tokens of a chat, or why it cannot be used. ConfigError if a template of the folder
-        is no Jinja, or none of several is the default."""
+        """The tokens of a chat, or why it cannot be used.
+
+        ConfigError if a template of the folder is no Jinja, or none of several is the default.
+        """
         from jinja2 import TemplateSyntaxError  # of transformers' chats
 
         try:

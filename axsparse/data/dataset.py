@@ -247,9 +247,11 @@ class TokenDataset:
 
 
 def document_starts(tokens: NDArray[np.int64], separator: int) -> NDArray[np.int32]:
-    """For each token, (b, s), the position in its sample of the first token of its document. A
-    separator belongs to the document that it ends. A document that has begun in an earlier sample
-    begins at 0."""
+    """For each token the position, in its sample, of the first token of its document.
+
+    (b, s) to (b, s). A separator belongs to the document that it ends. A document that has begun in
+    an earlier sample begins at 0.
+    """
     starts = np.zeros(tokens.shape, np.int32)
     positions = np.arange(1, tokens.shape[1], dtype=np.int32)
     starts[:, 1:] = np.where(tokens[:, :-1] == separator, positions, 0)

@@ -232,8 +232,10 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
 
 
 def divider(how: str) -> Callable[[bytes, int], bool]:
-    """Says whether a document ends before a line, which so many lines of it precede. Raises
-    ConfigError if `how` is no rule of `Reading.split_documents`."""
+    """Says whether a document ends before a line, which so many lines of it precede.
+
+    Raises ConfigError if `how` is no rule of `Reading.split_documents`.
+    """
     kind, colon, rest = how.partition(":")
     if how == "none":
         return lambda _, __: False
@@ -548,8 +550,10 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def falls_to_validation(begin: Piece, fraction: float) -> bool:
-    """Whether the document that begins so is held out for validation. A digest of its text decides,
-    so that equal documents go to the same split."""
+    """Whether the document that begins so is held out for validation.
+
+    A digest of its text decides, so that equal documents go to the same split.
+    """
     if fraction == 0:
         return False
     content = begin.content.messages if isinstance(begin.content, Chat) else begin.content

@@ -41,8 +41,10 @@ class MegatronIds:
     """The ids of a .bin file, whose sequences are adjacent, as every writer leaves them."""
 
     def __init__(self, path: Path, where: str) -> None:
-        """`path` is as in `is_megatron`, `where` names the setting in messages. Raises DataError
-        for damaged files, MissingInputError for files that cannot be read."""
+        """`path` is as in `is_megatron`, `where` names the setting in messages.
+
+        Raises DataError for damaged files, MissingInputError for files that cannot be read.
+        """
         stem = path.with_suffix("") if path.suffix in ENDINGS else path
         self._index, data, self._where = Path(f"{stem}.idx"), Path(f"{stem}.bin"), where
         suggestion = "copy both files again, or make them again"

@@ -37,8 +37,10 @@ class Share(NamedTuple):
 def samples_of_step(
     num_samples: int, global_batch_size: int, step: int, seed: int
 ) -> NDArray[np.int64]:
-    """The sample numbers of a step, (global_batch_size,), in global order. A batch may reach into
-    the next epoch, or contain several epochs."""
+    """The sample numbers of a step, (global_batch_size,), in global order.
+
+    A batch may reach into the next epoch, or contain several epochs.
+    """
     return _in_epochs(_positions(global_batch_size, step), num_samples, seed)
 
 
@@ -51,8 +53,10 @@ def blended_step(
     shares: Sequence[Share], global_batch_size: int, step: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The sample numbers of a step of a blend, and the epoch of its source that each belongs to.
+
     Both are (global_batch_size,). Samples are numbered through all sources, one after the other.
-    The places of all shares are `BLOCK` together."""
+    The places of all shares are `BLOCK` together.
+    """
     positions = _positions(global_batch_size, step)
     blocks, places = np.divmod(positions, BLOCK)
     for block in np.unique(blocks):
@@ -100,8 +104,10 @@ def _in_epochs(
 def shuffled(
     positions: NDArray[np.int64], num_samples: int, seed: int, epoch: int, *source: int
 ) -> NDArray[np.int64]:
-    """The samples at these positions of an epoch: its permutation of [0, num_samples). `source` is
-    a number that gives a source of a blend another order than the others have."""
+    """The samples at these positions of an epoch: its permutation of [0, num_samples).
+
+    `source` is a number that gives a source of a blend another order than the others have.
+    """
     entropy = np.random.SeedSequence(seed, spawn_key=(epoch, *source))
     keys = entropy.generate_state(ROUNDS, np.uint64).astype(np.uint64)
     # The network permutes all pairs of digits below `side`, hence [0, side²), which is a little

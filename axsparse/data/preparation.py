@@ -96,8 +96,10 @@ Settings = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True)
 class Request:
-    """The text to prepare, the folder to write, and the settings. At most one of `train_bpe` and
-    `tokenizer` is given; without either, tokens are bytes."""
+    """The text to prepare, the folder to write, and the settings.
+
+    At most one of `train_bpe` and `tokenizer` is given; without either, tokens are bytes.
+    """
 
     inputs: tuple[Path, ...]
     """Files and folders of text."""

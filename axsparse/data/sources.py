@@ -33,8 +33,10 @@ from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, r
 
 
 def open_datasets(config: Config) -> Datasets:
-    """The training and validation data of `data.source`. Raises ConfigError, DataError or
-    MissingInputError if the data cannot be opened."""
+    """The training and validation data of `data.source`.
+
+    Raises ConfigError, DataError or MissingInputError if the data cannot be opened.
+    """
     data = config.data
     if data.source == "tokens":
         return _token_datasets(config)
@@ -47,8 +49,10 @@ def open_datasets(config: Config) -> Datasets:
 
 
 def _token_datasets(config: Config) -> Datasets:
-    """The tokens of `data.path`, or of all paths of `data.blend`. The validation data are
-    `data.validation`, else the validation parts of all sources."""
+    """The tokens of `data.path`, or of all paths of `data.blend`.
+
+    The validation data are `data.validation`, else the validation parts of all sources.
+    """
     data, asks = config.data, config.train.eval_steps != 0
     where = "data.sources" if data.blend else "data.path"
     # The validation parts that `data.validation` replaces are not opened.
@@ -236,8 +240,10 @@ EXCLUDED_FOLDERS = frozenset(
 
 
 def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False) -> TokenDataset:
-    """One split of the standard library of the running interpreter. `separate`: samples say where
-    documents, which are files, begin."""
+    """One split of the standard library of the running interpreter.
+
+    `separate`: samples say where documents, which are files, begin.
+    """
     # In a virtual environment the library belongs to the base installation.
     tokens, fingerprint = source_tokens(Path(sysconfig.get_path("stdlib")), split)
     return TokenDataset(

@@ -19,8 +19,10 @@ def open_table(
     file: BinaryIO, wanted: Collection[str], *, parquet: bool
 ) -> tuple[list[str], Iterator[dict[str, Any]]]:
     """The names of a file's columns, and its rows as Python values of the wanted columns, texts as
-    bytes, in the memory of one row group. Raises OSError where the file is damaged or no such
-    table, ConfigError without pyarrow."""
+    bytes, in the memory of one row group.
+
+    Raises OSError where the file is damaged or no such table, ConfigError without pyarrow.
+    """
     pyarrow = _import_pyarrow()
     with _damaged():
         if parquet:

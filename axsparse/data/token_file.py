@@ -154,8 +154,10 @@ def sampled(size: int, block: int) -> list[int]:
 
 
 def sample_digest(path: Path) -> str:
-    """BLAKE2b-128 of a file's size and of `SAMPLED_BLOCKS` evenly spread blocks. The first block
-    and the last are among them."""
+    """BLAKE2b-128 of a file's size and of `SAMPLED_BLOCKS` evenly spread blocks.
+
+    The first block and the last are among them.
+    """
     size = path.stat().st_size
     digest = hashlib.blake2b(b"%d" % size, digest_size=16)
     with path.open("rb") as file:
@@ -166,8 +168,10 @@ def sample_digest(path: Path) -> str:
 
 
 def read_sidecar(folder: Path, where: str) -> Sidecar:
-    """The tokens.json of a folder; `where` names the setting in error messages. Raises
-    MissingInputError if it cannot be read, DataError if it is none of this version."""
+    """The tokens.json of a folder; `where` names the setting in error messages.
+
+    Raises MissingInputError if it cannot be read, DataError if it is none of this version.
+    """
     path = folder / SIDECAR
     with reading(f"{where}: {path}", "name a folder that `axsparse data prepare` has finished"):
         text = path.read_bytes()

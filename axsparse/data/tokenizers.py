@@ -57,8 +57,10 @@ LEAST_SHARED = 8
 
 
 class ByteTokenizer:
-    """Every byte of the UTF-8 text is a token. The byte 255 never occurs in UTF-8, and separates
-    documents."""
+    """Every byte of the UTF-8 text is a token.
+
+    The byte 255 never occurs in UTF-8, and separates documents.
+    """
 
     record = TokenizerRecord(kind="bytes")
     """The entry of the tokenizer in tokens.json."""
@@ -83,9 +85,11 @@ class ByteTokenizer:
 
 
 class Subwords:
-    """A tokenizer that Hugging Face's library reads from a file, with the members of bytes. It
-    gives a text the ids that `tokenizer(text)` of transformers gives it: special tokens in the text
-    are themselves, and the file's own tokens begin and end it."""
+    """A tokenizer that Hugging Face's library reads from a file, with the members of bytes.
+
+    It gives a text the ids that `tokenizer(text)` of transformers gives it: special tokens in the
+    text are themselves, and the file's own tokens begin and end it.
+    """
 
     def __init__(
         self, path: Path, record: TokenizerRecord, separator: str, given: Path | None = None
@@ -211,8 +215,10 @@ class GivenTokenizer:
 
 def given_tokenizer(path: Path) -> GivenTokenizer:
     """The tokenizer of a folder, or of a tokenizer.json with the settings next to it.
+
     MissingInputError if nothing is there, DataError if transformers cannot read it or adds code of
-    its own to what a tokenizer.json says, ConfigError if it is needed and not installed."""
+    its own to what a tokenizer.json says, ConfigError if it is needed and not installed.
+    """
     folder = path if path.is_dir() else path.parent
     file = folder / TOKENIZER if path.is_dir() else path
     is_alone = file.name != TOKENIZER or not any(
@@ -270,9 +276,11 @@ def _refusing(path: Path, what: str) -> Iterator[None]:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Learn a byte-pair encoding as GPT-2 has it (Radford et al. 2019); returns tokenizer.json. It
-    starts from the 256 bytes, and no token reaches from one word into the next. Equal texts give
-    equal files, whatever the number of threads."""
+    """Learn a byte-pair encoding as GPT-2 has it (Radford et al. 2019); returns tokenizer.json.
+
+    It starts from the 256 bytes, and no token reaches from one word into the next. Equal texts
+    give equal files, whatever the number of threads.
+    """
     library = import_tokenizers()
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -291,8 +299,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def set_threads(threads: int) -> None:
-    """Let the library encode and learn in so many threads of this process. It reads the number
-    once: the first call in a process decides."""
+    """Let the library encode and learn in so many threads of this process.
+
+    It reads the number once: the first call in a process decides.
+    """
     os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(threads)}
 
 
@@ -406,8 +416,10 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
 
 
 def byte_tokenizer(separator: int) -> ExportedTokenizer:
-    """A tokenizer whose ids are the bytes of UTF-8; the id `separator`, 0 … 255, ends a text. Texts
-    that hold the byte `separator` itself lose it; texts of the training data do not."""
+    """A tokenizer whose ids are the bytes of UTF-8; the id `separator`, 0 … 255, ends a text.
+
+    Texts that hold the byte `separator` itself lose it; texts of the training data do not.
+    """
     vocabulary = {letter: byte for byte, letter in enumerate(_letters()) if byte != separator}
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     tokenizer: dict[str, Any] = {
@@ -428,8 +440,10 @@ def byte_tokenizer(separator: int) -> ExportedTokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that stands for each byte in byte-level encodings (Radford et al. 2019). Bytes
-    that Latin-1 prints stand for themselves; the others, in order, for U+0100 and on."""
+    """The letter that stands for each byte in byte-level encodings (Radford et al. 2019).
+
+    Bytes that Latin-1 prints stand for themselves; the others, in order, for U+0100 and on.
+    """
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printed else next(others)) for byte in range(256)]

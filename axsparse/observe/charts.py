@@ -374,8 +374,10 @@ def svg(chart: Chart) -> str:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most about `most` points: of each stretch of steps the lowest and the highest. So no peak
-    is lost. The first and the last point stay, and one gap of each stretch."""
+    """At most about `most` points: of each stretch of steps the lowest and the highest.
+
+    So no peak is lost. The first and the last point stay, and one gap of each stretch.
+    """
     if len(points) <= most:
         return list(points)
     size = -(-2 * len(points) // max(2, most - 2))

@@ -28,9 +28,11 @@ from axsparse.runtime.process import write_line
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step. Bytes are maxima over ranks, times means over ranks. The `*_seconds`
-    between `step_seconds` and `tokens_per_second` are the phases of `observe.phases`; they add up
-    to `step_seconds`."""
+    """One optimizer step. Bytes are maxima over ranks, times means over ranks.
+
+    The `*_seconds` between `step_seconds` and `tokens_per_second` are the phases of
+    `observe.phases`; they add up to `step_seconds`.
+    """
 
     step: int
     """Optimizer steps done, this one included."""
@@ -222,8 +224,10 @@ class MetricsFile:
 
     def write(self, record: Record) -> None:
         """Append one line of strict JSON, with null for numbers that are not finite, and flush it.
+
         A file that was moved or removed meanwhile is opened anew, with a warning. Raises
-        OutputError if that fails, or if the directory is no run's any more."""
+        OutputError if that fails, or if the directory is no run's any more.
+        """
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in values(record).items()

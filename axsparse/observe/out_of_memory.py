@@ -19,8 +19,10 @@ def with_advice(
     where: Callable[[], str], state: Callable[[], StateBytes], predicted_bytes: float | None
 ) -> Iterator[None]:
     """Raise TrainingError in place of torch's own error if the GPU's memory runs out in the block.
+
     The error concerns this rank alone. `where` says what the rank was doing, `state` gives its
-    bytes of model state."""
+    bytes of model state.
+    """
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:  # torch 2.4 has no other name for it

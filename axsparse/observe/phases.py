@@ -187,8 +187,10 @@ class DevicePhases(Phases):
         return step
 
     def start_spans(self) -> None:
-        """Keep the stretches of all steps that begin from now on. The first call waits for the GPU,
-        to relate its clock to the host's."""
+        """Keep the stretches of all steps that begin from now on.
+
+        The first call waits for the GPU, to relate its clock to the host's.
+        """
         self._traced = []
         if self._anchor is None:
             self._anchor = self._set_mark()
@@ -248,8 +250,10 @@ class _Stretch(NamedTuple):
 
 
 class LateSeconds(Mapping[str, float]):
-    """Seconds of a step by phase; reading them waits until the GPU is through with the step. They
-    are the times between the marks of the step, which are read once."""
+    """Seconds of a step by phase; reading them waits until the GPU is through with the step.
+
+    They are the times between the marks of the step, which are read once.
+    """
 
     def __init__(self, begin: Mark, anchor: Mark | None, free: list[Mark]) -> None:
         """The marks are put into `free` once their times are read."""

@@ -61,9 +61,11 @@ class RunFigures:
 
 
 def step_line(record: StepRecord, steps: int, eta: float | None, unit: Unit) -> str:
-    """One of the run's `steps` on one line. `eta` is the time to the end of the run in seconds;
-    None at the first step, which also compiles and allocates, so that it says nothing about the
-    others."""
+    """One of the run's `steps` on one line.
+
+    `eta` is the time to the end of the run in seconds; None at the first step, which also
+    compiles and allocates, so that it says nothing about the others.
+    """
     later = "eta after the next steps: the first one also compiles"
     line = (
         f"step {record.step}/{steps}  loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  "
@@ -135,8 +137,10 @@ class Recorder:
         self, step: int, loss: float, metrics: Mapping[str, float], part: str = ""
     ) -> None:
         """Record an evaluation after `step` steps: its loss, for tokens the perplexity, and the
-        fractions of targets that the model's metrics count. `part` says how much of the validation
-        data it was made on, if that was not all."""
+        fractions of targets that the model's metrics count.
+
+        `part` says how much of the validation data it was made on, if that was not all.
+        """
         self.flush()
         shown = "".join(f"  {name} {100 * value:.2f} %" for name, value in metrics.items())
         if self._run.unit == "tokens":

@@ -82,8 +82,11 @@ def step_of(record: Record) -> float:
 
 
 def read_records(path: Path) -> RunRecords:
-    """The records of a metrics.jsonl. Raises MissingInputError if it cannot be read or has no
-    record yet, DataError if a line other than the last is no record."""
+    """The records of a metrics.jsonl.
+
+    Raises MissingInputError if it cannot be read or has no record yet, DataError if a line
+    other than the last is no record.
+    """
     with reading(f"{path}:", "name the directory of a run"):
         lines = path.read_bytes().split(b"\n")
     kinds: dict[str, list[Record]] = {kind: [] for kind in _KEYS}

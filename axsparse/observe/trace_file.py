@@ -80,8 +80,10 @@ def _phase(name: str) -> str:
 
 
 def join(path: Path, parts: Sequence[Path], source: str) -> None:
-    """Join the ranks' parts to a trace, with one part in memory at a time, and remove them. Raises
-    OutputError if the trace cannot be written or a part cannot be read."""
+    """Join the ranks' parts to a trace, with one part in memory at a time, and remove them.
+
+    Raises OutputError if the trace cannot be written or a part cannot be read.
+    """
 
     def pieces() -> Iterator[str]:
         yield '{"traceEvents": [\n'
@@ -169,9 +171,11 @@ class TraceRecorder:
         self._taken: list[tuple[int, Iterable[tuple[str, str, float, float]]]] = []
 
     def begin(self, step: int) -> None:
-        """Called before a step. The clocks of hosts differ. Before the first traced step the ranks
-        run a collective operation, which they leave at almost the same moment: there time
-        begins."""
+        """Called before a step.
+
+        The clocks of hosts differ. Before the first traced step the ranks run a collective
+        operation, which they leave at almost the same moment: there time begins.
+        """
         from axsparse.runtime.exchange import sum_by_owner
 
         if step not in self._steps:
@@ -182,8 +186,11 @@ class TraceRecorder:
         self._phases.start_spans()
 
     def end(self, step: int) -> None:
-        """Called after a step; the last traced step writes the file. Raises OutputError on all
-        ranks if one cannot write its part, and on rank 0 if it cannot join the parts."""
+        """Called after a step; the last traced step writes the file.
+
+        Raises OutputError on all ranks if one cannot write its part, and on rank 0 if it cannot
+        join the parts.
+        """
         from axsparse.runtime.exchange import together
 
         if step not in self._steps:

@@ -67,8 +67,10 @@ def chosen_layout(
     model: ProfiledModel, cluster: Cluster | None, ranks: int, budget: MemoryBudget
 ) -> LayoutDecision | None:
     """The fewest stages whose memory fits, for `layout.g_inter: auto`; ConfigError if none do.
+
     None, so that `resolve_grid` decides, if the configuration gives g_inter, g_data or a split, or
-    if no number of stages leaves each replica a microbatch."""
+    if no number of stages leaves each replica a microbatch.
+    """
     config, layout = model.config, model.config.layout
     g_tensor, all_ranks = layout.g_tensor, ranks
     if ranks % g_tensor:
@@ -123,8 +125,10 @@ def fewest_stages(request: SearchRequest) -> LayoutDecision | Rejection:
 
 def resolve_grid(config: Config, ranks: int, num_layers: int) -> Grid:
     """The grid of `ranks` ranks for a model of `num_layers` layers, embedding and head included.
+
     ConfigError if the layout of the configuration does not use every rank, or cannot give each
-    stage a layer and each layer a stage."""
+    stage a layer and each layer a stage.
+    """
     g_inter, g_data = config.layout.g_inter, config.layout.g_data
     g_tensor, all_ranks = config.layout.g_tensor, ranks
     of_tensor = [each for each in divisors(ranks) if each & (each - 1) == 0]
@@ -162,8 +166,10 @@ def resolve_grid(config: Config, ranks: int, num_layers: int) -> Grid:
 
 
 def cluster_of(config: Config) -> Cluster | None:
-    """The cluster by whose constants times are predicted, if the configuration names one. Its
-    overhead is 0, since `MemoryBudget.for_model` does not count the process's."""
+    """The cluster by whose constants times are predicted, if the configuration names one.
+
+    Its overhead is 0, since `MemoryBudget.for_model` does not count the process's.
+    """
     name = config.layout.cluster
     return None if name is None else replace(load_cluster(name), overhead_bytes=0.0)
 

@@ -137,8 +137,11 @@ _READ_CONSTANT = TypeAdapter(_Constant).validate_python
 
 
 def load_cluster(source: str) -> Cluster:
-    """Read a cluster file by its path, or a bundled cluster by its name. MissingInputError if there
-    is no such cluster, ConfigError for missing, unknown or impossible constants."""
+    """Read a cluster file by its path, or a bundled cluster by its name.
+
+    MissingInputError if there is no such cluster, ConfigError for missing, unknown or impossible
+    constants.
+    """
     path = find_file("cluster", source, _FOLDER)
     return parse_cluster(read_text("cluster", path), path.name)
 

@@ -168,8 +168,10 @@ def comparison(plans: Sequence[Plan]) -> Iterator[str]:
 
 
 def scaling(plans: Sequence[Plan]) -> Iterator[str]:
-    """The recommended layout for each number of devices. Efficiency is relative to the method's
-    smallest number of devices."""
+    """The recommended layout for each number of devices.
+
+    Efficiency is relative to the method's smallest number of devices.
+    """
     base: dict[str, Plan] = {}
     rows = []
     for plan in plans:

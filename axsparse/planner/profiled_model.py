@@ -250,9 +250,11 @@ class ProfiledModel:
         return 3 * self.profile.flops + again + (0.0 if teacher is None else teacher.flops)
 
     def shards(self, g_tensor: int) -> dict[str, TensorShard]:
-        """The last shard of each sharded parameter, by global name; empty for one rank. ConfigError
-        for a number of ranks that does not divide what is sharded, and for what does not work with
-        shards."""
+        """The last shard of each sharded parameter, by global name; empty for one rank.
+
+        ConfigError for a number of ranks that does not divide what is sharded, and for what does
+        not work with shards.
+        """
         if g_tensor == 1:
             return {}
         assert self.model is not None, "nobody says which modules are sharded"
@@ -464,9 +466,11 @@ class ProfiledModel:
         return stored.holds_none * stored.weight.itemsize * sum(kept)
 
     def _saved(self, layers: Sequence[LayerInfo], writers: int) -> float:
-        """The most bytes that a checkpoint holds in memory at a time. Each layer goes to the writer
-        with least so far, so that no writer has more than an equal share and the largest layer. A
-        copy that waits for space in the buffer comes on top of it."""
+        """The most bytes that a checkpoint holds in memory at a time.
+
+        Each layer goes to the writer with least so far, so that no writer has more than an equal
+        share and the largest layer. A copy that waits for space in the buffer comes on top of it.
+        """
         buffer = copied_bytes(self.config) if self.on_host else 0.0
         if not buffer:
             return 0.0

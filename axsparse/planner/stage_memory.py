@@ -24,8 +24,10 @@ def no_bytes(_: int) -> float:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """The compute, memory and messages of one stage of one replica. Numbers "for a sample" are
-    multiplied by the microbatch size where they are used."""
+    """The compute, memory and messages of one stage of one replica.
+
+    Numbers "for a sample" are multiplied by the microbatch size where they are used.
+    """
 
     layers: str
     flops: float
@@ -126,9 +128,11 @@ UNLIMITED = MemoryBudget(math.inf, 0.0)
 def memory_budget(
     found: float, overhead: float, *, on_host: bool, limit: float | None = None
 ) -> MemoryBudget:
-    """The memory budget of a rank that has `found` bytes of its host or its GPU. `limit` are the
-    bytes that the user allows it (`layout.memory_per_rank`), in place of `found`. Of a host's
-    memory without a limit the rest after the overhead counts by `HOST_SHARE`."""
+    """The memory budget of a rank that has `found` bytes of its host or its GPU.
+
+    `limit` are the bytes that the user allows it (`layout.memory_per_rank`), in place of `found`.
+    Of a host's memory without a limit the rest after the overhead counts by `HOST_SHARE`.
+    """
     if limit is not None:
         return MemoryBudget(limit, overhead)
     if on_host:

@@ -56,8 +56,10 @@ class HeartbeatFolder:
         self._own = self._path(rank)
 
     def reserve(self) -> None:
-        """Take the space, so that heartbeats can be written even if the disk is full later. The
-        folder exists. OSError if this rank cannot write there."""
+        """Take the space, so that heartbeats can be written even if the disk is full later.
+
+        The folder exists. OSError if this rank cannot write there.
+        """
         self._own.write_bytes(b" " * RECORD_BYTES)
 
     def clear(self) -> None:
@@ -67,9 +69,11 @@ class HeartbeatFolder:
             path.unlink()
 
     def write(self, heartbeat: Heartbeat, stacks: str = "") -> None:
-        """Write this rank's heartbeat, and its stacks for a report if it makes no progress. Makes
-        the folder if another rank has just removed it as the last one. Raises OSError, on a full
-        disk once the heartbeat is written."""
+        """Write this rank's heartbeat, and its stacks for a report if it makes no progress.
+
+        Makes the folder if another rank has just removed it as the last one. Raises OSError, on a
+        full disk once the heartbeat is written.
+        """
         record = json.dumps(asdict(heartbeat)).encode().ljust(RECORD_BYTES - 1) + b"\n"
         text = stacks.encode(errors="replace")
         # A network file system shows other hosts what was written once the file is closed.

@@ -281,9 +281,11 @@ def open_watchdog(
     activity: Activity,
     transport: Transport,
 ) -> Watchdog | None:
-    """The watchdog of this rank, not yet started; None if `watchdog.timeout` is 0. All ranks call
-    this together. Raises OutputError on all ranks alike. Without a run directory the ranks meet in
-    the temporary folder of their host; None if they have several hosts."""
+    """The watchdog of this rank, not yet started; None if `watchdog.timeout` is 0.
+
+    All ranks call this together. Raises OutputError on all ranks alike. Without a run directory the
+    ranks meet in the temporary folder of their host; None if they have several hosts.
+    """
     if settings.timeout == 0:
         return None
     if run_dir is None:
