@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +135,10 @@ class Tie:
     """Global name of the earlier use; it owns the master weights and the optimizer state."""
     second: str
     """Global name of the later use, a parameter of the same shape."""
+
+
+Ties: TypeAlias = Mapping[str, str]
+"""From the global name of each tied weight's second use to the name of its first."""
 
 
 @dataclass(frozen=True)

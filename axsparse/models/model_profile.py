@@ -29,6 +29,7 @@ from axsparse.models.layer import (
     Model,
     StartValues,
     TensorShard,
+    Ties,
     on_meta,
 )
 from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums, Tracer
@@ -141,8 +142,7 @@ class ModelProfile:
     """The contents of a model."""
 
     layers: Sequence[LayerInfo]
-    ties: Mapping[str, str]
-    """Global names of tied parameters: second use → first use."""
+    ties: Ties
     start: str = ""
     """Fingerprint of `Model.start`; empty if the layers draw their start values."""
     loss_logits: Callable[[int], int] | None = None
@@ -542,8 +542,8 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
             )
 
 
-def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, str]:
-    """Second use → first use; ConfigError for a tie that does not fit the parameters."""
+def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> Ties:
+    """The model's ties; ConfigError for a tie that does not fit the parameters."""
     order = list(parameters)
     used = [name for tie in model.ties for name in (tie.first, tie.second)]
     for tie in model.ties:
@@ -564,7 +564,7 @@ def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> dict[str, st
     return {tie.second: tie.first for tie in model.ties}
 
 
-def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Mapping[str, str]) -> None:
+def _check_tied_starts(model: Model, layers: Sequence[LayerInfo], ties: Ties) -> None:
     """ConfigError if two uses of a weight, on two stages say, could start differently."""
     owners = {
         parameter.name: layer

@@ -28,6 +28,7 @@ from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Mod
 from axsparse.models.module_buffers import replaced, slots
 from axsparse.models.sequential import OwnValues, reject_unfit, structure
 from axsparse.models.stand_ins import (
+    Modules,
     Part,
     PartModule,
     Reached,
@@ -582,9 +583,7 @@ class _Split:
 
     # -- what they do -------------------------------------------------------------------------
 
-    def _segment(
-        self, item: int, modules: Mapping[str, nn.Module], *tensors: Tensor
-    ) -> tuple[Any, ...]:
+    def _segment(self, item: int, modules: Modules, *tensors: Tensor) -> tuple[Any, ...]:
         [tree], (_, number) = modules.values(), self._items[item]
         values = self._values(item, tensors)
         result, is_end = self._ran(tree, number, number, values)
@@ -595,9 +594,7 @@ class _Split:
                 values[name] = leaf
         return self._passed_on(item, values)
 
-    def _call(
-        self, item: int, modules: Mapping[str, nn.Module], *tensors: Tensor
-    ) -> tuple[Any, ...]:
+    def _call(self, item: int, modules: Modules, *tensors: Tensor) -> tuple[Any, ...]:
         [member], (_, number) = modules.values(), self._items[item]
         values, call = self._values(item, tensors), self._calls[number]
         leaves = call.leaves

@@ -12,7 +12,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, on_meta
+from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Ties, on_meta
 from axsparse.models.module_buffers import slots, unfilled_attribute
 from axsparse.runtime.canonical_form import bytes_of, digest_of
 from axsparse.runtime.errors import ConfigError
@@ -316,14 +316,12 @@ def reject_dotted_names(model: Model) -> None:
             )
 
 
-def filled_modules(
-    model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]
-) -> dict[str, nn.Module]:
+def filled_modules(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> dict[str, nn.Module]:
     """The modules of the layers with these parameters and buffers, in evaluation mode, by the names
     of the layers.
 
     `tensors` has all of them by global name, a tied weight under the name of its first use, which
-    both uses then share. `ties` maps second uses to first ones.
+    both uses then share.
     """
     made: dict[str, nn.Module] = {}
     owners: dict[str, nn.Parameter] = {}
@@ -347,7 +345,7 @@ def filled_modules(
     return made
 
 
-def plain_model(model: Model, ties: Mapping[str, str], tensors: Mapping[str, Tensor]) -> nn.Module:
+def plain_model(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model with these parameters and buffers in evaluation mode, as one module: a copy of its
     container, or a `PlainModel` of what `filled_modules` makes."""
     own = model.container

@@ -10,11 +10,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
 from axsparse.models.layer import Kind
+
+Modules: TypeAlias = Mapping[str, nn.Module]
+"""The modules of a part, by their names in their parent."""
 
 
 class Reached(Exception):  # noqa: N818 - it ends a forward, and is no error
@@ -47,8 +50,8 @@ class Part:
 
     name: str
     """The path of the module, or of the parent that all the modules have."""
-    modules: Mapping[str, nn.Module]
-    """The modules on the meta device, by their names in the parent."""
+    modules: Modules
+    """The modules on the meta device."""
     is_single: bool
     """Whether `name` is the path of the only module."""
     kind: Kind
@@ -65,7 +68,7 @@ class PartModule(nn.Module):
     names stay as in the model's state dict.
     """
 
-    def __init__(self, part: Part, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, part: Part, modules: Modules) -> None:
         super().__init__()
         if part.is_single:
             [module] = modules.values()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from axsparse.models.layer import Layer, StartValues, on_meta
+from axsparse.models.layer import Layer, StartValues, Ties, on_meta
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.healing import FITTED, KEPT, MASK, changed_value
@@ -80,7 +80,7 @@ class LayerPruning:
     targets: Targets
     criterion: Criterion
     """Draws the masks if its score takes inputs. Its pattern, if any, replaces sparsities."""
-    ties: Mapping[str, str]
+    ties: Ties
 
     def check(self, layers: Sequence[Layer]) -> None:
         """ConfigError for a matrix whose inputs should decide, but in no product or two layers."""

@@ -243,7 +243,7 @@ class ZeroMasks:
 def masks_of_zeros(
     targets: Targets,
     pruning: PruningConfig,
-    values: Iterable[tuple[str, Callable[[], Tensor]]],
+    values: Iterable[tuple[str, Weight]],
     total: Callable[[Tensor], Tensor],
 ) -> ZeroMasks:
     """The masks of the zeros in the weights of all stages; ConfigError, on all ranks alike, where

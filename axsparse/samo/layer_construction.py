@@ -6,14 +6,21 @@ exists, so building a stage needs memory for its final state and one fp32 parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.layer import Layer, LayerSharding, StartValues, mismatched_values, on_meta
+from axsparse.models.layer import (
+    Layer,
+    LayerSharding,
+    StartValues,
+    Ties,
+    mismatched_values,
+    on_meta,
+)
 from axsparse.models.module_buffers import slots
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError
@@ -21,7 +28,7 @@ from axsparse.runtime.seeds import keyed_generator, preserved_rng, seed_all
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.expansion import Expansion, put_storage
 from axsparse.samo.layer_state import LayerState
-from axsparse.samo.masks import Masks
+from axsparse.samo.masks import Masks, Weight
 from axsparse.samo.shards import ALONE, Replicas
 from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
@@ -70,15 +77,12 @@ class StateOptions:
     """Where weights that are sparse at rest are expanded; None keeps all weights dense."""
 
 
-def build_layers(
-    layers: Sequence[Layer], ties: Mapping[str, str], options: StateOptions
-) -> list[BuiltLayer]:
+def build_layers(layers: Sequence[Layer], ties: Ties, options: StateOptions) -> list[BuiltLayer]:
     """Build the layers of one stage.
 
-    `ties` maps the global name of a weight's second use to the name of its first. Both uses start,
-    and are pruned, as one weight; where both are in `layers`, they share one storage. Raises
-    ConfigError where the shapes of two uses differ, an `init` gives no tensor of the right shape,
-    or a buffer has no contents.
+    Both uses of a tied weight start, and are pruned, as one; where both are in `layers`, they share
+    one storage. Raises ConfigError where the shapes of two uses differ, an `init` gives no tensor
+    of the right shape, or a buffer has no contents.
     """
     tensors: dict[str, TensorState] = {}
     frozen: dict[str, nn.Parameter] = {}
@@ -88,7 +92,7 @@ def build_layers(
 # Reason: a parameter after the other is built, frozen, tied or trained.
 def _construct_layer(
     layer: Layer,
-    ties: Mapping[str, str],
+    ties: Ties,
     tensors: dict[str, TensorState],
     untrained: dict[str, nn.Parameter],
     options: StateOptions,
@@ -160,9 +164,7 @@ def _storage(parameter: nn.Parameter, owner: TensorState | None, options: StateO
     return torch.zeros(parameter.shape, dtype=options.stored.weight, device=options.backend.device)
 
 
-def _mask(
-    tensor: TensorState, first: str, options: StateOptions, value: Callable[[], Tensor]
-) -> None:
+def _mask(tensor: TensorState, first: str, options: StateOptions, value: Weight) -> None:
     """Keep the entries of a tensor that the masks have under the name of its weight's first use."""
     assert options.masks is not None
     mask_D = options.masks.mask(first, tensor.full_shape, value)
@@ -197,9 +199,7 @@ def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
         state.optimizer_state.write_master(tensor, start, kept_K)
 
 
-def start_values(
-    layer: Layer, ties: Mapping[str, str], options: StateOptions
-) -> dict[str, Callable[[], Tensor]]:
+def start_values(layer: Layer, ties: Ties, options: StateOptions) -> dict[str, Weight]:
     """Functions that make the fp32 start values of a layer's trained tensors, by global name."""
     module, values = _skeleton(layer, ties, options)
     return {
@@ -210,7 +210,7 @@ def start_values(
 
 
 def _skeleton(
-    layer: Layer, ties: Mapping[str, str], options: StateOptions
+    layer: Layer, ties: Ties, options: StateOptions
 ) -> tuple[nn.Module, Callable[[str], Tensor]]:
     """The module, and a function that makes the fp32 start value of a parameter by its local name:
     twice where there is a mask, since keeping the values would hold an entire layer in fp32."""

@@ -20,6 +20,7 @@ from axsparse.runtime.canonical_form import bytes_of
 from axsparse.samo.tensor_state import TensorState
 
 if TYPE_CHECKING:
+    from axsparse.models.layer import Ties
     from axsparse.samo.layer_construction import BuiltLayer
     from axsparse.samo.layer_state import LayerState
 
@@ -64,11 +65,10 @@ Weight: TypeAlias = Callable[[], Tensor]
 only where weights matter; the result may be a view of the state and must not be changed."""
 
 
-def prune_in_place(layers: Sequence[BuiltLayer], ties: Mapping[str, str], masks: Masks) -> None:
+def prune_in_place(layers: Sequence[BuiltLayer], ties: Ties, masks: Masks) -> None:
     """Prune the tensors that the masks name; kept weights and their moments stay as they are.
 
-    A tensor that is pruned already keeps some of its kept entries. `ties` maps the name of a
-    weight's second use to its first. All replicas call this together.
+    A tensor that is pruned already keeps some of its kept entries. All replicas call this together.
     """
     for layer in layers:
         for name, tensor in layer.state.by_full_name.items():

@@ -65,6 +65,7 @@ from axsparse.samo.shards import share_bounds
 if TYPE_CHECKING:
     import torch
 
+    from axsparse.models.layer import Ties
     from axsparse.models.model_profile import LayerInfo, ParameterInfo
 
 IndexKind: TypeAlias = Literal["auto", "int32", "mask"]
@@ -270,16 +271,15 @@ def layer_bytes(sizes: Sequence[TensorSize], stored: StateFormat, replica: int =
 
 def stage_bytes(
     layers: Sequence[LayerInfo],
-    ties: Mapping[str, str],
+    ties: Ties,
     kept: Mapping[str, int],
     stored: StateFormat,
     replica: int | None = None,
 ) -> StateBytes:
     """Bytes of the state of these layers on one rank.
 
-    `ties` maps the name of a weight's second use to its first. `kept` has the number of kept
-    entries of each pruned tensor, by the name of its first use. Where the optimizer state is
-    sharded, `replica` is the one that is asked about; None means the one that holds most.
+    `kept` has the number of kept entries of each pruned tensor, by the name of its first use. Where
+    the optimizer state is sharded, `replica` is the one in question; None: the one that holds most.
     """
     here = {parameter.name for layer in layers for parameter in layer.parameters}
     sizes = [
@@ -325,7 +325,7 @@ def _fullest(sizes: Iterable[Sequence[TensorSize]], replicas: int) -> int:
 
 
 def _size(
-    parameter: ParameterInfo, kept: Mapping[str, int], ties: Mapping[str, str], *, is_alias: bool
+    parameter: ParameterInfo, kept: Mapping[str, int], ties: Ties, *, is_alias: bool
 ) -> TensorSize:
     numel = parameter.numel
     stays = kept.get(ties.get(parameter.name, parameter.name), numel)

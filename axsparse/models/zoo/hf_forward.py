@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from axsparse.models.module_buffers import slots
-from axsparse.models.stand_ins import Reached, StandIn, outermost_lists
+from axsparse.models.stand_ins import Modules, Reached, StandIn, outermost_lists
 from axsparse.runtime.errors import ConfigError
 
 REMEMBERED = 4
@@ -88,9 +88,7 @@ class Forward:
 
     # -- what it computes -----------------------------------------------------------------
 
-    def embedded(
-        self, modules: Mapping[str, nn.Module], tokens: Tensor, starts: Tensor | None
-    ) -> Tensor:
+    def embedded(self, modules: Modules, tokens: Tensor, starts: Tensor | None) -> Tensor:
         """The hidden states before the first layer."""
         if self._embeds_directly:
             [module] = modules.values()
@@ -112,7 +110,7 @@ class Forward:
             return cast(Tensor, reached.given)
         raise AssertionError("the forward calls no layer")
 
-    def normed(self, modules: Mapping[str, nn.Module], hidden: Tensor) -> Tensor:
+    def normed(self, modules: Modules, hidden: Tensor) -> Tensor:
         """The hidden states behind the norm."""
         if self._norms_directly:
             [module] = modules.values()
@@ -207,7 +205,7 @@ class Forward:
     def _view(
         self,
         body: nn.Module,
-        modules: Mapping[str, nn.Module],
+        modules: Modules,
         run: Callable[[Tensor, Arguments], Any],
         *,
         training: bool = False,

@@ -39,7 +39,7 @@ from axsparse.config.model_config import HfConfig
 from axsparse.models.layer import InitFunction, Kind, Layer, Model, Tie, TpStyle, on_meta
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
-from axsparse.models.stand_ins import Part, PartModule, are_alike, tied_names
+from axsparse.models.stand_ins import Modules, Part, PartModule, are_alike, tied_names
 from axsparse.models.start_weights import WeightFile, open_weights, start_from
 from axsparse.models.zoo.hf_forward import Forward, unfit
 from axsparse.runtime.errors import ConfigError, DataError, one_line
@@ -246,13 +246,13 @@ class SplitModel:
     # -- what the parts do ----------------------------------------------------------------
 
     def _embed(
-        self, modules: Mapping[str, nn.Module], tokens: Tensor, starts: Tensor | None = None
+        self, modules: Modules, tokens: Tensor, starts: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         hidden = self.forward.embedded(modules, tokens, starts)
         return (hidden,) if starts is None else (hidden, starts)
 
     def _layer(
-        self, number: int, modules: Mapping[str, nn.Module], hidden: Tensor, *starts: Tensor
+        self, number: int, modules: Modules, hidden: Tensor, *starts: Tensor
     ) -> tuple[Tensor, ...]:
         args, kwargs = self.forward.arguments(hidden, *starts)[number]
         [layer] = modules.values()
@@ -260,14 +260,10 @@ class SplitModel:
         return output[0] if isinstance(output, tuple) else output, *starts
 
     # Nothing after the layers looks at documents.
-    def _norm(
-        self, modules: Mapping[str, nn.Module], hidden: Tensor, *_: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _norm(self, modules: Modules, hidden: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         return (self.forward.normed(modules, hidden),)
 
-    def _logits(
-        self, modules: Mapping[str, nn.Module], hidden: Tensor, *_: Tensor
-    ) -> tuple[Tensor, ...]:
+    def _logits(self, modules: Modules, hidden: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         [head] = modules.values()
         if self.head_is_plain:
             weight: Any = head.weight

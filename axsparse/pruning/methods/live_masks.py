@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from axsparse.models.layer import Ties
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.mask_file import write_masks
 from axsparse.pruning.targets import Targets
@@ -28,8 +29,7 @@ class LiveMasks:
     """The pruned tensors of one rank, and the other ranks to agree with on their masks."""
 
     layers: Sequence[BuiltLayer]
-    ties: Mapping[str, str]
-    """Maps the name of each second use of a weight to the name of the first."""
+    ties: Ties
     targets: Targets
     options: StateOptions
     coords: RankCoords
@@ -126,7 +126,7 @@ class ScoredTensor:
 def masks_of_start(
     targets: Targets,
     criterion: Criterion,
-    values: Iterable[tuple[str, Callable[[], Tensor]]],
+    values: Iterable[tuple[str, Weight]],
     total: Callable[[Tensor], Tensor],
 ) -> ScoredMasks:
     """Masks by the initial weights, drawn before any state is built. `values` has, by name,
