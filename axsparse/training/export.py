@@ -215,12 +215,18 @@ def export_folder(
     buffer that no file has; `dtype(name)` is the type in which a parameter is written. The other
     files of the folder are copies. Raises what `export` raises.
     """
+
+    def value(layer: str, name: str, dtype: torch.dtype) -> Tensor:
+        found = read(layer, name)
+        assert found is not None, f"{name} has no value"
+        return found.to(dtype)
+
     known: dict[str, tuple[TensorHeader, Value]] = {}
     for layer in profiled.layers:
         for each in layer.parameters:
             if each.name not in profiled.ties:
                 header = TensorHeader(dtype(each.name), tuple(each.shape))
-                known[each.name] = header, partial(_read_as, header, read, layer.name, each.name)
+                known[each.name] = header, partial(value, layer.name, each.name, header.dtype)
         for buffer in (each for each in layer.buffers if each.persists):
             tensor = read(layer.name, buffer.name)
             if tensor is not None:
@@ -228,14 +234,6 @@ def export_folder(
     types = Counter(known[name][0].dtype for name in profiled.shapes if name in known)
     files, _ = hf_files(config.model, types.most_common(1)[0][0], None)
     return _write(path.absolute(), _published(config.model, known), files, 0, force=True)
-
-
-def _read_as(
-    header: TensorHeader, read: Callable[[str, str], Tensor | None], layer: str, name: str
-) -> Tensor:
-    value = read(layer, name)
-    assert value is not None, f"{name} has no value"
-    return value.to(header.dtype)
 
 
 def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, force: bool) -> int:

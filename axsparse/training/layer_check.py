@@ -73,6 +73,11 @@ SHARDED = (
     '"replicated", or move it behind the rowwise module (Layer.tp_plan)'
 )
 """The likely cause where tensor-parallel ranks compute something else than one."""
+RECOMPUTED = (
+    "a second forward of it, for the backward, may give something else: try "
+    "pipeline.checkpoint_activations: 0"
+)
+DRAWN = "a backward must follow from its inputs alone: draw random numbers in the forward"
 
 
 def is_checked(model: Model, setting: bool | str) -> bool:
@@ -231,7 +236,10 @@ def _plain_module(
     buffers; a module that the user holds has its own tensors again afterwards."""
     module = given_module(layer.spec)
     if module is None:
-        yield _filled(_rebuilt(layer.spec, seed), layer.spec.name, weights, record)
+        if layer.spec.init is None:
+            seed_all(seed, layer.spec.name, "init")  # as when the stage built it
+        made = layer.spec.build() if layer.spec.init is None else on_meta(layer.spec)
+        yield _filled(made, layer.spec.name, weights, record)
         return
     data = [(parameter, parameter.data) for parameter in module.parameters()]
     own = [(slot, slot.tensor) for slot in slots(module)]
@@ -243,13 +251,6 @@ def _plain_module(
                 slot.put(buffer)
             for parameter, tensor in data:
                 parameter.data = tensor
-
-
-def _rebuilt(spec: Layer, seed: int) -> nn.Module:
-    if spec.init is not None:
-        return on_meta(spec)
-    seed_all(seed, spec.name, "init")  # as when the stage built it
-    return spec.build()
 
 
 def _filled(
@@ -301,20 +302,20 @@ class _Comparison:
         except Exception as reason:
             raise ConfigError(
                 f"layer {name}: the module as it was given fails in plain torch with "
-                f"{one_line(reason)}, and did not in the run; {self._suggestion('')}"
+                f"{one_line(reason)}, and did not in the run; {self._suggestion()}"
             ) from reason
         found = self._difference(plain)
         if self._changes_from_call_to_call(plain):
             raise ConfigError(
                 f"layer {name}: its result changes from call to call; draw from the global random "
-                f"generators, and keep what changes in buffers; {self._suggestion('')}"
+                f"generators, and keep what changes in buffers; {self._suggestion()}"
             )
         if found is None:
             return
         what, difference, largest = found
         raise ConfigError(
             f"layer {name}: {what} differs from plain torch by {difference:.2g}, where the "
-            f"largest entry is {largest:.2g}; {self._suggestion(self._cause(what))}"
+            f"largest entry is {largest:.2g}; {self._suggestion(what)}"
         )
 
     @torch.no_grad()
@@ -337,7 +338,7 @@ class _Comparison:
                     f"layer {name}: output {number} differs by {found[0]:.2g}, where the largest "
                     f"entry is {found[1]:.2g}, if its inputs are not rounded to "
                     f"{self.plan.config.precision} before; shift and scale samples in the "
-                    f"data set, or set precision: fp32; {self._suggestion('')}"
+                    f"data set, or set precision: fp32; {self._suggestion()}"
                 )
 
     @torch.no_grad()
@@ -406,22 +407,16 @@ class _Comparison:
             apart[name] = difference, largest
         return apart
 
-    def _cause(self, what: str) -> str:
-        """The likely cause in few words; empty if it is of no known kind."""
-        if any(tensor.shard is not None for tensor in self.layer.state.tensors):
-            return SHARDED
-        if what.startswith(("output", "buffer", "the number of outputs")):
-            return ""
-        if self.plan.config.pipeline.checkpoint_activations:
-            return (
-                "a second forward of it, for the backward, may give something else: try "
-                "pipeline.checkpoint_activations: 0"
-            )
-        return "a backward must follow from its inputs alone: draw random numbers in the forward"
-
-    @staticmethod
-    def _suggestion(cause: str) -> str:
-        return f"{cause + '; ' if cause else ''}train.check_layers: false runs it nevertheless"
+    def _suggestion(self, what: str = "") -> str:
+        """How to run nevertheless, behind the likely cause where `what` differs, if it is of a
+        known kind."""
+        ways = ["train.check_layers: false runs it nevertheless"]
+        if what and any(tensor.shard is not None for tensor in self.layer.state.tensors):
+            ways = [SHARDED, *ways]
+        elif what.startswith("the gradient"):
+            is_twice = self.plan.config.pipeline.checkpoint_activations
+            ways = [RECOMPUTED if is_twice else DRAWN, *ways]
+        return "; ".join(ways)
 
 
 def _summed(state: LayerState, tensor: TensorState, start: int, stop: int) -> Tensor:

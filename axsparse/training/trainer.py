@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
@@ -204,12 +204,8 @@ class Trainer:
         resume: str | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Build all that this rank trains with, its state built or read. All ranks call this
-        together.
-
-        The arguments and errors are as in `__init__`. Data are opened on first and last stages
-        only. A quiet run saves nothing, and no signal stops it.
-        """
+        """Build all that this rank trains with; arguments and errors are as in `__init__`. A quiet
+        run saves nothing, and no signal stops it. All ranks call this together."""
         # The settings, this rank among the others, and what is to be trained.
         starts = {"quiet": quiet, "resume": resume is not None, "overwrite": overwrite}
         together(job.transport, lambda: reject_arguments(optimizer, learning_rate, starts))
@@ -779,30 +775,27 @@ class Trainer:
         """The function that has policies of this rank run the actions of other ranks' ones: of its
         tensor-parallel group, and in training of all replicas where these gather weights and
         arrivals decide the order."""
-        grid = self.coords.grid
-        here = [(self.coords.replica, tp_rank) for tp_rank in range(grid.g_tensor)]
-        evaluating = training = self._actions(here)
+        coords, grid = self.coords, self.coords.grid
+        transport, on_gpus = self.placement.transport, self.placement.gpu is not None
+
+        def broadcast(replicas: Iterable[int]) -> ActionBroadcast | None:
+            every = itertools.product(replicas, range(grid.g_tensor))
+            ranks = [grid.rank(coords.stage, *member) for member in every]
+            if len(ranks) == 1:
+                return None
+            group = transport.collective(f"actions of {len(ranks)} ranks", ranks)
+            return ActionBroadcast(group, transport.backoff, on_gpus=on_gpus)
+
+        evaluating = training = broadcast([coords.replica])
         is_driven = grid.g_inter > 1 and self.config.pipeline.schedule == "message-driven"
         if is_driven and self.plan.gathers_weights:
-            every = itertools.product(range(grid.g_data), range(grid.g_tensor))
-            training = self._actions(list(every))
+            training = broadcast(range(grid.g_data))
 
         def around(policy: Policy, is_evaluation: bool) -> Policy:
             actions = evaluating if is_evaluation else training
             return policy if actions is None else Lockstep(actions, action, policy)
 
         return around
-
-    def _actions(self, members: Sequence[tuple[int, int]]) -> ActionBroadcast | None:
-        """The broadcast of actions among ranks of this stage, by replica and tensor-parallel rank;
-        None for this rank alone."""
-        transport, coords = self.placement.transport, self.coords
-        if len(members) == 1:
-            return None
-        ranks = [coords.grid.rank(coords.stage, *member) for member in members]
-        group = transport.collective(f"actions of {len(ranks)} ranks", ranks)
-        on_gpus = self.placement.gpu is not None
-        return ActionBroadcast(group, transport.backoff, on_gpus=on_gpus)
 
     def _recorded_step(self) -> StepResult:
         self.activity.at("training", self.steps_done + 1)
