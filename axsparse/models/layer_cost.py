@@ -210,8 +210,11 @@ class Tracer:
         return [(tensor.shape, tensor.dtype) for tensor in self._flow]
 
     def run(self, name: str, module: nn.Module) -> tuple[float, Activations]:
-        """Flops and activations of one sample's forward through the next layer. Matrix products,
-        convolutions and attention are counted. Raises CostError for a layer that does not run."""
+        """Flops and activations of one sample's forward through the next layer.
+
+        Matrix products, convolutions and attention are counted. Raises CostError for a
+        layer that does not run.
+        """
         if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             module = copy.deepcopy(module)  # The module may be the user's.
         module = module.to(device=self.device or "meta", dtype=self._dtype).train()

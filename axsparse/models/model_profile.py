@@ -176,8 +176,10 @@ class ModelProfile:
 
     @property
     def counted(self) -> list[str]:
-        """Names of the trained parameters, in model order, a tied weight once. The gradient norm is
-        taken over these."""
+        """Names of the trained parameters, in model order, a tied weight once.
+
+        The gradient norm is taken over these.
+        """
         return [parameter.name for parameter in self._parameters() if parameter.trained]
 
     def _parameters(self) -> Iterator[ParameterInfo]:
@@ -304,8 +306,10 @@ def match(patterns: Sequence[str], names: Sequence[str], where: str, none: str) 
 
 
 def named_value(key: str, entry: str, below: float, form: str) -> tuple[str, float]:
-    """The pattern and the number of an entry `pattern=number` of the setting `key`. ConfigError,
-    which says the form, unless the number is at least 0 and less than `below`."""
+    """The pattern and the number of an entry `pattern=number` of the setting `key`.
+
+    ConfigError, which says the form, unless the number is at least 0 and less than `below`.
+    """
     pattern, _, number = entry.rpartition("=")
     try:
         value = float(number)

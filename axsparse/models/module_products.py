@@ -25,8 +25,11 @@ Sizes = tuple[int, ...]
 
 
 class Products(Protocol):
-    """Takes part in the products of one module. To add one, implement these members and hand a
-    module's `product_forward` to `forwards_in_place`."""
+    """Takes part in the products of one module.
+
+    To add one, implement these members and hand a module's `product_forward` to
+    `forwards_in_place`.
+    """
 
     @property
     def weight(self) -> nn.Parameter:

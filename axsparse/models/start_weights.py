@@ -83,8 +83,11 @@ def _reject_unsafe_torch(path: Path) -> None:
 
 
 class TorchFile:
-    """A state dict that `torch.save` wrote, mapped into memory. Torch cannot map files from before
-    version 1.6: they are read entirely, and held until the model is built."""
+    """A state dict that `torch.save` wrote, mapped into memory.
+
+    Torch cannot map files from before version 1.6: they are read entirely, and held until the model
+    is built.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises DataError if the file is not a state dict, or holds other things than tensors."""
@@ -121,7 +124,9 @@ class TorchFile:
 
 def open_weights(path: str | Path) -> WeightFile:
     """Open a file of weights, or the safetensors of a folder that Hugging Face's library wrote.
-    Raises MissingInputError if it cannot be read, DataError if it holds no weights."""
+
+    Raises MissingInputError if it cannot be read, DataError if it holds no weights.
+    """
     path = Path(expanded(path))
     suggestion = "name a safetensors file or a state dict of torch's"
     with reading(f"weights {str(path)!r}:", suggestion):

@@ -102,7 +102,9 @@ class Criterion:
 
     def scores(self, name: str, shape: Shape, weight: Weight) -> tuple[Tensor, Keys]:
         """The flat fp32 scores of a tensor, without NaN, and the keys that put them in order.
-        Raises ConfigError if a custom score does not fit its tensor."""
+
+        Raises ConfigError if a custom score does not fit its tensor.
+        """
         if self.score == "magnitude":
             return weight().view(-1), by_magnitude
         if self.score == "random":
@@ -182,8 +184,10 @@ def _mask_of_stack(
 
 
 def configured_criterion(config: Config, score: Score | None) -> Criterion:
-    """The criterion of a configuration's pruning method; `score` is the user's own, if any. Raises
-    ConfigError if the method needs such a score and has none, or has one already."""
+    """The criterion of a configuration's pruning method; `score` is the user's own, if any.
+
+    Raises ConfigError if the method needs such a score and has none, or has one already.
+    """
     pruning = config.pruning
     if pruning.method == "custom" and score is None and pruning.mask is None:
         raise ConfigError(

@@ -36,8 +36,10 @@ HowMany: TypeAlias = "float | tuple[int, int]"
 
 
 class WandaStatistics:
-    """Gathers sums of squares of the inputs of one matrix, then prunes the matrix. A method has the
-    functions of this class, and its name in `METHODS`."""
+    """Gathers sums of squares of the inputs of one matrix, then prunes the matrix.
+
+    A method has the functions of this class, and its name in `METHODS`.
+    """
 
     changes_weights = False
     """Whether `prune` changes kept weights, too."""
@@ -261,8 +263,10 @@ class ProductStatistics:
             self._tokens[number] += len(inputs)
 
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
-        """The bool mask and the weights of all matrices, see `WandaStatistics.prune`. An expert
-        that no token met is pruned by magnitude: as if it had met each input once, alone."""
+        """The bool mask and the weights of all matrices, see `WandaStatistics.prune`.
+
+        An expert that no token met is pruned by magnitude: as if it had met each input once, alone.
+        """
         if weight.dim() == 2:
             mask, after = self._each[0].prune(self._rows(weight).contiguous(), how_many)
             return self._rows(mask), self._rows(after)

@@ -119,8 +119,10 @@ class LayerPruning:
     def draw(
         self, built: BuiltLayer, pass_samples: Callable[[], None], masks: CalibratedMasks
     ) -> None:
-        """Draw the masks of one layer and put them into its weights. `pass_samples` runs the layer
-        on the inputs that decide; it is called if any do."""
+        """Draw the masks of one layer and put them into its weights.
+
+        `pass_samples` runs the layer on the inputs that decide; it is called if any do.
+        """
         weights = {
             tensor.name: tensor.parameter.detach()
             for tensor in built.state.owned

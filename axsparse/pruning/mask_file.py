@@ -114,8 +114,10 @@ class MaskFile:
 
 
 def open_masks(path: str | Path) -> MaskFile:
-    """Open a mask file, or the mask file of a run directory. Raises MissingInputError if it cannot
-    be read, DataError if it holds no masks."""
+    """Open a mask file, or the mask file of a run directory.
+
+    Raises MissingInputError if it cannot be read, DataError if it holds no masks.
+    """
     path = Path(expanded(path))
     if path.is_dir():
         path /= MASK_FILE

@@ -46,8 +46,11 @@ DEVICE_CHUNK = 1 << 24
 
 
 def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bool) -> None:
-    """Add values to int64 sums, `(kept,)`, or store them if not `adds`. `most`, fp32 `(1,)`, has
-    the largest absolute value so far, and is not finite once a value is not."""
+    """Add values to int64 sums, `(kept,)`, or store them if not `adds`.
+
+    `most`, fp32 `(1,)`, has the largest absolute value so far, and is not finite once a value is
+    not.
+    """
     assert sums_K.shape == values_K.shape, f"{tuple(values_K.shape)} for {tuple(sums_K.shape)}"
     if values_K.is_cpu and can_compile():
         # In one pass, with the bits of the operations below wherever all entries fit.

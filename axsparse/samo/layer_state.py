@@ -143,7 +143,9 @@ class OptimizerState:
 
     def full_master(self, tensor: TensorState) -> Tensor:
         """The fp32 masters of all kept entries, `(kept,)`, on the layer's device; may be a view.
-        All replicas call this together where the state is sharded."""
+
+        All replicas call this together where the state is sharded.
+        """
         if self._master_K is None:
             return self.read_master(tensor, 0, tensor.kept)
         read = partial(self.read_master, tensor)
@@ -170,7 +172,9 @@ class OptimizerState:
 
     def relocate(self, relocation: Relocation) -> None:
         """Move all values to their places in the shares, which have just been laid out anew.
-        Buffers are replaced one at a time. All replicas call this together."""
+
+        Buffers are replaced one at a time. All replicas call this together.
+        """
         self.finish_copies()
         if self._master_K is not None:
             self._master_K = self._relocated(relocation, self._master_K)

@@ -27,8 +27,11 @@ _QUIET_NAN = 0x7FC0
 
 
 def cpu_multiplies(dtype: torch.dtype) -> bool:
-    """Whether this CPU has instructions for products of a type, as oneDNN says. Without them torch
-    multiplies bf16 and fp16 by plain loops. Other processors than x86 are taken to have them."""
+    """Whether this CPU has instructions for products of a type, as oneDNN says.
+
+    Without them torch multiplies bf16 and fp16 by plain loops. Other processors than x86 are taken
+    to have them.
+    """
     checks = {
         torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
         torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
@@ -45,7 +48,9 @@ def accumulates_in_half(microbatches: int) -> bool:
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
     """fp32 values in a weight's type: bf16 with ties away from zero, others as torch rounds.
-    Returns `values` itself for fp32."""
+
+    Returns `values` itself for fp32.
+    """
     if dtype != torch.bfloat16:
         return values.to(dtype)
     high = ((values.view(torch.int32) + _HALF_UNIT) >> 16).to(torch.int16)

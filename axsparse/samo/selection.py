@@ -83,8 +83,10 @@ def histogram(scores: Tensor, keys: Keys, upper: int | None = None) -> Tensor:
 
 
 def threshold_bin(counts: Tensor, keep: int) -> tuple[int, int]:
-    """The bin in which the `keep`-th largest falls, and how many of that bin are kept. `keep` is at
-    least 1 and at most the sum of the counts."""
+    """The bin in which the `keep`-th largest falls, and how many of that bin are kept.
+
+    `keep` is at least 1 and at most the sum of the counts.
+    """
     from_top = counts.flip(0).cumsum(0)
     place = int(torch.searchsorted(from_top, torch.tensor(keep)))
     above = int(from_top[place - 1]) if place else 0
@@ -92,8 +94,11 @@ def threshold_bin(counts: Tensor, keep: int) -> tuple[int, int]:
 
 
 def find_threshold(count: Callable[[int | None], Tensor], keep: int) -> Threshold:
-    """The threshold that keeps exactly `keep` of all scores. `count(upper)` is their `histogram`,
-    summed over tensors and ranks; the threshold's `ties` are of all of them."""
+    """The threshold that keeps exactly `keep` of all scores.
+
+    `count(upper)` is their `histogram`, summed over tensors and ranks; the threshold's `ties`
+    are of all of them.
+    """
     if keep == 0:
         return Threshold(2**31 - 1, 0)
     upper, inside = threshold_bin(count(None), keep)
@@ -124,7 +129,10 @@ def select(scores: Tensor, keys: Keys, threshold: Threshold) -> Tensor:
 
 def largest(scores: Tensor, keep: int, keys: Keys = by_value) -> Tensor:
     """The flat mask of the `keep` largest scores, on their device; among equal ones, lower
-    positions first. `scores` is 1-D fp32 without NaN."""
+    positions first.
+
+    `scores` is 1-D fp32 without NaN.
+    """
     parts = [*_kept(scores, keys, threshold_of(scores, keep, keys))]
     return torch.cat([*parts, scores.new_empty(0, dtype=torch.bool)])
 

@@ -177,8 +177,10 @@ class Shares:
 
 
 class Relocation:
-    """How values move in a layer's flat buffers when the mask of one of its tensors shrinks. Made
-    before `Shares.lay_out` lays the shares out anew; values move after it."""
+    """How values move in a layer's flat buffers when the mask of one of its tensors shrinks.
+
+    Made before `Shares.lay_out` lays the shares out anew; values move after it.
+    """
 
     def __init__(self, mask_D: Tensor, changed: TensorState, shares: Shares) -> None:
         """`mask_D` is the flat mask of `changed`, on the layer's device."""
@@ -193,8 +195,10 @@ class Relocation:
         return before[self._stays_K]
 
     def all_owned(self, held: Tensor) -> Tensor:
-        """A buffer of all owned entries as they were, from this replica's held ones. All replicas
-        call this together where the state is sharded."""
+        """A buffer of all owned entries as they were, from this replica's held ones.
+
+        All replicas call this together where the state is sharded.
+        """
         if not self._shares.is_sharded:
             return held
         complete = held.new_zeros(self._bounds[-1])

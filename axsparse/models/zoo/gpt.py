@@ -28,7 +28,9 @@ INIT_STD = 0.02
 
 class Head(nn.Module):
     """The final norm: (B, S, H) to (B, S, H), returned with the weight (V, H) of the projection.
-    `linear_cross_entropy` computes the logits from the two, some of them at a time."""
+
+    `linear_cross_entropy` computes the logits from the two, some of them at a time.
+    """
 
     def __init__(self, config: GptConfig) -> None:
         super().__init__()
@@ -113,8 +115,10 @@ RESIDUAL = ("attention.proj.weight", "fc2.weight")
 
 
 def gpt(config: GptConfig, sequence_length: int) -> Model:
-    """A GPT of `num_layers + 2` layers; the embedding's weight is `token.weight`. `sequence_length`
-    is the data's; only the layers' costs depend on it."""
+    """A GPT of `num_layers + 2` layers; the embedding's weight is `token.weight`.
+
+    `sequence_length` is the data's; only the layers' costs depend on it.
+    """
     s, init = sequence_length, partial(init_parameter, config.num_layers, RESIDUAL)
     size = config.hidden_size // config.num_heads
     plan: dict[str, TpStyle | str] = {
@@ -187,8 +191,10 @@ def gpt2_name(name: str, prefix: str = PREFIX) -> str:
 
 
 def turned(name: str, tensor: Tensor) -> Tensor:
-    """A GPT's tensor of a global name, transposed if the two libraries store it differently. The
-    same function converts in both directions."""
+    """A GPT's tensor of a global name, transposed if the two libraries store it differently.
+
+    The same function converts in both directions.
+    """
     return tensor.t() if name.startswith("block") and tensor.dim() == 2 else tensor
 
 

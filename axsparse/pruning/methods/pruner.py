@@ -73,8 +73,10 @@ class Pruner(Protocol):
         """A text for the user about a search that a run's end now would cut short; None if none."""
 
     def state(self) -> PrunerState:
-        """The state that `restore` needs, as a copy that later steps do not change. Called after
-        `before_step` and before the step."""
+        """The state that `restore` needs, as a copy that later steps do not change.
+
+        Called after `before_step` and before the step.
+        """
 
     def restore(self, method_state: MethodState, read: Read) -> None:
         """Continue from the state of another run with the same settings, under any layout.
@@ -114,8 +116,10 @@ class MaskUpdate:
 
 @dataclass(frozen=True)
 class MethodState:
-    """How far a method has come, in numbers that are the same on all ranks. Each method uses only
-    some of the fields."""
+    """How far a method has come, in numbers that are the same on all ranks.
+
+    Each method uses only some of the fields.
+    """
 
     is_done: bool = False
     """Whether the method will change no mask any more."""

@@ -46,8 +46,10 @@ NORM_TOLERANCE = 1e-11
 
 
 def compress(index: DeviceIndex, dense_D: Tensor, gradient_K: Tensor, *, accumulate: bool) -> None:
-    """Move a dense gradient's kept entries into `gradient_K`, or add them to it. `dense_D` has the
-    weight's type, `gradient_K` the same or fp32."""
+    """Move a dense gradient's kept entries into `gradient_K`, or add them to it.
+
+    `dense_D` has the weight's type, `gradient_K` the same or fp32.
+    """
     check(dense_D, "dense gradient", tuple(NUMBERS), index.numel)
     check(gradient_K, "gradient", (dense_D.dtype, torch.float32), index.kept)
     types = f"{NUMBERS[dense_D.dtype]}, {NUMBERS[gradient_K.dtype]}"
@@ -108,8 +110,11 @@ def finish_exact(launch: Launcher, sums: Tensor, part: slice, unit: float) -> No
 
 
 def sum_squares(launch: Launcher, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Sum the squares of gradients, many tensors in a launch. Each part is a gradient of some kept
-    entries and the fp64 tensor that receives its sums, one for each block of 65,536 entries."""
+    """Sum the squares of gradients, many tensors in a launch.
+
+    Each part is a gradient of some kept entries and the fp64 tensor that receives its sums, one for
+    each block of 65,536 entries.
+    """
     alike: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for gradient_K, partials in parts:
         check(gradient_K, "gradient", tuple(NUMBERS), gradient_K.numel())

@@ -66,8 +66,10 @@ class CompileError(RuntimeError):
 
 
 class Loop:
-    """A function over arrays, numbers, None and tuples of these. Nothing is returned and nothing is
-    checked. Other threads of Python run meanwhile."""
+    """A function over arrays, numbers, None and tuples of these.
+
+    Nothing is returned and nothing is checked. Other threads of Python run meanwhile.
+    """
 
     def __init__(self, module: str, name: str) -> None:
         """`module` is loaded by the compiling process only, so it may import numba."""
@@ -87,8 +89,10 @@ class Loop:
         return _of_numbers(self, count)
 
     def load(self, kinds: tuple[Kind, ...]) -> Any:
-        """The function for arguments of these types, compiled if no run has done so before. Raises
-        CompileError."""
+        """The function for arguments of these types, compiled if no run has done so before.
+
+        Raises CompileError.
+        """
         with self._lock:
             if kinds not in self._functions:
                 key = _key(self._module, self._name, kinds)

@@ -28,8 +28,10 @@ alloca_once, for_range = _cgutils.alloca_once, _cgutils.for_range
 
 
 def compiled(function: Callable[..., Any], **settings: Any) -> Any:
-    """A function that numba compiles, without the parts that only Python needs to call it. Of an
-    argument that is None, numba leaves out what follows `if argument is not None`."""
+    """A function that numba compiles, without the parts that only Python needs to call it.
+
+    Of an argument that is None, numba leaves out what follows `if argument is not None`.
+    """
     bare = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     # In Python's error model every division would be tested for zero, one at a time.
     return _njit(nogil=True, error_model="numpy", **bare, **settings)(function)

@@ -244,8 +244,11 @@ def host_positions(index: Index) -> Tensor:
 
 
 def make_index(mask_D: Tensor, kind: IndexKind = "int32") -> Index:
-    """The index of a flat boolean mask (True: kept). A mask that keeps everything becomes a
-    `FullIndex`, whatever `kind` says. Raises ConfigError where `encoding_of` does."""
+    """The index of a flat boolean mask (True: kept).
+
+    A mask that keeps everything becomes a `FullIndex`, whatever `kind` says. Raises ConfigError
+    where `encoding_of` does.
+    """
     numel, kept = mask_D.numel(), int(mask_D.count_nonzero())
     if kept == numel:
         return FullIndex(numel)
