@@ -259,7 +259,8 @@ class Tracer:
         return counter.get_total_flops() / self._samples, activations
 
     def loss_sums(self, loss: Callable[..., Tensor]) -> LayerSums:
-        """Sums over tensor-parallel ranks in the loss of outputs whose first has a row a target."""
+        """Sums over tensor-parallel ranks in the loss of the last outputs, the first of which has a
+        row for each target."""
         assert self._counter is not None, "layers are sharded"
         self._counter.begin()
         with preserved_rng():

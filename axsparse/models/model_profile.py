@@ -83,7 +83,8 @@ class ParameterInfo:
 
     @property
     def matrices(self) -> tuple[int, tuple[int, ...]]:
-        """The number of separately pruned matrices, and their shape: (outputs, inputs) if known."""
+        """The number of matrices that are pruned each by itself, and their shape; with an
+        `input_dim` (outputs, inputs)."""
         if self.input_dim is None:
             return 1, self.shape
         *experts, first, second = self.shape

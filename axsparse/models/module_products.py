@@ -134,7 +134,8 @@ def _gradients(
     saved: tuple[Tensor, Tensor],
     compute: Callable[..., list[Tensor]],
 ) -> list[Tensor | None]:
-    """The gradients that autograd receives: all that products, in plain backwards, do not take."""
+    """The gradients that autograd receives: all of them, unless the products take them, which they
+    do in a plain backward only."""
     if not any(_wanted(ctx, place) for place in places):
         return [None] * len(places)
     if torch.is_grad_enabled() or not _accumulates(ctx, places[0]):

@@ -625,7 +625,8 @@ class _Split:
     def _ran(
         self, tree: nn.Module, first: int, stop: int, values: Mapping[Name, Tensor]
     ) -> tuple[Any, bool]:
-        """The forward from segment `first` on: arguments of call `stop`, or result and True."""
+        """Run the forward from segment `first` on: what call `stop` is given and False, or the
+        result and True."""
         inputs = [values.get(("input", number, 0)) for number in range(len(self._dtypes))]
         with ExitStack() as before:
             seen: dict[Name, Tensor] = {}

@@ -308,7 +308,8 @@ def _check_shape(
 
 
 def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:
-    """DataError for a tied weight of two values; `seconds` maps second names to first ones."""
+    """DataError if a file has a tied weight twice, with two values; `seconds` maps second names to
+    first ones, as in the file."""
     for second, first in seconds.items():
         if second in file.shapes and not torch.equal(file.read(second), file.read(first)):
             raise DataError(

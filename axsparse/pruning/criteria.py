@@ -208,7 +208,8 @@ def configured_criterion(config: Config, score: Score | None) -> Criterion:
 
 
 def _reject_arguments(config: Config, score: Score) -> None:
-    """ConfigError for a score with other arguments than the method has when it draws masks."""
+    """ConfigError for a score that cannot be called with the arguments that the method has when it
+    draws masks."""
     pruning = config.pruning
     found = _signature(score)
     if found is None:

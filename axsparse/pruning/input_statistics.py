@@ -189,7 +189,8 @@ Method: TypeAlias = type[WandaStatistics] | type[SparseGptStatistics]
 METHODS: dict[str, Method] = {"wanda": WandaStatistics, "sparsegpt": SparseGptStatistics}
 """The methods that calibration samples decide, by their names in the settings."""
 STATISTICS: dict[str, Method] = {**METHODS, "custom": WandaStatistics}
-"""The statistics of a method; `custom` gathers some if its score takes `inputs`, then selects."""
+"""The statistics that a method gathers; `custom` does so if its score takes `inputs`, and then
+selects by itself."""
 
 
 # -- products -----------------------------------------------------------------------------

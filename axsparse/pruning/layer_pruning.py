@@ -79,11 +79,13 @@ class LayerPruning:
     """One of `input_statistics.STATISTICS`, or a method that looks at weights alone."""
     targets: Targets
     criterion: Criterion
-    """Draws the masks if its score takes inputs. Its pattern, if any, replaces sparsities."""
+    """The criterion of the masks if its score is custom and takes inputs. Its pattern, if it has
+    one, replaces sparsities."""
     ties: Ties
 
     def check(self, layers: Sequence[Layer]) -> None:
-        """ConfigError for a matrix whose inputs should decide, but in no product or two layers."""
+        """ConfigError for a matrix of these layers whose inputs decide in no product, or in two
+        layers."""
         twice = {*self.ties, *self.ties.values()} & {*self.targets.shapes}
         if twice:
             raise ConfigError(
@@ -162,7 +164,8 @@ class LayerPruning:
         statistics: ProductStatistics | None,
         masks: CalibratedMasks,
     ) -> None:
-        """Draw a matrix's mask, put its kept entries into `weight`, and free what that takes."""
+        """Draw the mask of a matrix and put its kept entries into `weight`; what it takes is
+        freed."""
         if self.criterion.sees_inputs or statistics is None:
             criterion = replace(self.criterion, input_dims=self.targets.input_dims)
             if statistics is not None:

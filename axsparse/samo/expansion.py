@@ -38,7 +38,8 @@ class Expansion:
     def __init__(
         self, dtype: torch.dtype, device: torch.device, gather: LayerGather | None = None
     ) -> None:
-        """`dtype` is the training precision. `gather` brings weights of other replicas, if any."""
+        """`dtype` is the training precision. `gather` brings weights that this replica does not
+        have; None if it has all."""
         self.dtype = dtype
         self.gather = gather
         self._memory = torch.empty(0, dtype=dtype, device=device)
@@ -73,7 +74,8 @@ class Expansion:
             self.gather.resize(max(sparse, default=0), self._memory)
 
     def add(self, tensor: TensorState, layer: LayerState) -> None:
-        """Make a tensor's parameter a view of the memory, which grows if it has to."""
+        """Give a tensor of a layer its place in the memory, which grows if it has to; the parameter
+        becomes a view of it."""
         self.release()
         each = ALIGNED // self.dtype.itemsize
         ends = [

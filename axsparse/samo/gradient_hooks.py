@@ -53,7 +53,8 @@ class GradientCollector:
         on_ready: Callable[[LayerState], None],
         timed: Callable[[bool], AbstractContextManager[object]],
     ) -> None:
-        """`timed(is_last)` is entered around compressions; the step's last backward is last."""
+        """`timed(is_last)` is entered around each compression; `is_last` says whether the backward
+        is the step's last."""
         self._layers = layers
         self._on_ready = on_ready
         self._timed = timed
@@ -108,7 +109,8 @@ class GradientCollector:
                 self._on_ready(layer)
 
     def finish(self) -> list[str]:
-        """Close the step; returns the tensors without a gradient, whose gradients become zero."""
+        """Close the step; returns the names of the tensors that no microbatch gave a gradient,
+        whose gradients become zero."""
         unused = []
         for layer in self._layers:
             self._add_waiting(layer)
@@ -212,7 +214,8 @@ class GradientCollector:
         self._complete(*self._tensors[weight])
 
     def add_kept(self, tensor: TensorState, values_K: Tensor) -> None:
-        """Add kept entries of a part of a microbatch's gradient, whose sum `complete` adds."""
+        """Add the kept entries of a part of a microbatch's gradient, which `complete` accumulates
+        with the other parts."""
         before = self._sampled.get(tensor.name)
         self._sampled[tensor.name] = values_K if before is None else before.add_(values_K)
 

@@ -97,7 +97,8 @@ def _construct_layer(
     untrained: dict[str, nn.Parameter],
     options: StateOptions,
 ) -> BuiltLayer:
-    """Build one layer; later aliases find its tensors in `tensors` or `untrained`."""
+    """Build one layer and enter its tensors into `tensors`, or into `untrained`, where later
+    aliases find them."""
     module, values = _skeleton(layer, ties, options)
     _fill_buffers(layer, module, options)
     sharding = options.sharding
@@ -192,7 +193,8 @@ def given_value(start: StartValues | None, name: str, stored: Tensor) -> Tensor:
 
 
 def fill(state: LayerState, tensor: TensorState, value: Tensor) -> None:
-    """Set a tensor's kept weights from dense fp32 values of the full one."""
+    """Set the kept weights of a tensor from dense fp32 values of the full one, which are freed on
+    return."""
     value_D = tensor.of_full(value.view(-1).to(state.backend.device))
     for start, stop in tensor.blocks():
         kept_K = tensor.index.gather(value_D, start, stop)

@@ -60,7 +60,8 @@ class OptimizerState:
     def __init__(
         self, shares: Shares, stored: StateFormat, backend: Backend, *, gathers: bool
     ) -> None:
-        """Moments are allocated when first asked for. `gathers` is as in `LayerState`."""
+        """`write_master` fills the masters; moments are allocated when first asked for. `gathers`
+        as in `LayerState`."""
         self._shares = shares
         self._backend = backend
         self._master_K = None
@@ -311,7 +312,8 @@ class LayerState:
 
     def _lay_gradient(self, accumulator: Tensor) -> None:
         self.accumulator = accumulator
-        """The flat sums of microbatches, uses and replicas: the gradient, or exact integers."""
+        """The sums of microbatches, uses and replicas, flat: the gradient itself, or integers
+        (`samo/fixed_point.py`)."""
         self.gradient = accumulator
         """The gradient of all tensors, flat. Where sums are integers, `finish_gradient` makes the
         gradient from the sums, in the memory of the sums."""

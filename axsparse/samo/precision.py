@@ -59,6 +59,7 @@ def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def array_of(values: Tensor) -> NDArray[Any]:
-    """A tensor on the host as numpy has it: types of two bytes as their bits."""
+    """A tensor on the host as numpy and compiled loops take it: one of two bytes as its bits, since
+    numpy has no bf16."""
     array: NDArray[Any] = (values.view(torch.uint16) if values.itemsize == 2 else values).numpy()
     return array

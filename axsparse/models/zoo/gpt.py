@@ -48,7 +48,8 @@ def init_parameter(
     shape: tuple[int, ...],
     generator: torch.Generator,
 ) -> Tensor:
-    """Start values: matrices N(0, 0.02²), residual ones over √(2 · layers); gains 1, biases 0."""
+    """Start values: matrices N(0, 0.02²), residual projections divided by √(2 · layers); gains of
+    norms 1, biases 0."""
     if len(shape) == 1:
         is_gain = "norm" in name and name.endswith("weight")
         return torch.full(shape, 1.0 if is_gain else 0.0)

@@ -254,7 +254,8 @@ class Forward:
     # -- what a run shows --------------------------------------------------------------------
 
     def _watch(self) -> _Watched:
-        """A forward of two tokens, by layers that return tensors or tuples; or ConfigError."""
+        """A forward of two tokens, whose layers return tensors or else tuples; ConfigError if it is
+        unfit."""
         problem = ""
         for self._returns_tuples in (False, True):
             try:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -41,6 +41,7 @@ from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summe
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import Modules, Part, PartModule, are_alike, tied_names
 from axsparse.models.start_weights import WeightFile, open_weights, start_from
+from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.hf_forward import Forward, unfit
 from axsparse.runtime.errors import ConfigError, DataError, one_line
 
@@ -280,38 +281,6 @@ class SplitModel:
         for name, _ in self.causal.named_parameters(remove_duplicate=False):
             if name not in have:
                 raise unfit(f"{name} is neither in its layers, before or behind them, nor a head")
-
-
-def mark_what_multiplies(layers: nn.Module) -> None:
-    """Mark the modules other than torch's own whose matrices are pruned by default: transposed
-    linear layers, and experts, which are stacks of matrices.
-
-    A linear layer next to experts that has an output for each of them is a router, and one with a
-    single output is the gate of a shared expert; both stay dense, as does a convolution of each
-    channel by itself.
-    """
-    from transformers.pytorch_utils import Conv1D
-
-    for parent in layers.modules():
-        if isinstance(parent, Conv1D):
-            parent.multiplies, parent.input_dim = True, 0  # type: ignore[assignment]
-        if isinstance(parent, nn.Conv1d) and parent.groups == parent.in_channels > 1:
-            parent.multiplies = False  # type: ignore[assignment]
-        for child, number in _experts_of(parent):
-            child.multiplies = True  # type: ignore[assignment]
-            # Of a transposed stack (experts, inputs, outputs) transformers' decorator says so.
-            transposed = getattr(child, "is_transposed", False)
-            child.input_dim = 1 if transposed else 2  # type: ignore[assignment]
-            for gate in parent.children():
-                if isinstance(gate, nn.Linear) and gate.out_features in (1, number):
-                    gate.multiplies = False  # type: ignore[assignment]
-
-
-def _experts_of(parent: nn.Module) -> Iterator[tuple[nn.Module, int]]:
-    for child in parent.children():
-        stacks = {len(p) for p in child.parameters(recurse=False) if p.dim() == 3}
-        if len(stacks) == 1 and not isinstance(child, (nn.Conv1d, nn.ModuleList)):
-            yield child, stacks.pop()
 
 
 def empty_model(theirs: Mapping[str, Any]) -> Any:

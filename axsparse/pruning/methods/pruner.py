@@ -70,7 +70,8 @@ class Pruner(Protocol):
 
     @property
     def unfinished(self) -> str | None:
-        """A text for the user about a search that a run's end now would cut short; None if none."""
+        """A text for the user about a search that is unfinished if the run ends now; None if there
+        is none."""
 
     def state(self) -> PrunerState:
         """The state that `restore` needs, as a copy that later steps do not change.
@@ -96,7 +97,8 @@ class StepContext:
     gradients: Callable[[], None]
     """Computes the gradients of the coming step's batch into the state, without an update."""
     loss: Callable[[], float | None]
-    """Takes the loss of `pruning.eval_steps` batches, on all ranks together; None without any."""
+    """Takes the validation loss of `pruning.eval_steps` batches; None where there are none. All
+    ranks call it together."""
 
 
 @dataclass(frozen=True)

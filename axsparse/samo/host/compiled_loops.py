@@ -39,9 +39,11 @@ Kind: TypeAlias = "str | tuple[Kind, ...]"
 where entries do not follow one another; `int`, `float32`, `float64`, `none`; a tuple of these."""
 
 FEW = 1 << 15
-"""So few entries numpy moves as fast, and a small model loads no compiled loops."""
+"""Up to this number of entries a tensor is moved by numpy: it is as fast there, and a small model
+loads no compiled loops."""
 LENGTHS = (64, 128, 256)
-"""Tokens whose products `sample` adds; as many as the last are laid out at a time."""
+"""Tokens that `sample` of `sparse_product_loops.py` adds the products of; as many as the last are
+laid out at a time."""
 COLUMNS = 512
 """Inputs that `sampled_product` lays out at a time: 256 KiB in the cache with 256 tokens."""
 TILE = 64
@@ -85,7 +87,8 @@ class Loop:
         assert status == 0, f"{self._name}: {status}"
 
     def of_numbers(self, count: int) -> Callable[..., None]:
-        """The loop for `count` integers, whose types a call does not look at: ten times quicker."""
+        """The loop for so many whole numbers, without a look at what each argument is: a call takes
+        a tenth of the time."""
         return _of_numbers(self, count)
 
     def load(self, kinds: tuple[Kind, ...]) -> Any:
@@ -121,7 +124,8 @@ NOTHING = Loop("axsparse.samo.index.mask_loops", "nothing")
 
 @cache
 def can_compile() -> bool:
-    """Whether numba is installed and compiles: a small loop shows it, once for all runs."""
+    """Whether numba is installed and compiles loops, which compiling a small loop shows, once for
+    all runs."""
     try:
         version("numba")
         NOTHING.load(("B1",))

@@ -96,7 +96,8 @@ class TensorSlot:
     moments: tuple[Tensor, ...]
     """The rule's moments of the held entries, fp32, in its order."""
     held: range
-    """The kept entries with masters and moments here, which are updated, and no others."""
+    """The kept entries that have their masters and moments here and are updated. The others keep
+    their weights."""
 
     def check(self, moments: tuple[str, ...]) -> None:
         """Assert sizes and types, which neither kernels nor compiled loops check."""

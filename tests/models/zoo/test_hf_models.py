@@ -429,7 +429,8 @@ def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], o
         ),
         ("xlm-roberta", {}, "this model cannot be cut into layers: its output head is not a mod"),
         (
-            *("mixtral", {**FAMILIES["mixtral"], "output_router_logits": True}),
+            "mixtral",
+            {**FAMILIES["mixtral"], "output_router_logits": True},
             "output_router_logits is true, but routers are not balanced by a loss here; set it",
         ),
     ],
