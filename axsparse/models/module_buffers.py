@@ -62,6 +62,12 @@ def slots(module: nn.Module) -> list[BufferSlot]:
     ]
 
 
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a module, then its buffers, by name."""
+    yield from module.named_parameters()
+    yield from ((slot.name, slot.tensor) for slot in slots(module))
+
+
 def unfilled_attribute(module: nn.Module) -> str | None:
     """The path of a tensor without values, neither parameter nor buffer; None if there is none."""
     for prefix, child in module.named_modules():

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
-from axsparse.models.module_buffers import replaced, slots
+from axsparse.models.module_buffers import named_tensors, replaced, slots
 from axsparse.models.sequential import OwnValues, reject_unfit, structure
 from axsparse.models.stand_ins import (
     Modules,
@@ -84,10 +84,7 @@ def from_module(
     tensors = {
         layer.full_name(name): tensor
         for layer, part in zip(layers, parts, strict=True)
-        for name, tensor in [
-            *part.named_parameters(),
-            *((slot.name, slot.tensor) for slot in slots(part)),
-        ]
+        for name, tensor in named_tensors(part)
     }
     order = {name: number for number, name in enumerate(tensors)}
     ties = [

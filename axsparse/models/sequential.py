@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Ties, on_meta
-from axsparse.models.module_buffers import slots, unfilled_attribute
+from axsparse.models.module_buffers import named_tensors, slots, unfilled_attribute
 from axsparse.runtime.canonical_form import bytes_of, digest_of
 from axsparse.runtime.errors import ConfigError
 
@@ -60,7 +60,9 @@ def from_sequential(
         by_type: Kind = "embedding" if isinstance(module, nn.Embedding) else by_place
         made.append(Layer(layer, partial(structure, module), kind=kinds.get(layer, by_type)))
     named = {
-        f"{layer}.{name}": t for layer, module in layers.items() for name, t in _tensors(module)
+        f"{layer}.{name}": t
+        for layer, module in layers.items()
+        for name, t in named_tensors(module)
     }
     first = next(iter(layers.values()), None)
     return Model(
@@ -158,16 +160,11 @@ def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Modul
     return layers
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from ((slot.name, slot.tensor) for slot in slots(module))
-
-
 def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
     """Raise ConfigError if two layers share a tensor, or if one has no shape yet."""
     users: dict[int, str] = {}
     for layer, module in layers.items():
-        for name, tensor in _tensors(module):
+        for name, tensor in named_tensors(module):
             if is_lazy(tensor):
                 raise ConfigError(
                     f"sequential: parameter {layer}.{name} has no shape yet; give its module all "
@@ -242,7 +239,7 @@ def reject_unfit(module: nn.Module) -> None:
                 f"model: {type(module).__name__} is compiled, and stages run copies of its layers; "
                 "give it as it was before torch.compile, and set pipeline.compile: true"
             )
-    if any(tensor.is_meta for _, tensor in _tensors(module)):
+    if any(tensor.is_meta for _, tensor in named_tensors(module)):
         raise ConfigError(
             f"model: {type(module).__name__} is on the meta device, where nothing has values; "
             "make it with its values, or declare its layers (docs/howto/own-models.md)"

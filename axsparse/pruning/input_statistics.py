@@ -143,7 +143,7 @@ class SparseGptStatistics:
         return shape[0] * shape[1] - sum(removed)
 
 
-def kept_entries(method: Method, shape: tuple[int, ...], how_many: HowMany) -> int:
+def kept_by_inputs(method: Method, shape: tuple[int, ...], how_many: HowMany) -> int:
     """How many entries of a matrix stay, also with n of every m inputs."""
     if isinstance(how_many, tuple):
         return shape[0] * shape[1] // how_many[1] * how_many[0]

@@ -24,7 +24,7 @@ from axsparse.pruning.input_statistics import (
     HowMany,
     ProductStatistics,
     WatchedProducts,
-    kept_entries,
+    kept_by_inputs,
 )
 from axsparse.pruning.targets import Targets
 from axsparse.runtime.errors import ConfigError
@@ -115,7 +115,7 @@ class LayerPruning:
         for name in self.targets.shapes:
             number, shape = self.targets.matrices(name)
             method, how_many = STATISTICS[self.method], self._how_many(name)
-            kept[name] = number * kept_entries(method, shape, how_many)
+            kept[name] = number * kept_by_inputs(method, shape, how_many)
         return kept
 
     def draw(

@@ -14,7 +14,7 @@ from axsparse.pruning.input_statistics import (
     SparseGptStatistics,
     WandaStatistics,
     WatchedProducts,
-    kept_entries,
+    kept_by_inputs,
 )
 from axsparse.runtime.errors import ConfigError
 
@@ -47,7 +47,7 @@ def test_masks_and_weights_are_those_of_the_published_code(
     alive = torch.arange(columns) != 3
     assert torch.equal(mask[:, alive], expected_mask[:, alive])
     torch.testing.assert_close(pruned[:, alive], expected[:, alive], rtol=0, atol=2e-4)
-    assert int(mask.sum()) == kept_entries(SparseGptStatistics, tuple(weight.shape), how_many)
+    assert int(mask.sum()) == kept_by_inputs(SparseGptStatistics, tuple(weight.shape), how_many)
     assert torch.equal(pruned * mask, pruned)
 
 

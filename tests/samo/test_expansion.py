@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from support.kernel_machine import randoms
 from support.runs import on_ranks
 from torch import Tensor, nn
 
@@ -27,10 +28,6 @@ from axsparse.samo.tensor_state import TensorState
 SHAPES = {"a": [(40, 30), (30,)], "b": [(400, 400), (7, 9), (9,)]}
 HOST = torch.device("cpu")
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def mask_of(shape: Sequence[int], density: float, seed: int = 0) -> Tensor:
@@ -57,7 +54,7 @@ def stage(
         types = StateFormat(dtype, dtype, ADAMW.moments)
         layers.append(LayerState(name, tensors, types, expansion=expansion))
         for number, tensor in enumerate(tensors):
-            values = random(number, *shapes[number]).view(-1)
+            values = randoms(math.prod(shapes[number]), number)
             kept = tensor.index.gather(values, 0, tensor.kept)
             layers[-1].optimizer_state.write_master(tensor, 0, kept)
     return layers
@@ -67,7 +64,7 @@ def train(layers: Sequence[LayerState], step: int) -> None:
     for layer in layers:
         layer.begin_step()
         for number, tensor in enumerate(layer.tensors):
-            layer.accumulate(tensor, random(step + number, *tensor.parameter.shape))
+            layer.accumulate(tensor, randoms(tensor.parameter.numel(), step + number))
     update(layers, ADAMW, Hyper(step, 0.1, (0.9, 0.95), 1e-8, 0.1), 1.0)
 
 
@@ -126,7 +123,7 @@ def test_an_alias_is_expanded_with_the_layer_that_uses_it() -> None:
     types = StateFormat(torch.bfloat16, torch.bfloat16, ADAMW.moments)
     owner = LayerState("one", [first], types, expansion=expansion)
     user = LayerState("two", [second], types, expansion=expansion)
-    owner.optimizer_state.write_master(first, 0, values := random(3, 600))
+    owner.optimizer_state.write_master(first, 0, values := randoms(600, 3))
     mask = mask_of(shape, 0.4)
 
     owner.remask("a", mask)

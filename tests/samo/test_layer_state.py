@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.kernel_machine import randoms
 from torch import Tensor, nn
 
 from axsparse.samo.index.base import FullIndex, Index, make_index
@@ -24,10 +25,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = {"first": (3, 5), "second": (7, 4), "bias": (6,)}
 HYPER = Hyper(step=1, learning_rate=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 examples = settings(max_examples=25, deadline=None, derandomize=True)
-
-
-def random(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def random_mask(seed: int, numel: int, density: float) -> Tensor:
@@ -62,8 +59,8 @@ def filled_layer(masks: Mapping[str, Tensor | None], *, dtype: torch.dtype) -> L
         tensors.append(tensor_state(name, shape, index, dtype=dtype))
     layer = layer_state(tensors, dtype=dtype)
     for number, tensor in enumerate(tensors):
-        layer.optimizer_state.write_master(tensor, 0, random(number, tensor.kept))
-        layer.accumulate(tensor, random(9 + number, *tensor.parameter.shape))
+        layer.optimizer_state.write_master(tensor, 0, randoms(tensor.kept, number))
+        layer.accumulate(tensor, randoms(tensor.parameter.numel(), 9 + number))
     update([layer], ADAMW, HYPER, 1.0)
     return layer
 
@@ -153,18 +150,16 @@ def test_an_alias_follows_its_remasked_owner_by_refitting(
     alias = tensor_state("b", (4, 5), FullIndex(20), dtype=dtype, owner=owner)
     own = layer_state([owner, alias, bias] if same_layer else [owner, bias], dtype=dtype)
     following = own if same_layer else layer_state([alias], dtype=dtype)
-    own.optimizer_state.write_master(owner, 0, random(1, 20))
+    own.optimizer_state.write_master(owner, 0, randoms(20, 1))
     mask = random_mask(2, 20, 0.3)
 
     own.remask("a", mask)
     following.refit()
 
-    dense = random(3, 4, 5)
+    dense = randoms(20, 3)
     following.accumulate(alias, dense)
     assert alias.kept == int(mask.sum())
-    assert torch.equal(
-        following.gradient_of(alias), dense.view(-1)[mask].to(following.gradient.dtype)
-    )
+    assert torch.equal(following.gradient_of(alias), dense[mask].to(following.gradient.dtype))
     assert not alias.weight_D[~mask].any()
     for layer in {own, following}:
         assert layer.live_bytes() == formula(layer, dtype=dtype)
