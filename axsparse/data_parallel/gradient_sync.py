@@ -83,8 +83,9 @@ class GradientSync:
     def ready(self, layer: LayerState) -> None:
         """Start the sums that may start, now that all gradients of this layer are complete.
 
-        Ties wait for `finish`: summing one may block this rank until the other stage joins in,
-        which may need what this backward has yet to send."""
+        Ties wait for `finish`: summing one may block this rank's GPU or host until the other
+        stage joins in, and that stage may need what this backward has yet to send.
+        """
         self._complete.add(id(layer))
         self.advance()
 

@@ -119,8 +119,11 @@ class Stage:
         divisor: float,
         taught: Tensors = (),
     ) -> Tensors:
-        """The outputs of the last layer; on the last stage one fp32 scalar, loss / divisor, of what
-        `teach` has returned (`taught`) too."""
+        """The outputs of the last layer; on the last stage one fp32 scalar, loss / divisor.
+
+        `backward` returns the gradients of those `inputs` that require one. `taught` is what
+        `teach` has returned, which the loss takes.
+        """
         outputs = self._cast(inputs)
         if self._products is not None and not self.unfinished:
             self._products.begin_step()
@@ -139,8 +142,10 @@ class Stage:
         self, microbatch: int, gradients: Sequence[Tensor | None], loss_scale: float
     ) -> list[Tensor | None]:
         """The gradients of the inputs that require one, in order; None for an input that got none.
-        `gradients` has one for each output that requires one; the loss of the last stage has
-        `loss_scale`."""
+
+        `gradients` has one for each output that requires one. On the last stage it is empty: its
+        output is the loss, whose gradient is `loss_scale`.
+        """
         inputs, outputs = self._live.pop(microbatch)
         roots = [output for output in outputs if output.requires_grad]
         if self._loss is not None:

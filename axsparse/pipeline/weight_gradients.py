@@ -114,8 +114,11 @@ class DeferredGradients:
 
     @torch.no_grad()
     def run(self, microbatch: int) -> None:
-        """Compute the gradients of one microbatch, and hand each to the collector. Products of one
-        weight are added in the order in which the backward reached them, as autograd adds them."""
+        """Compute the gradients of one microbatch, and hand each to the collector.
+
+        Products of one weight are added in the order in which the backward reached them, as
+        autograd adds them. The tensors that a product has saved are freed once they are used.
+        """
         waiting = self._waiting.pop(microbatch)
         while waiting.each:
             self._compute(waiting, 0)
@@ -123,8 +126,10 @@ class DeferredGradients:
     @torch.no_grad()
     def run_next(self) -> bool:
         """Compute one gradient of a weight that gets no further one in the backward that runs;
-        returns whether there was one. There is none while an earlier microbatch waits, whose
-        gradients have to be added first."""
+        returns whether there was one.
+
+        There is none while an earlier microbatch waits, whose gradients have to be added first.
+        """
         current = self._current
         if current is None or len(self._waiting) > 1:
             return False

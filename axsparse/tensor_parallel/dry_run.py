@@ -76,9 +76,12 @@ class SilentGroup(TensorGroup):
 def profile_of_tp_shard(
     model: Model, full: ModelProfile, coords: RankCoords, dtype: torch.dtype
 ) -> ModelProfile:
-    """The profile of one rank's shard of a model, whose full profile is `full`: sharded parameters
-    have the index of the shard, such as "block0.fc1.weight#1". ConfigError for a model that cannot
-    be sharded so."""
+    """The profile of one rank's shard of a model: its parameters, compute and sums; `full` is the
+    profile of the full model.
+
+    Sharded parameters appear with the index of the shard, such as "block0.fc1.weight#1".
+    ConfigError for a model that cannot be sharded so.
+    """
     example = None if model.example is None else example_of(model.example, SAMPLES)
     # An example that is data has as many samples as a microbatch.
     samples = SAMPLES if example is None else len(example[0])

@@ -100,10 +100,11 @@ class PrunedLayers:
     """A file for each layer of which something is pruned."""
     pruned: Sequence[str]
     before: float
-    """The mean loss of a validation target before; NaN without validation data."""
+    """The mean loss of a validation target of the model as it was; NaN without validation data."""
     after: float
+    """The same mean loss of the pruned model."""
     held_out: int
-    """The validation samples that the losses are of."""
+    """The validation samples that these are of."""
 
 
 @torch.inference_mode(mode=False)
@@ -213,8 +214,12 @@ def placed(job: Job, config: Config) -> tuple[Placement, Config]:
 def profile_together(
     model: Model, config: Config, transport: Transport, device: torch.device | None = None
 ) -> ModelProfile:
-    """The profile on every rank, for which rank 0 alone runs layers, a second long. On a `device`
-    layers run if they do not on the meta device: the example is then a microbatch of the data."""
+    """The profile on every rank.
+
+    Only rank 0 runs the layers to find what they cost, which costs about one second per process. On
+    a `device` layers run if they do not on the meta device: the example is then a microbatch of the
+    data.
+    """
     dtype, runs = DTYPES[config.precision], transport.rank == 0
 
     def profiled_here() -> ModelProfile:
@@ -267,8 +272,10 @@ def launch_warnings(plan: RunPlan, transport: Transport) -> list[str]:
 def open_run_directory(
     job: Job, plan: RunPlan, config: Config, data: DataEntry, resumed: RunDir, *, overwrite: bool
 ) -> RunDir:
-    """Open the run directory and write the initial records; from now on signals save. Nothing in
-    it changes before a checkpoint that does not fit is refused."""
+    """Open the run directory and write the initial records; from now on signals save.
+
+    A checkpoint that does not fit is refused before anything in the directory changes.
+    """
     transport = job.transport
 
     def fits() -> list[str]:
@@ -303,8 +310,11 @@ def build_state(
     checkpoint: Checkpoint | None,
     run_dir: Path | None,
 ) -> tuple[list[BuiltLayer], list[BuiltLayer], StateOptions]:
-    """The layers of this rank's stage, the teacher's next to them, and how state is stored.
-    TrainingError on all ranks where a GPU has no memory for them."""
+    """The layers of this rank's stage, compressed if the run has masks from the start, the
+    teacher's layers next to them, and how state is stored.
+
+    TrainingError on all ranks where a GPU has no memory for them.
+    """
     coords, transport = plan.coords, placement.transport
     on_gpus = placement.gpu is not None
     group = TensorGroup(coords, transport, on_gpus=on_gpus) if coords.grid.g_tensor > 1 else None

@@ -31,8 +31,11 @@ class LiveWeights:
     """Called for each tensor."""
 
     def collect(self, *, caches: bool) -> dict[str, Tensor] | None:
-        """All fp32 masters and buffers by global name, dense and on the CPU, sent one at a time;
-        None but on rank 0. `caches` asks for buffers that are not in the state dict as well."""
+        """All fp32 masters and buffers by global name, dense and on the CPU; None but on rank 0.
+
+        `caches` asks for the buffers that are not in the state dict as well. One tensor at a time
+        is under way.
+        """
         coords, transport = self.plan.coords, self.transport
         own = dict(self._own(caches=caches))
         headers = [

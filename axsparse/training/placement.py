@@ -105,8 +105,10 @@ def bind_rank(transport: Transport, config: Config) -> Placement:
 
 
 def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, GpuMemory]:
-    """Take a GPU for this process, and return its kernels, its streams and its memory; ConfigError
-    where it cannot be used, or its kernels cannot be compiled."""
+    """Take a GPU for this process, and return its kernels, its streams and its memory.
+
+    Raises ConfigError where it cannot be used, or its kernels cannot be compiled.
+    """
     device = torch.device("cuda", number)
     try:
         torch.cuda.set_device(device)

@@ -393,8 +393,10 @@ def _ties(profile: ModelProfile, shards: Mapping[str, TensorShard], ranks: int) 
 
 def _zero_stage(config: Config, state_of: Callable[[Config], Sequence[int]]) -> Literal[0, 1, 3]:
     """The decision of `samo.zero_stage: auto`: replicas share the optimizer state if that makes a
-    rank's state smaller, whose bytes `state_of` gives for each stage. Time does not decide
-    (docs/decisions/041-waiting-and-start-up.md)."""
+    rank's state smaller. `state_of` gives the bytes of one rank of each stage.
+
+    Time does not decide (docs/decisions/041-waiting-and-start-up.md).
+    """
     asked = config.samo.zero_stage
     if asked != "auto":
         return asked
@@ -486,8 +488,10 @@ def check_weights_are_loaded(config: Config, model: Model, targets: Targets) -> 
 def decided_precision(
     config: Config, transport: Transport, *, on_host: bool
 ) -> tuple[Config, Sequence[str]]:
-    """The configuration with `precision: auto` decided, and a line if a CPU lacks the type. All
-    ranks call this together."""
+    """The configuration with `precision: auto` decided, and a line if a CPU lacks the type.
+
+    All ranks call this together.
+    """
     asked = config.precision
     wanted = "bf16" if asked == "auto" else asked
     has_type = not on_host or cpu_multiplies(DTYPES[wanted])
@@ -508,8 +512,11 @@ def decided_precision(
 def found_budget(
     config: Config, transport: Transport, memory: GpuMemory | None = None
 ) -> MemoryBudget:
-    """The memory budget of the rank that may take least, found by all ranks together. `memory` is
-    the GPU's; without one a rank shares its host's memory with the other ranks there."""
+    """The memory budget of the rank that may take least, the same on every rank.
+
+    `memory` belongs to this rank's GPU; without one a rank shares its host's memory with the other
+    ranks there. All ranks call this together.
+    """
     on_host = memory is None
     if memory is None:
         here = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
@@ -547,8 +554,10 @@ def reject_mismatching_rank(transport: Transport, facts: Mapping[str, str]) -> N
 def mismatching_rank(
     transport: Transport, facts: Mapping[str, str] | None
 ) -> tuple[str, str] | None:
-    """A fact that differs between ranks, and on which rank and host; None if all are equal. All
-    ranks call this together; rank 0 has facts, and ranks whose facts are None are not compared."""
+    """A fact that differs between ranks, and on which rank and host; None if all are equal.
+
+    Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.
+    """
     text_here = json.dumps(None if facts is None else {"host": socket.gethostname(), **facts})
     # Facts of a large model are 40 kB, so that all ranks' are only gathered to name the odd one.
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()

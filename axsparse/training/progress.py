@@ -165,8 +165,9 @@ class Progress(_Counters):
     def look(self, loss: float) -> None:
         """Take note of the loss of an evaluation here; among equal losses the first is best.
 
-        A loss from before the network lost entries counts no more: a dense network would stay the
-        best for ever.
+        A checkpoint holds the masks that are drawn after the evaluation of its step, and an
+        evaluation from before the network lost entries counts no more, since a dense network would
+        stay the best for ever.
         """
         is_lower = self.best is None or loss < self.best.loss
         if self.step > 0 and math.isfinite(loss) and is_lower:

@@ -78,8 +78,11 @@ class RunDir:
 
     @property
     def progress(self) -> Progress | None:
-        """The state of training, with a best checkpoint only if this directory has it; None at its
-        beginning."""
+        """The state of training; None at its beginning.
+
+        In another run directory than the checkpoint's, there is no best checkpoint yet, and none
+        that somebody has removed.
+        """
         if self.checkpoint is None:
             return None
         progress = self.checkpoint.manifest.progress.copied()
@@ -89,7 +92,9 @@ class RunDir:
 
     def begin(self, config: Config) -> None:
         """Write the configuration, and remove the records of later steps than the run resumes at.
-        Only rank 0 calls this; OutputError if the directory cannot be written."""
+
+        Only rank 0 calls this. OutputError if the directory cannot be written.
+        """
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         with writing(f"{checkpoints}:", OTHER_RUN_DIR):
@@ -149,8 +154,11 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
 def open_run_dir(
     config: Config, transport: Transport, run: RunDir, *, overwrite: bool = False
 ) -> RunDir:
-    """The directory of the run that was found, or a new one, which rank 0 makes and locks. All
-    ranks call this together, and raise the errors of `make_run_dir`."""
+    """The directory of the run that was found, or a new one, which rank 0 makes and locks.
+
+    Nothing in a directory that exists is changed, unless the run overwrites it. All ranks call this
+    together; OutputError is raised on all of them.
+    """
     if run.found is not None:
         return run
 
@@ -166,12 +174,15 @@ def open_run_dir(
 
 
 def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunLock]:
-    """Make the directory of a new run, and lock it. With `overwrite`, records and checkpoints of
-    another run there are removed.
+    """Make the directory of a new run, and lock it.
+
+    With `overwrite`, records and checkpoints of another run there are removed.
 
     A directory is free if it has none of the files that a run writes, or if its run ended before
-    the first step; under `run_dir: auto` only the last one of the name, which a later `--resume
-    auto` means. OutputError if another run holds or uses it, or it cannot be written.
+    the first step. Under `run_dir: auto` that holds for the last directory of the name only, since
+    a later `--resume auto` means the last one.
+
+    OutputError if the directory holds or is used by another run, or cannot be written.
     """
     setting, where = config.run_dir, config.where("run_dir")
     if setting != "auto":
@@ -264,8 +275,10 @@ def _contains_run(path: Path) -> bool:
 
 
 def save_config(config: Config, run_dir: Path) -> None:
-    """Write the resolved configuration, headed by the versions and the commit; OutputError if it
-    cannot be written."""
+    """Write the resolved configuration, headed by the versions and the commit.
+
+    OutputError if it cannot be written.
+    """
     head = [f"{name} {version}" for name, version in versions().items()]
     head.append(f"git {checkout_commit() or 'unknown'}")
     text = "".join(f"# {line}\n" for line in head) + to_yaml(config)
@@ -282,8 +295,10 @@ def config_text(run_dir: Path) -> str:
 
 
 def settings_in(text: str) -> dict[str, str]:
-    """The values of a config.yaml by dotted key, as they stand there; another version of axsparse
-    may have written it, with other keys than the schema's."""
+    """The values of a config.yaml by dotted key, as they stand there.
+
+    Another version of axsparse may have written it: so keys are not compared with the schema's.
+    """
 
     def shown(value: object) -> str:
         return f"[{', '.join(map(shown, value))}]" if isinstance(value, list) else str(value)
@@ -353,8 +368,10 @@ def _reject_older(run_dir: Path, named: Path) -> None:
 
 
 def rewind_metrics(path: Path, progress: Progress | None) -> None:
-    """Remove the records that are later than a checkpoint's progress, all of them without one, and
-    damaged lines. OSError if the file cannot be written."""
+    """Remove the records that are later than a checkpoint's progress, all of them without one.
+
+    Lines that are damaged or cut short go too. OSError if the file cannot be written.
+    """
     if not path.exists():
         return
     path = path.resolve()  # a link stays

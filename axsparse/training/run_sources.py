@@ -213,8 +213,9 @@ def open_data(
     *,
     pinned: bool = False,
 ) -> Data:
-    """Open the data on the first and last stage, and broadcast its size to all ranks. GPUs copy
-    from batches that are `pinned` without waiting.
+    """Open the data on the first and last stage, and broadcast its size to all ranks.
+
+    With `pinned`, batches are put into pinned memory, from which a GPU copies without waiting.
 
     Raises on all ranks the error of opening on any, DataError if two ranks read different data, and
     the errors of `check_data`.
@@ -267,9 +268,11 @@ def with_example(
     transport: Transport,
     open_datasets: Callable[[], Datasets],
 ) -> Model:
-    """The model with an example: the first microbatch of the training data, if it has none, on
-    rank 0, and its shapes and types on the others. All ranks call this together, and raise what
-    opening and reading raise there."""
+    """The model with an example: the first microbatch of the training data, if it has none.
+
+    Rank 0 opens the data and has the values; the other ranks learn shapes and types. All ranks call
+    this together. Raises on all ranks what opening and reading raise.
+    """
     if model.example is not None:
         return model
     size, separate = config.batch.microbatch_size, config.data.intra_document_attention

@@ -132,8 +132,10 @@ class Step:
     @torch.inference_mode(mode=False)
     @torch.enable_grad()
     def check_layers(self) -> None:
-        """Compare the layers with plain torch by the first batch, if that is wanted and not done;
-        ConfigError on all ranks for a layer that differs."""
+        """Compare the layers with plain torch by the first batch, if that is wanted and not done.
+
+        All ranks call this together; ConfigError on all of them for a layer that differs.
+        """
         if self._checks_layers:
             self._checks_layers = False
             self._reject_frozen()
@@ -282,8 +284,10 @@ class Step:
     # -- between steps --------------------------------------------------------------------
 
     def score_gradients(self) -> None:
-        """Compute the gradients of the coming step's batch and leave them in the state, at a loss
-        scale that is lowered until they are finite."""
+        """Compute the gradients of the coming step's batch and leave them in the state.
+
+        Nothing is updated. The loss scale is lowered until the gradients are finite.
+        """
         batch = self._read_ahead = self._next_batch()
         while True:
             verdict = self._gradients(batch, lambda: NOTHING)
@@ -428,7 +432,10 @@ class SkippedSteps:
     """Why the last step updated nothing; None if it did update."""
 
     def record(self, step: int, verdict: StepResult) -> None:
-        """Take note of step number `step`, and `rescale`, which raises."""
+        """Take note of step number `step`, and let the loss scale follow it.
+
+        TrainingError on all ranks once too many steps in a row could not update.
+        """
         self.reason = None
         if verdict.finite:
             self.progress.last_good = step
@@ -471,8 +478,12 @@ class SkippedSteps:
         )
 
     def _culprit(self, verdict: StepResult) -> str:
-        """The rank whose loss is not finite, which spoils all gradients, else tensor and rank of a
-        gradient; its stage if only the sum over replicas is too large for its type."""
+        """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.
+
+        A loss that is not finite spoils all gradients, so gradients are named only where every
+        loss is finite. Where the gradients of each replica are finite by themselves, their sum
+        is too large for its type, and the stage is named instead of a rank.
+        """
         grid = self.plan.coords.grid
         if verdict.bad_loss is not None:
             rank = grid.rank(grid.g_inter - 1, verdict.bad_loss)

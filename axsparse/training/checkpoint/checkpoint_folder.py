@@ -223,8 +223,10 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def begin(folder: Path, step: int) -> Path:
-    """Make an empty folder to write the checkpoint of a step in, in place of what killed runs left
-    unfinished."""
+    """Make an empty folder to write the checkpoint of a step in, and return it.
+
+    What killed runs left unfinished is removed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for path in unfinished(folder):
         _delete(path)
@@ -234,8 +236,10 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def commit(partial: Path, manifest: bytes) -> Path:
-    """Give a checkpoint whose files are on the disk its manifest and its name, in place of one of
-    the same step."""
+    """Give a checkpoint whose files are on the disk its manifest and its name.
+
+    It replaces a checkpoint of the same step.
+    """
     write_new(partial / MANIFEST_FILE, manifest)
     sync_folder(partial)
     final = partial.with_name(partial.name.removesuffix(UNFINISHED))
@@ -266,8 +270,9 @@ def _delete(path: Path) -> None:
 def outdated(
     folder: Path, settings: CheckpointConfig, progress: Progress, is_complete: Callable[[int], bool]
 ) -> list[int]:
-    """The steps whose checkpoints are to be removed; `progress` is the newest checkpoint's. Kept
-    are the `keep_last` newest complete ones, everything newer than those, the multiples of
+    """The steps whose checkpoints are to be removed; `progress` is the newest checkpoint's.
+
+    Kept are the `keep_last` newest complete ones, everything newer than those, the multiples of
     `keep_every`, the best one, and the newest whose weights a later step has trained on, since
     weights that none has trained on may be ruined already. A damaged checkpoint does not count as
     one of the newest.

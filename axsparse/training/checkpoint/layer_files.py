@@ -188,9 +188,11 @@ PIECE = 1 << 20
 def load_layers(
     checkpoint: Checkpoint, layers: Iterable[BuiltLayer], ties: Mapping[str, str]
 ) -> None:
-    """Fill layers that were built with the masks of the checkpoint, of its shapes, with its values.
-    A parameter that was frozen there and is trained here begins with fresh state; one that was
-    trained there and is frozen here keeps its value."""
+    """Fill layers that were built with the masks of the checkpoint with its values.
+
+    The model must have the checkpoint's shapes. A parameter that was frozen there and is trained
+    here begins with fresh state; one that was trained there and is frozen here keeps its value.
+    """
     files = CheckpointFiles(checkpoint)
     for layer in layers:
         aliases = {t.full_name for t in layer.state.tensors if t.alias_of is not None}

@@ -133,8 +133,11 @@ class Saver:
         return pending is not None and not all(work.done() for work in pending.work)
 
     def start(self, progress: Progress) -> None:
-        """Copy this rank's part of the state once the checkpoint before is complete, and begin to
-        write it in a thread. OutputError on all ranks if either cannot be written."""
+        """Copy this rank's part of the state, and begin to write it in a thread.
+
+        Waits for the checkpoint before, if that is still under way. OutputError on all ranks if
+        either of them cannot be written.
+        """
         self.finish()
         pruner = PrunerState(MethodState()) if self._pruner is None else self._pruner.state()
         layers = self._dealt_layers(pruner)
@@ -174,8 +177,11 @@ class Saver:
         queue.all_put()
 
     def advance(self, *, any_writing: bool) -> None:
-        """Take the next step of a checkpoint that is under way, if no rank is at work on it, as the
-        last agreement said (`any_writing`). OutputError on all ranks if the checkpoint failed."""
+        """Take the next step of a checkpoint that is under way, if no rank is at work on it.
+
+        `any_writing` is what the last agreement said of that. OutputError on all ranks if the
+        checkpoint failed.
+        """
         pending = self._pending
         if pending is None or any_writing:
             return
@@ -201,8 +207,11 @@ class Saver:
             self.advance(any_writing=False)
 
     def close(self) -> None:
-        """Release the lock of the run directory. A commit that has begun is completed; files of an
-        unfinished checkpoint stay until the next one is begun."""
+        """Give up the checkpoint that is under way, and release the lock of the run directory.
+
+        A commit that has begun is completed; files of an unfinished checkpoint stay until the
+        next one is begun.
+        """
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.queue.close()
@@ -324,8 +333,8 @@ def _write(
     queue: CopyQueue,
     beat: Callable[[], object],
 ) -> FileEntries:
-    """Write files, and read each of them back, with calls of `beat` between pieces. Tensors that
-    training changes come from the queue."""
+    """Write files, and read each of them back. Tensors that training changes come from the queue;
+    `beat` is called after every piece."""
     entries = {}
     try:
         for name, tensors in files.items():
@@ -423,8 +432,10 @@ class CopyQueue:
         return self
 
     def __next__(self) -> Tensor:
-        """The next tensor, once there is one, which counts towards the limit until the next one is
-        asked for; ConnectionAbortedError if there will be none."""
+        """The next tensor, once there is one; ConnectionAbortedError if there will be none.
+
+        It counts towards the limit until the next one is asked for.
+        """
         with self._changed:
             self._held -= self._taken
             self._taken = 0

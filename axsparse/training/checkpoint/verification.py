@@ -68,8 +68,10 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
-    """Compare the named files, or all, with the manifest; MissingInputError for one that cannot be
-    read, DataError for one that has changed."""
+    """Read the named files, or all, and compare them with the manifest.
+
+    MissingInputError for one that cannot be read, DataError for one that has changed.
+    """
     entries = checkpoint.manifest.files
     for name in entries if names is None else names:
         entry = read_entry(checkpoint.path, name, entries[name].bytes)
@@ -86,8 +88,10 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
 
 
 def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntry:
-    """The size and hash of a file on the disk, the hash of no bytes if its size is not `expected`;
-    MissingInputError if it cannot be read."""
+    """The size and hash of a file on the disk; MissingInputError if it cannot be read.
+
+    A file of another size than `expected` is not read: its hash is the hash of no bytes.
+    """
     digest = xxhash.xxh3_128()
     with (
         reading(f"checkpoint {folder}: {name}", "resume from another one"),
@@ -146,8 +150,10 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
 
 
 def verify_together(transport: Transport, path: Path) -> Checkpoint:
-    """Open a checkpoint on every rank and verify it, a part of its files on each; raises what
-    `verify` raises, on all ranks alike."""
+    """Open a checkpoint on every rank and verify it, a part of its files on each.
+
+    Raises what `verify` raises, on all ranks alike.
+    """
     checkpoint = together(transport, lambda: open_checkpoint(path))
     part = sorted(checkpoint.manifest.files)[transport.rank :: transport.size]
     together(transport, lambda: verify(checkpoint, part))
@@ -157,9 +163,11 @@ def verify_together(transport: Transport, path: Path) -> Checkpoint:
 def newest_complete(
     transport: Transport, run_dir: Path, steps: Sequence[int]
 ) -> tuple[Checkpoint | None, list[str]]:
-    """The newest complete checkpoint of those after `steps`, which are newest first, and a line for
-    each damaged one that is newer. None if there are no steps; DataError on all ranks if none of
-    the checkpoints is complete."""
+    """The newest complete checkpoint, and a line for each damaged one that is newer.
+
+    `steps` are the steps of the run's checkpoints, newest first. The checkpoint is None if there
+    are no steps; DataError on all ranks if none of the checkpoints is complete.
+    """
     skipped: list[str] = []
     for step in steps:
         try:
@@ -266,8 +274,10 @@ def reject_other_teacher(checkpoint: Checkpoint, teacher: str | None) -> None:
 
 
 def reject_other_settings(checkpoint: Checkpoint, config: Config, loaded: Config) -> list[str]:
-    """A line for each setting that has changed and that the user should know of; ConfigError for
-    the first one that must not change."""
+    """A line for each setting that has changed and that the user should know of.
+
+    ConfigError for the first changed setting that must not change.
+    """
     there, here = flat(checkpoint.manifest.config), flat(config.model_dump(mode="json"))
     free: tuple[str, ...] = FREE
     if config.pruning.method in ONCE:
