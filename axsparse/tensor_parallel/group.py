@@ -21,7 +21,7 @@ from axsparse.runtime.communication import Collective, Direction, Op, Transport,
 from axsparse.runtime.gpu.collectives import NcclWork
 from axsparse.runtime.grid import RankCoords
 
-Change = Callable[[Tensor], Tensor]
+TensorMap = Callable[[Tensor], Tensor]
 
 
 class TensorGroup:
@@ -178,18 +178,18 @@ class _LogTotal(torch.autograd.Function):
         return None, (part - total).exp_().mul_(outer)
 
 
-class _There(torch.autograd.Function):
-    """A function of a tensor; backward, another function of the gradient."""
+class _Reshard(torch.autograd.Function):
+    """A tensor in another form over the ranks; backward, its gradient in the form before."""
 
     @staticmethod
-    def forward(ctx: Any, there: Change, back: Change, given: Tensor) -> Tensor:
-        ctx.back = back
-        return there(given)
+    def forward(ctx: Any, reshard: TensorMap, restore: TensorMap, tensor: Tensor) -> Tensor:
+        ctx.restore = restore
+        return reshard(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, ctx.back(outer)
+        return None, None, ctx.restore(outer)
 
 
 def copy_to_tp(group: TensorGroup, x: Tensor) -> Tensor:
@@ -208,14 +208,14 @@ reduce_from_tp: Callable[[TensorGroup, Tensor], Tensor] = _Reduce.apply
 """The sum over all ranks."""
 log_total: Callable[[TensorGroup, Tensor], Tensor] = _LogTotal.apply
 """log Σ_r exp z_r over all ranks r, from the z_r of this one."""
-_there: Callable[[Change, Change, Tensor], Tensor] = _There.apply
+_reshard: Callable[[TensorMap, TensorMap, Tensor], Tensor] = _Reshard.apply
 
 
 def gather_from_tp(group: TensorGroup, shard: TensorShard, part: Tensor) -> Tensor:
     """The full tensor from the shards of all ranks; all of them compute the rest alike."""
-    return _there(partial(group.gather, shard), shard.take, part)
+    return _reshard(partial(group.gather, shard), shard.take, part)
 
 
 def scatter_to_tp(group: TensorGroup, shard: TensorShard, full: Tensor) -> Tensor:
     """This rank's shard of a tensor that all ranks have."""
-    return _there(shard.take, partial(group.gather, shard), full)
+    return _reshard(shard.take, partial(group.gather, shard), full)

@@ -172,7 +172,10 @@ def evaluate_saved(
     )
     batches = batches_of(validation, config, model.vocab_size, num_samples=len(validation))
     return evaluate(
-        *(engine, batches, number, tuple(model.metrics)),
+        engine,
+        batches,
+        number,
+        tuple(model.metrics),
         transport=transport,
         coords=coords,
         after_batch=after_batch,

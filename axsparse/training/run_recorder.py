@@ -81,7 +81,11 @@ def make_recorder(
         return Recorder(transport.world, transport.backoff, figures, None, None)
     console = make_console(sys.stdout)
     layout = ModelLayout(
-        *(plan.model.name, profile, plan.stages, plan.coords.grid, transport.name),
+        plan.model.name,
+        profile,
+        plan.stages,
+        plan.coords.grid,
+        transport.name,
         dense_bytes=max(plan.state_bytes(plan.layers_of(n), {}) for n in range(len(plan.stages))),
         live_bytes=int(max(row[0] for row in rows)),
         teacher_bytes=int(max(row[3] for row in rows)),

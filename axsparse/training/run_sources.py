@@ -200,7 +200,10 @@ def batches_of(
     given = {
         "global_batch_size": config.batch.global_batch_size,
         "microbatch_size": config.batch.microbatch_size,
-        **{"replica": 0, "g_data": 1, "seed": config.seed, "vocab_size": words},
+        "replica": 0,
+        "g_data": 1,
+        "seed": config.seed,
+        "vocab_size": words,
     }
     return Batches(dataset, num_samples=num_samples, **{**given, **how})
 

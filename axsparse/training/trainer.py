@@ -204,8 +204,10 @@ class Trainer:
         resume: str | None = None,
         overwrite: bool = False,
     ) -> None:
-        """Build all that this rank trains with; arguments and errors are as in `__init__`. A quiet
-        run saves nothing, and no signal stops it. All ranks call this together."""
+        """Build all that this rank trains with; arguments and errors are as in `__init__`.
+
+        All ranks call this together. A quiet run saves nothing, and no signal stops it.
+        """
         # The settings, this rank among the others, and what is to be trained.
         starts = {"quiet": quiet, "resume": resume is not None, "overwrite": overwrite}
         together(job.transport, lambda: reject_arguments(optimizer, learning_rate, starts))
@@ -719,7 +721,10 @@ class Trainer:
         def write() -> None:
             if found is not None:
                 notes = save_folder(
-                    *(self.config, self.profile.shapes, found, self.data.entry),
+                    self.config,
+                    self.profile.shapes,
+                    found,
+                    self.data.entry,
                     Path(expanded(path)),
                     step=self.steps_done,
                     force=force,

@@ -123,7 +123,9 @@ def test_rank_0_writes_down_what_the_last_stage_found(
 ) -> None:
     looked: list[Trainer] = []
     ran(
-        *((2, 1), settings_of(eval_first=first), tmp_path / "run"),
+        (2, 1),
+        settings_of(eval_first=first),
+        tmp_path / "run",
         model=lambda _: classifier(),
         data=TRAINING,
         validation=VALIDATION,
