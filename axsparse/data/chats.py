@@ -10,7 +10,8 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -134,12 +135,21 @@ class ChatTemplate:
                 f"--tokenizer: {self._folder} has the chat templates {names}, and no default; call "
                 f"one of them default, or name one as {TEMPLATE} in {KWARGS} of each record"
             ) from None
+        apply = partial(self._tokenizer.apply_chat_template, **arguments)
         try:
             if chat.prompt is not None:
-                return self._by_prompt(chat.messages, chat.prompt, arguments)
+                # A completion begins at the first token that differs from the prompt alone, as in
+                # TRL. The words that ask for an answer belong to the prompt.
+                before = apply(
+                    chat.messages[: chat.prompt], return_dict=True, add_generation_prompt=True
+                )
+                ids = apply(chat.messages, return_dict=True)["input_ids"]
+                begin = common_prefix(before["input_ids"], ids)
+                return Encoded(ids, [at >= begin for at in range(len(ids))])
             if MARKS.search(template):
-                return self._by_marks(chat.messages, arguments)
-            return self._by_turns(chat.messages, arguments)
+                marked = apply(chat.messages, return_dict=True, return_assistant_tokens_mask=True)
+                return Encoded(marked["input_ids"], [*map(bool, marked["assistant_masks"])])
+            return self._by_turns(chat.messages, partial(apply, tokenize=False))
         except Exception as reason:  # Templates raise what they like about a chat, as do filters.
             if isinstance(reason, TemplateSyntaxError) and named is None:
                 raise ConfigError(
@@ -148,40 +158,14 @@ class ChatTemplate:
                 ) from None
             return f"a chat that the template fails on ({one_line(reason)[:WHY]})"
 
-    def _by_prompt(self, messages: Messages, prompt: int, arguments: dict[str, Any]) -> Encoded:
-        """The chat with its completion as targets, which begins at the first token that differs
-        from the prompt alone, as in TRL. The words that ask for an answer belong to the prompt."""
-        before, whole = (
-            self._tokenizer.apply_chat_template(
-                some, **arguments, return_dict=True, add_generation_prompt=asks
-            )["input_ids"]
-            for some, asks in ((messages[:prompt], True), (messages, False))
-        )
-        begin = common_prefix(before, whole)
-        return Encoded(whole, [at >= begin for at in range(len(whole))])
-
-    def _by_marks(self, messages: Messages, arguments: dict[str, Any]) -> Encoded:
-        """The chat with the tokens between `{% generation %}` and `{% endgeneration %}` as
-        targets."""
-        encoded = self._tokenizer.apply_chat_template(
-            messages, **arguments, return_dict=True, return_assistant_tokens_mask=True
-        )
-        return Encoded(encoded["input_ids"], [*map(bool, encoded["assistant_masks"])])
-
-    def _by_turns(self, messages: Messages, arguments: dict[str, Any]) -> Encoded | str:
+    def _by_turns(self, messages: Messages, text: Callable[..., str]) -> Encoded | str:
         """The chat with the tokens that each message of the assistant adds to the text before it,
         and to the words that ask for an answer, as targets; a text says why that is impossible."""
-
-        def text(messages: Messages, *, asks: bool = False) -> str:
-            rendered: str = self._tokenizer.apply_chat_template(
-                messages, **arguments, tokenize=False, add_generation_prompt=asks
-            )
-            return rendered
 
         whole, turns = text(messages), []
         for number, message in enumerate(messages):
             if message["role"] == ASSISTANT:
-                before = text(messages[:number], asks=True)
+                before = text(messages[:number], add_generation_prompt=True)
                 after = text(messages[: number + 1])
                 if not (after.startswith(before) and whole.startswith(after)):
                     return (

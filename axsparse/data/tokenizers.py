@@ -115,21 +115,15 @@ class Subwords:
         self.record = record
         self.separator = vocabulary[separator]
         self.vocab_size = max(vocabulary.values()) + 1
-        self.first, self.last = self._around()
+        with _refusing(self._path, "cannot encode a text"):
+            encoding = self._tokenizer.encode("a")
+        ids = np.array(encoding.ids, dtype=np.uint32)
+        inner = np.flatnonzero(~np.array(encoding.special_tokens_mask, dtype=bool))
+        begin, end = (inner[0], inner[-1] + 1) if inner.size else (ids.size, ids.size)
+        self.first, self.last = ids[:begin], ids[end:]
 
     def encode(self, text: str) -> Tokens:
         return np.concatenate([self.first, *self.encode_batch([text])])
-
-    def _around(self) -> tuple[Tokens, Tokens]:
-        """The ids that the tokenizer puts before and after a text."""
-        with _refusing(self._path, "cannot encode a text"):
-            encoding = self._tokenizer.encode("a")
-        outside = np.array(encoding.special_tokens_mask, dtype=bool)
-        ids = np.array(encoding.ids, dtype=np.uint32)
-        inner = np.flatnonzero(~outside)
-        if not inner.size:
-            return ids, ids[:0]
-        return ids[: inner[0]], ids[inner[-1] + 1 :]
 
     def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         # This call alone leaves out the places of the tokens in the text.

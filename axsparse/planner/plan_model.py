@@ -19,7 +19,7 @@ from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.auto_layout import has_costs, run_request
 from axsparse.planner.baselines import baselines
 from axsparse.planner.cluster import Cluster, load_cluster
-from axsparse.planner.layout_search import NoLayoutError, Plan, SearchRequest, plan
+from axsparse.planner.layout_search import NoLayoutError, Plan, plan
 from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
 from axsparse.planner.stage_memory import gigabytes, memory_budget
 from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
@@ -92,15 +92,21 @@ class PlannedModel:
         Where nothing fits and `pipeline.checkpoint_activations` is unset, activations are
         recomputed.
         """
+        own = self.config
         for tried in self._tried(gpus):
-            request = tried._request(method, cluster, gpus, microbatch_sizes)
+            model, budget = tried.profiled(method), tried.rank_budget(cluster)
+            request = replace(
+                run_request(model, cluster, gpus, tried._stages(gpus), budget),
+                microbatch_sizes=microbatch_sizes,
+                usual_size=own.batch.microbatch_size if MICROBATCH in own.origins else None,
+            )
             try:
                 found = plan(request)
             except NoLayoutError as error:
                 failed = error
                 continue
             best = found.recommended
-            before, after = self.config.by_key(), tried.config.by_key()
+            before, after = own.by_key(), tried.config.by_key()
             return replace(
                 found,
                 taken={key: after[key] for key in after if after[key] != before[key]},
@@ -116,7 +122,7 @@ class PlannedModel:
             request=request,
             rejected=failed.rejected,
             least=least,
-            fewest=fewest_devices(request) if self.config.layout.g_data == "auto" else None,
+            fewest=fewest_devices(request) if own.layout.g_data == "auto" else None,
             baselines=baselines(tried.dense, least.layout, least.loads, request),
         )
         raise DoesNotFitError(refusal) from None
@@ -128,17 +134,6 @@ class PlannedModel:
         if not (RECOMPUTED in self.config.origins or self.dense.recomputes):
             changes[RECOMPUTED] = 1
             yield replace(self, dense=self.dense.with_values(changes))
-
-    def _request(
-        self, method: Method, cluster: Cluster, gpus: int, microbatch_sizes: Sequence[int] | None
-    ) -> SearchRequest:
-        config = self.config
-        stages, rank_budget = self._stages(gpus), self.rank_budget(cluster)
-        return replace(
-            run_request(self.profiled(method), cluster, gpus, stages, rank_budget),
-            microbatch_sizes=microbatch_sizes,
-            usual_size=config.batch.microbatch_size if MICROBATCH in config.origins else None,
-        )
 
     def _stages(self, gpus: int) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all."""

@@ -238,18 +238,17 @@ class Watchdog:
             is_first = self._found_at is None and self._heartbeats.claim()
         except OSError:  # on a full disk, each rank that finds the hang reports what it knows
             is_first = True
-        if is_first:
-            mine, of = self._coords.rank, self._heartbeats.stacks_of
-            views = enumerate(ranks)
-            self._report_and_end(
-                [replace(v, stacks=stacks() if r == mine else of(r)) for r, v in views]
-            )
-        elif self._found_at is None:
-            self._found_at = self._time
-        elif self._time - self._found_at >= self._timeout:
-            self._end(f"{self._coords}: hangs in {own}, and no rank reports it")
-
-    def _report_and_end(self, ranks: list[RankView]) -> None:
+        if not is_first:
+            if self._found_at is None:
+                self._found_at = self._time
+            elif self._time - self._found_at >= self._timeout:
+                self._end(f"{self._coords}: hangs in {own}, and no rank reports it")
+            return
+        mine, of = self._coords.rank, self._heartbeats.stacks_of
+        ranks = [
+            replace(view, stacks=stacks() if rank == mine else of(rank))
+            for rank, view in enumerate(ranks)
+        ]
         line = error_line(ranks, self.report)
         text = report(ranks, line)
         try:
