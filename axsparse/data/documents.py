@@ -480,7 +480,9 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
     try:
         with Path(source.path).open("rb") as raw:
             _check_unchanged(raw, source)
-            for found in _found(raw, source, reading):
+            file = cast("BinaryIO", COMPRESSIONS[ending](raw)) if ending in COMPRESSIONS else raw
+            reader = READERS.get(_format(PurePath(source.path)), read_text)
+            for found in reader(file, reading):
                 is_blank = found.content is None and (not found.text or found.text.isspace())
                 if begins and found.ends and found.problem is None and is_blank:
                     continue
@@ -516,12 +518,6 @@ def first_contents(sources: Sequence[DocumentSource], reading: Reading) -> Itera
 def has_marks(content: Content | None) -> bool:
     """Whether a document has tokens that are no targets, or may have some."""
     return any(id_ < 0 for id_ in content) if isinstance(content, list) else content is not None
-
-
-def _found(raw: BinaryIO, source: DocumentSource, reading: Reading) -> Iterator[Piece]:
-    opens = COMPRESSIONS.get(_endings(source.path)[-1])
-    file = cast("BinaryIO", opens(raw)) if opens else raw
-    return READERS.get(_format(PurePath(source.path)), read_text)(file, reading)
 
 
 def _format(path: PurePath) -> str:

@@ -640,19 +640,14 @@ def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, 
     for piece in pieces:
         batch.append(piece)
         # Many empty documents, such as unusable ones, fill a batch as well.
-        size += 1 + len(piece[0].text) + _size(piece[0].content)
+        content = piece[0].content or ""
+        about = len(content if isinstance(content, list) else str(content))
+        size += 1 + len(piece[0].text) + about
         if size >= BATCH:
             yield batch
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _size(content: Content | None) -> int:
-    """About how many ids or characters a document has that is no text."""
-    if content is None or isinstance(content, list):
-        return len(content or ())
-    return len(str(content))
 
 
 def _reject_empty(progress: PreparationProgress, request: Request) -> None:

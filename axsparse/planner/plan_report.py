@@ -109,7 +109,18 @@ def _of_one(plan: Plan) -> Iterator[str]:
     yield f"because {because(plan)}"
     yield ""
     yield "memory of each stage, GB:"
-    yield from table([_memory_cells(best, stage) for stage in _shown_stages(best)])
+    shown = set(range(len(best.memory)))
+    if len(shown) > MOST_STAGES:
+        shown = {*range(MOST_STAGES - 2), best.fullest, len(best.memory) - 1}
+    yield from table(
+        {
+            "stage": str(stage),
+            "layers": best.loads[stage].layers,
+            **{name: f"{value / 1e9:.3g}" for name, value in asdict(best.memory[stage]).items()},
+            "total": f"{best.memory[stage].total / 1e9:.3g}",
+        }
+        for stage in sorted(shown)
+    )
     if layout.grid.g_tensor > 1:
         sent = gigabytes(max(best.sum_bytes))
         yield f"a tensor-parallel rank sends up to {sent} GB to its group in a step"
@@ -235,24 +246,6 @@ def cells(plan: Plan, row: Candidate) -> dict[str, str]:
         "peak %": f"{row.percent_of_peak:.1f}",
         **{name: f"{phases[name]:.3g}" for name in STEP_PHASES},
     }
-
-
-def _memory_cells(row: Candidate, stage: int) -> dict[str, str]:
-    memory = row.memory[stage]
-    return {
-        "stage": str(stage),
-        "layers": row.loads[stage].layers,
-        **{name: f"{value / 1e9:.3g}" for name, value in asdict(memory).items()},
-        "total": f"{memory.total / 1e9:.3g}",
-    }
-
-
-def _shown_stages(row: Candidate) -> list[int]:
-    """The stages whose memory is listed: all of few, else the first, the fullest and the last."""
-    number = len(row.memory)
-    if number <= MOST_STAGES:
-        return list(range(number))
-    return sorted({*range(MOST_STAGES - 2), row.fullest, number - 1})
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

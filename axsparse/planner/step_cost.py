@@ -276,8 +276,14 @@ def simulate_step(
     optimizer begins once all stages have reduced. Two schedules with the same microbatches see the
     same jitter.
     """
+    played = list(range(min(grid.g_data, PLAYED_REPLICAS)))
+    if not cluster.jitter:
+        kinds: dict[tuple[MessageCost, ...], int] = {}
+        for replica in range(min(grid.g_data, cluster.gpus_per_node)):
+            kinds.setdefault(tuple(edges(costs, cluster, grid, replica)), replica)
+        played = list(kinds.values())
     pipelines: dict[int, PipelineRun] = {}
-    for replica in _played(costs, cluster, grid):
+    for replica in played:
         pipelines[replica] = simulate(
             lambda stage: schedule.policy(
                 stage=stage, g_inter=grid.g_inter, microbatches=microbatches
@@ -362,12 +368,3 @@ def durations(
         backward.append([(each.backward - later - sums) * factor + sums for factor in drawn])
         weight.append([later * factor for factor in drawn])
     return Durations(forward, backward, weight if is_split else ())
-
-
-def _played(costs: StepCosts, cluster: Cluster, grid: Grid) -> list[int]:
-    if cluster.jitter:
-        return list(range(min(grid.g_data, PLAYED_REPLICAS)))
-    kinds: dict[tuple[MessageCost, ...], int] = {}
-    for replica in range(min(grid.g_data, cluster.gpus_per_node)):
-        kinds.setdefault(tuple(edges(costs, cluster, grid, replica)), replica)
-    return list(kinds.values())
