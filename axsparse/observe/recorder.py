@@ -226,17 +226,14 @@ class Recorder:
             **{f"{name}_seconds": mean for name, mean in seconds.items()},
             **dict(zip(maxima_names, largest, strict=True)),
         )
-        self._write(record, slots[:, -1].tolist())
-
-    def _write(self, record: StepRecord, compute: Sequence[float]) -> None:
-        """Write and show a step, in which the ranks computed for so many seconds each."""
         if self._file is not None:
             self._file.write(record)
         if self._console is not None:
             self._show(self._console, record)
-        if self._slow is not None and (warning := self._slow.add(record.step, compute)):
+        computed = slots[:, -1].tolist()
+        if self._slow is not None and (warning := self._slow.add(record.step, computed)):
             self.say(warning)
-        predicted = self._run.predicted_memory_bytes
+        predicted = run.predicted_memory_bytes
         if predicted is not None and len(self._compared_seconds) < COMPARED_STEPS:
             self._compared_seconds.append(record.step_seconds)
             if len(self._compared_seconds) == COMPARED_STEPS:
