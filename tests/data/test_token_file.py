@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sysconfig
 import zlib
 from pathlib import Path
@@ -30,7 +29,6 @@ from axsparse.data.token_file import (
     stored,
 )
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import DataError
 
 
 def write(folder: Path, tokens: int = 400, dtype: DtypeName = "uint16", vocab: int = 300) -> Path:
@@ -123,19 +121,11 @@ def test_a_validation_part_is_opened_only_where_it_is_used(tmp_path: Path) -> No
     assert token_datasets(write(tmp_path / "other"), 16, ("train",)).keys() == {"train"}
 
 
-def test_a_file_that_is_cut_while_it_is_mapped_is_named_and_a_removed_one_stays(
-    tmp_path: Path,
-) -> None:
+def test_a_file_that_is_moved_while_it_is_mapped_can_be_read(tmp_path: Path) -> None:
     training = token_datasets(write(tmp_path / "data"), 16)["train"]
-    path = tmp_path / "data" / "train.tokens"
-    path.rename(tmp_path / "moved")
-    training.read(np.array([0]))
+    (tmp_path / "data" / "train.tokens").rename(tmp_path / "moved")
 
-    (tmp_path / "moved").rename(path)
-    os.truncate(path, 100)
-
-    with pytest.raises(DataError, match="has 100 bytes, and had 800 when it was opened; copy it"):
-        training.read(np.array([0]))
+    assert training.read(np.array([0]))[1][0, 0] == 1
 
 
 def test_files_are_told_apart_for_a_model_that_separates_them() -> None:

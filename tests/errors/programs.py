@@ -415,7 +415,7 @@ def megatron(*number: Any, **sizes: int) -> None:
     indexed.MegatronIds(Path("c"), "data.path").begins()
 
 
-def opened() -> object:
+def opened() -> dict[token_file.Split, ax.TokenDataset]:
     """The tokens that have been prepared."""
     return sources.token_datasets(Path("out"), 16)
 
