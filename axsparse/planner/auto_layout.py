@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from axsparse.config.schema import Config, PipelineConfig, num_microbatches
 from axsparse.config.section import counted, divisors, one_of
@@ -265,13 +264,21 @@ def run_request(
 def machine_of(cluster: Cluster | None) -> Cluster:
     """The cluster; None stands for one whose actions take as long as their flops say, at whatever
     rate, and whose messages take no time."""
-    if cluster is not None:
-        return cluster
-    free = ("overhead_bytes", "jitter", "intra_node_latency", "inter_node_latency", "ring_latency")
-    fast = ("memory", "intra_node", "inter_node", "nic", "host", "ring")
-    endless = ("compression_rate", *(f"{each}_bandwidth" for each in fast))
-    constants: dict[str, Any] = {**dict.fromkeys(free, 0.0), **dict.fromkeys(endless, math.inf)}
-    return replace(load_cluster(DEFAULT_CLUSTER), **constants)
+    return cluster or replace(
+        load_cluster(DEFAULT_CLUSTER),
+        overhead_bytes=0.0,
+        jitter=0.0,
+        intra_node_latency=0.0,
+        inter_node_latency=0.0,
+        ring_latency=0.0,
+        memory_bandwidth=math.inf,
+        compression_rate=math.inf,
+        intra_node_bandwidth=math.inf,
+        inter_node_bandwidth=math.inf,
+        nic_bandwidth=math.inf,
+        host_bandwidth=math.inf,
+        ring_bandwidth=math.inf,
+    )
 
 
 @dataclass(frozen=True)

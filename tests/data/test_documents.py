@@ -190,31 +190,31 @@ LACKS = "missing field (it has {}, and text, messages, conversations, input_ids,
 PACKED = "several documents packed into a record: name the data before it was packed"
 
 
-class No(str):
+class Unusable(str):
     """The beginning of the reason why a record cannot be used."""
 
 
-RECORDS: list[tuple[Any, str | Content | No]] = [
+RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({"text": "a\nb", "id": 1}, "a\nb"),
     ('{"text": "é"}'.encode(), "é"),
     ({"input_ids": [5], "text": "a"}, "a"),
-    ({"id": 1}, No(LACKS.format("id"))),
-    ({"prompt": "x", "chosen": "y"}, No(LACKS.format("chosen, prompt"))),
-    ({"text": None}, No(LACKS.format("text"))),
-    (["text"], No(LACKS.format("none"))),
-    ({"text": " \n"}, No("empty")),
-    (b'{"text": "x"', No("malformed JSON")),
-    (b"[" * 100_000, No("malformed JSON")),
-    (b'{"text": "\xe9"}', No("not UTF-8")),
-    ({"text": "\ud800"}, No("not UTF-8")),
-    ({"text": 5}, No("text that cannot be read (int; give a text, a list of messages or")),
-    ({"text": ["a"]}, No("text that cannot be read (list of str; give a text")),
-    ({"text": [1, "a"]}, No("text that cannot be read (list of int and str; give a text")),
-    ({"messages": "[]"}, No("messages that cannot be read (str; give a list of mess")),
-    ({"messages": "hello", "text": None}, No("messages that cannot be read")),
-    ({"input_ids": "5"}, No("input_ids that cannot be read")),
-    ({"input_ids": [1.0]}, No("input_ids that cannot be read (list of float; give a li")),
-    ({"input_ids": []}, No("empty")),
+    ({"id": 1}, Unusable(LACKS.format("id"))),
+    ({"prompt": "x", "chosen": "y"}, Unusable(LACKS.format("chosen, prompt"))),
+    ({"text": None}, Unusable(LACKS.format("text"))),
+    (["text"], Unusable(LACKS.format("none"))),
+    ({"text": " \n"}, Unusable("empty")),
+    (b'{"text": "x"', Unusable("malformed JSON")),
+    (b"[" * 100_000, Unusable("malformed JSON")),
+    (b'{"text": "\xe9"}', Unusable("not UTF-8")),
+    ({"text": "\ud800"}, Unusable("not UTF-8")),
+    ({"text": 5}, Unusable("text that cannot be read (int; give a text, a list of messages or")),
+    ({"text": ["a"]}, Unusable("text that cannot be read (list of str; give a text")),
+    ({"text": [1, "a"]}, Unusable("text that cannot be read (list of int and str; give a text")),
+    ({"messages": "[]"}, Unusable("messages that cannot be read (str; give a list of mess")),
+    ({"messages": "hello", "text": None}, Unusable("messages that cannot be read")),
+    ({"input_ids": "5"}, Unusable("input_ids that cannot be read")),
+    ({"input_ids": [1.0]}, Unusable("input_ids that cannot be read (list of float; give a li")),
+    ({"input_ids": []}, Unusable("empty")),
     # Token ids and messages, as TRL means them.
     ({"input_ids": [5, 6]}, [5, 6]),
     ({"text": [5, 6], "input_ids": [7]}, [5, 6]),
@@ -226,9 +226,9 @@ RECORDS: list[tuple[Any, str | Content | No]] = [
     ({"prompt": TURNS[:1], "completion": TURNS[1:]}, Chat(TURNS, prompt=1)),
     ({"prompt": OLDER[:1], "completion": OLDER[1:]}, Chat(TURNS, prompt=1)),
     ({"prompt": "p", "messages": TURNS}, Chat(TURNS)),
-    ({"prompt": "x", "completion": ""}, No("empty")),
-    ({"prompt": "x", "completion": TURNS}, No("prompt and completion that are neither two")),
-    ({"prompt": "\ud800", "completion": "x"}, No("not UTF-8")),
+    ({"prompt": "x", "completion": ""}, Unusable("empty")),
+    ({"prompt": "x", "completion": TURNS}, Unusable("prompt and completion that are neither two")),
+    ({"prompt": "\ud800", "completion": "x"}, Unusable("not UTF-8")),
     # Padding is no text, and a token that a mask leaves out is no target.
     ({**IDS, "attention_mask": [0, 1, 1, 1, 0]}, [6, 7, 8]),
     ({**IDS, "completion_mask": [0, 0, 1, 1, 1]}, [-6, -7, 7, 8, 9]),
@@ -244,12 +244,12 @@ RECORDS: list[tuple[Any, str | Content | No]] = [
         },
         [-6, -7, 7, -9],
     ),
-    ({**IDS, "attention_mask": [0] * 5}, No("empty")),
-    ({**IDS, "completion_mask": [1]}, No("completion_mask that do not fit the ids")),
-    ({**IDS, "labels": [1] * 5}, No("labels that do not fit the ids")),
+    ({**IDS, "attention_mask": [0] * 5}, Unusable("empty")),
+    ({**IDS, "completion_mask": [1]}, Unusable("completion_mask that do not fit the ids")),
+    ({**IDS, "labels": [1] * 5}, Unusable("labels that do not fit the ids")),
     ({**IDS, "position_ids": [0, 1, 2, 3, 4], "seq_lengths": [5]}, [5, 6, 7, 8, 9]),
-    ({**IDS, "position_ids": [0, 1, 0, 1, 2]}, No(PACKED)),
-    ({**IDS, "seq_lengths": [2, 3]}, No(PACKED)),
+    ({**IDS, "position_ids": [0, 1, 0, 1, 2]}, Unusable(PACKED)),
+    ({**IDS, "seq_lengths": [2, 3]}, Unusable(PACKED)),
 ]
 
 
@@ -262,7 +262,7 @@ def test_each_record_is_its_document_or_says_why_it_is_none() -> None:
     assert [piece.line for piece in found] == [*range(1, len(RECORDS) + 1)]
     assert all(piece.ends for piece in found)
     for piece, (record, expected) in zip(found, RECORDS, strict=True):
-        if isinstance(expected, No):
+        if isinstance(expected, Unusable):
             assert str(piece.problem).startswith(expected), record
         else:
             assert (piece.content or piece.text, piece.problem) == (expected, None), record

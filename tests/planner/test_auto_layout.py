@@ -68,7 +68,9 @@ def test_the_fewest_stages_that_fit_are_taken_and_it_is_said_why() -> None:
         (
             {"weights": "sparse", "zero_stage": "auto"},
             {"num_layers": 8, "hidden_size": 128},
-            *("weight", "gathered", "sparse at rest and gathered by replicas"),
+            "weight",
+            "gathered",
+            "sparse at rest and gathered by replicas",
         ),
     ],
 )
