@@ -133,7 +133,7 @@ def _construct_layer(
             alias_of=owner,
             shard=shard,
         )
-        tensor.full_kept = tensor.full_numel
+        tensor.shards_kept = tensor.full_numel
         if owner is None and options.masks is not None and first in options.masks.kept:
             _mask(tensor, first, options, partial(values, local_name))
         if options.expansion is None or tensor.kept == parameter.numel():
@@ -170,7 +170,7 @@ def _mask(tensor: TensorState, first: str, options: StateOptions, value: Weight)
     assert options.masks is not None
     mask_D = options.masks.mask(first, tensor.full_shape, value)
     tensor.own_index = options.backend.index(tensor.of_full(mask_D), options.stored.index)
-    tensor.full_kept = options.masks.kept[first]
+    tensor.shards_kept = options.masks.kept[first]
 
 
 def full_weights(built: BuiltLayer) -> Iterator[tuple[str, Tensor]]:

@@ -239,9 +239,6 @@ class LayerState:
         self.owned = self.shares.owned
         """The tensors that have a separate master: all but aliases."""
         self.by_full_name = {tensor.full_name: tensor for tensor in self.owned}
-        for tensor in self.owned:
-            if tensor.shard is None:
-                tensor.full_kept = tensor.kept
         self._lay_gradient(self._zeros(self.shares.total, stored.gradient))
         self.most = self._zeros(len(self.tensors) if self.is_exact else 0)
         """By tensor, the largest absolute value that sums of integers took in this step."""
@@ -521,7 +518,7 @@ class LayerState:
         with an alias of this tensor.
         """
         changed = self.by_full_name[name]
-        changed.full_kept = int(mask_D.count_nonzero())
+        changed.shards_kept = int(mask_D.count_nonzero())
         mask_D, numel = changed.of_full(mask_D), changed.parameter.numel()
         assert mask_D.shape == (numel,), f"{name}: a mask of {mask_D.shape} for {numel} entries"
         new_index = self.backend.index(mask_D, self._index_kind)

@@ -47,8 +47,8 @@ class TensorState:
     empty where sums are not of integers."""
     shard: TensorShard | None = None
     """The place in the full tensor, if this is a shard of one."""
-    full_kept: int = 0
-    """Kept entries of the full tensor, on all ranks."""
+    shards_kept: int = 0
+    """Kept entries of all shards, if this is one."""
     begun: int = 0
     """Updates of the run before this tensor's first one, where it was thawed at a resume."""
     expanded_at: range | None = None
@@ -104,6 +104,11 @@ class TensorState:
     def full_numel(self) -> int:
         """Entries of the full parameter."""
         return torch.Size(self.full_shape).numel()
+
+    @property
+    def full_kept(self) -> int:
+        """Kept entries of the full parameter, on all ranks."""
+        return self.kept if self.shard is None else self.shards_kept
 
     def of_full(self, values: Tensor) -> Tensor:
         """The values of this tensor, flat, from the values of the full one."""

@@ -340,14 +340,6 @@ def test_layers_that_share_keys_and_values_are_refused(transformers: Any, tmp_pa
     assert "\n" not in str(caught.value)
 
 
-def test_settings_that_transformers_cannot_use_are_mended_there() -> None:
-    with pytest.raises(ConfigError) as caught:
-        small_llama(hidden_act="evil")
-    assert str(caught.value) == (
-        "model.hf: transformers cannot make this model (KeyError: 'evil'); correct its settings"
-    )
-
-
 def test_to_someone_who_made_no_function_none_is_blamed(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(split: SplitModel, part: Part) -> nn.Module:
         raise ValueError("no memory")
