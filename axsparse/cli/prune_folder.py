@@ -24,17 +24,8 @@ from torch import Tensor
 
 from axsparse.cli.data import prepare_and_show
 from axsparse.cli.parser import override, say
-from axsparse.cli.prune_order import (
-    BLOCKWISE,
-    FACTS,
-    PRUNED,
-    PruneOrder,
-    Work,
-    chosen,
-    plan_lines,
-    rising,
-    training_settings,
-)
+from axsparse.cli.prune_defaults import Work, chosen, plan_lines, rising, training_settings
+from axsparse.cli.prune_order import BLOCKWISE, FACTS, PRUNED, PruneOrder
 from axsparse.config.hf_config import read_json
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config

@@ -72,7 +72,7 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
     of_numpy = _NUMPY.get_bit_generator()
     if not is_seeded and isinstance(of_numpy, np.random.MT19937):
         meanwhile.state = of_numpy.state
-    with _with_numpy(meanwhile):
+    with _numpy_replaced(meanwhile):
         yield
 
 
@@ -85,14 +85,14 @@ def kept_rng() -> Iterator[None]:
     try:
         # A thread that replaces the generator meanwhile may put the one that it finds back much
         # later.
-        with _with_numpy(_FIRST):
+        with _numpy_replaced(_FIRST):
             yield
     finally:
         of_numpy.state = state
 
 
 @contextmanager
-def _with_numpy(meanwhile: Any) -> Iterator[None]:
+def _numpy_replaced(meanwhile: Any) -> Iterator[None]:
     """Give numpy another generator; afterwards numpy's, torch's and Python's are as before."""
     of_torch, of_python = _torch_state(), random.getstate()
     of_numpy = _NUMPY.get_bit_generator()

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 import torch
-from support.oracle import Oracle, Trace, best
+from support.oracle import Oracle, Trace, mask_of_largest
 from torch import Tensor
 
 from axsparse.pruning.input_statistics import BLOCK
@@ -106,12 +106,14 @@ class MethodOracle(Oracle):
         if distribution == "global":
             every = torch.cat(list(flat.values()))
             keep = every.numel() - round(sparsity * every.numel())
-            mask = best(every, keep)
+            mask = mask_of_largest(every, keep)
             parts = mask.split([one.numel() for one in flat.values()])
             return {n: m.view_as(scores[n]) for n, m in zip(flat, parts, strict=True)}
         shapes = {name: tuple(score.shape) for name, score in scores.items()}
         keeps = kept_counts(shapes, sparsity, distribution=distribution)
-        return {name: best(flat[name], keeps[name]).view_as(scores[name]) for name in flat}
+        return {
+            name: mask_of_largest(flat[name], keeps[name]).view_as(scores[name]) for name in flat
+        }
 
     def _apply(self, masks: dict[str, Tensor], step: int) -> None:
         self.changes.append(step)

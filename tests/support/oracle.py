@@ -133,10 +133,10 @@ def keep_mask(config: Config, name: str, weight: Tensor) -> Tensor:
         score = torch.rand(n, generator=keyed_generator(config.seed, name, "mask"))
     else:
         score = weight.reshape(-1).abs()
-    return best(score, keep).view_as(weight)
+    return mask_of_largest(score, keep).view_as(weight)
 
 
-def best(scores: Tensor, keep: int) -> Tensor:
+def mask_of_largest(scores: Tensor, keep: int) -> Tensor:
     """The mask of the largest scores, of which there is one dimension."""
     order = torch.sort(scores, descending=True, stable=True).indices
     mask = torch.zeros(scores.numel(), dtype=torch.bool)

@@ -1,0 +1,249 @@
+"""The defaults of `axsparse prune`, and the time that it takes.
+
+The method, the healing and the schedule follow from the sparsity, the length of a training and its
+batches from the number of tokens, its learning rate from the width of the model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from axsparse.cli.parser import override
+from axsparse.cli.prune_order import (
+    BLOCKWISE,
+    ONE_BY_ONE,
+    Heal,
+    PruneOrder,
+    Schedule,
+    final_sparsity,
+)
+from axsparse.config.hf_config import BUNDLED
+from axsparse.config.model_config import HfConfig
+from axsparse.config.schema import Config
+from axsparse.runtime.console import format_count, format_seconds
+from axsparse.runtime.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The defaults up to a sparsity."""
+
+    up_to: float
+    heal: Heal
+    schedule: Schedule
+    """The schedule of a training."""
+    passes: int
+    """How often a training sees the training data."""
+
+
+RULES = (
+    # At 50 % blocks leave 1.24 times the perplexity, at a tenth of the cost of training.
+    Rule(0.55, "blocks", "once", 1),
+    # At 60 % they leave 1.53 times, and a mask that rises costs no more than one that is drawn.
+    Rule(0.65, "train", "gradual", 2),
+    # At 70 % they leave 2.07 times. Up to four passes over a text are worth nearly as much as new
+    # text (Muennighoff et al. 2023, arXiv 2305.16264).
+    Rule(1.0, "train", "gradual", 4),
+)
+WANDA_UP_TO = 0.65
+"""Up to here blocks heal Wanda's masks as well as SparseGPT's, which take longer; above not."""
+MOST_TOKENS = 67_000_000
+"""The tokens of a training, at most: ELSA's for 90 % of a Llama of 7B (2025)."""
+LEAST_STEPS, LEAST_BATCH, MOST_BATCH = 400, 8, 128
+"""Steps that a training has if its batches can be so small, and its sequences of a step."""
+RATE_BY_WIDTH, MOST_RATE = 0.2, 1e-3
+"""Learning rate times hidden size, and the largest rate: 5e-5 at 4,096, and inversely to the width,
+as steps of Adam have to be (Yang et al. 2022, arXiv 2203.03466)."""
+WARM_UP = 20
+"""One step in this number warms up."""
+RISES = 16
+"""Prunings of a rising mask, over half of the steps."""
+MODEL = "SmolLM2 135M"
+MEASURED: Mapping[Heal, Mapping[float, float]] = {"blocks": {0.5: 1.24, 0.6: 1.53, 0.7: 2.07}}
+"""Perplexity over the dense model's of English text, by healing and sparsity, for `MODEL`:
+benchmarks/results/smollm2_healed.md."""
+
+
+def rule_of(sparsity: float) -> Rule:
+    """The rule for a sparsity below 1."""
+    return next(rule for rule in RULES if sparsity <= rule.up_to)
+
+
+def chosen(order: PruneOrder) -> PruneOrder:
+    """The order with a method, a healing and a schedule; ConfigError if they do not fit."""
+    config = order.configured()
+    reject_full_model(config)
+    sparsity = final_sparsity(config.pruning)
+    rule = rule_of(sparsity)
+    asks = any(text.startswith(("train.steps=", "train.teacher=")) for text in order.settings)
+    heal = order.heal or ("train" if asks else rule.heal)
+    can_rise = heal == "train" and config.pruning.pattern is None
+    schedule = order.schedule or (rule.schedule if can_rise else "once")
+    if schedule == "gradual" and not (can_rise and sparsity > BLOCKWISE):
+        raise ConfigError(
+            f"--schedule: gradual rises from {BLOCKWISE:g} while the model trains, and this "
+            f"is --heal {heal} to {sparsity:g}; choose once, or --heal train, more --sparsity, and "
+            "no pattern"
+        )
+    settings = []
+    if order.method is not None or _is_free(config, "pruning.method"):
+        first = BLOCKWISE if schedule == "gradual" else sparsity
+        method = order.method or ("wanda" if first <= WANDA_UP_TO else "sparsegpt")
+        settings.append(f"pruning.method={method}")
+    settings.append(f"pruning.heal={'none' if heal == 'none' else 'blocks'}")
+    if schedule == "gradual" and order.heal is None:
+        settings.append(override("train.teacher", order.source))
+    return replace(order, heal=heal, schedule=schedule, settings=(*settings, *order.settings))
+
+
+def reject_full_model(config: Config) -> None:
+    """ConfigError for masks that cannot be drawn for one layer after the other."""
+    pruning = config.pruning
+    if (
+        pruning.method not in ONE_BY_ONE
+        or pruning.distribution == "global"
+        or pruning.mask is not None
+        or config.layout.g_tensor > 1
+    ):
+        raise ConfigError(
+            f"prune: each layer is pruned by itself, by {', '.join(ONE_BY_ONE)}; leave "
+            "pruning.distribution, pruning.mask and layout.g_tensor out, or prune by axsparse "
+            "train with model.from, and export"
+        )
+
+
+def training_settings(config: Config, length: int, tokens: int) -> Iterator[str]:
+    """The settings, which nobody has given, of a training on `tokens` tokens in samples of
+    `length` tokens."""
+    total = min(rule_of(final_sparsity(config.pruning)).passes * tokens, MOST_TOKENS)
+    batch = config.batch.global_batch_size
+    if _is_free(config, "batch.global_batch_size"):
+        batch = MOST_BATCH
+        while batch > LEAST_BATCH and total < LEAST_STEPS * batch * length:
+            batch //= 2
+        yield f"batch.global_batch_size={batch}"
+    steps = config.train.steps
+    if _is_free(config, "train.steps"):
+        steps = max(WARM_UP, round(total / (batch * length)))
+        yield f"train.steps={steps}"
+    width = _width(config)
+    if _is_free(config, "optimizer.learning_rate") and width is not None:
+        yield f"optimizer.learning_rate={min(RATE_BY_WIDTH / width, MOST_RATE):.2g}"
+    for key, value in (
+        ("schedule.warmup_steps", steps // WARM_UP),
+        ("train.eval_every", max(1, steps // 4)),
+        ("checkpoint.every", max(1, steps // 8)),
+    ):
+        if _is_free(config, key):
+            yield f"{key}={value}"
+
+
+def rising(config: Config) -> list[str]:
+    """The settings by which masks rise between a quarter and three quarters of the steps, which is
+    the best window of the scaling laws of sparse pretraining (arXiv 2501.12486)."""
+    begin, until = config.train.steps // 4, 3 * config.train.steps // 4
+    settings = {"pruning.method": "gradual", "pruning.at_step": begin}
+    if until <= begin:
+        raise ConfigError(
+            f"train.steps: {config.train.steps}, in which no mask can rise; choose at least 2, or "
+            "--schedule once"
+        )
+    if config.pruning.until_step == "auto":
+        settings["pruning.until_step"] = until
+    if _is_free(config, "pruning.interval"):
+        settings["pruning.interval"] = max(1, (until - begin) // RISES)
+    if _is_free(config, "pruning.eval_steps"):
+        settings["pruning.eval_steps"] = 1
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def _is_free(config: Config, key: str) -> bool:
+    """Whether nobody has given a setting: the bundled configuration counts as nobody."""
+    return config.origins.get(key, BUNDLED).startswith(BUNDLED)
+
+
+def _width(config: Config) -> int | None:
+    """The width of the residual stream; None if the model has another name for it."""
+    model = config.model
+    if not isinstance(model, HfConfig):
+        return model.hidden_size
+    settings = {**model.hf, **model.hf.get("text_config", {})}
+    found = settings.get("hidden_size", settings.get("n_embd"))
+    return found if isinstance(found, int) else None
+
+
+# -- what is said before it begins ----------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Work:
+    """The products of a model, and the time of some of them on this machine."""
+
+    block_flops: float
+    """Flops of the forward of a pruned layer, for one sample of calibration."""
+    blocks: int
+    """The number of pruned layers."""
+    model_flops: float
+    """Flops of the forward of the model, for one sample of calibration."""
+    length: int
+    """Tokens of that sample."""
+    block_seconds: float
+    """Seconds of a forward and a backward of a pruned layer for it."""
+    ranks: int = 1
+
+    @property
+    def seconds_per_flop(self) -> float:
+        return self.block_seconds / (3 * self.block_flops)
+
+    def of_layers(self, config: Config) -> float:
+        """Seconds of pruning and healing, layer by layer: 5 forwards for inputs, statistics and
+        errors, and as many as three forwards for each step, whose update takes as long as one."""
+        pruning = config.pruning
+        forwards = 5 + (4 * pruning.heal_passes if pruning.heal != "none" else 0)
+        samples = pruning.calibration_samples
+        return forwards * samples * self.blocks * self.block_flops * self.seconds_per_flop
+
+    def of_training(self, config: Config, length: int) -> float:
+        """Seconds of a training on all ranks: three forwards for each sample, one more that is
+        recomputed, and one of the teacher."""
+        forwards = 3 + bool(config.pipeline.checkpoint_activations) + bool(config.train.teacher)
+        samples = config.train.steps * config.batch.global_batch_size * length / self.length
+        return forwards * samples * self.model_flops * self.seconds_per_flop / self.ranks
+
+
+def plan_lines(order: PruneOrder, config: Config, work: Work | None) -> Iterator[str]:
+    """Lines about what is done, how long it takes, and how good it was elsewhere."""
+    pruning = config.pruning
+    sparsity, trains = final_sparsity(pruning), order.heal == "train"
+    length = order.length(config)
+    rises = order.schedule == "gradual"
+    parts = [f"{pruning.method} to {100 * (BLOCKWISE if rises else sparsity):g} %"]
+    parts += ["blocks are healed"] * (pruning.heal == "blocks")
+    if trains:
+        tokens = config.train.steps * config.batch.global_batch_size * length
+        to = f", rising to {100 * sparsity:g} %" if rises else ""
+        taught = ", taught by the dense model" if config.train.teacher else ""
+        parts.append(
+            f"{config.train.steps:,} steps ({format_count(tokens)} tokens, learning rate "
+            f"{config.optimizer.learning_rate:g}){to}{taught}"
+        )
+    line = "; ".join(parts)
+    if work is not None:
+        seconds = work.of_layers(config) + (work.of_training(config, length) if trains else 0)
+        line += f"; about {format_seconds(seconds)} on this machine"
+    yield line
+    measured = MEASURED.get(order.heal or "none", {})
+    nearest = min(measured, key=lambda at: abs(at - sparsity), default=None)
+    if nearest is not None and math.isclose(nearest, sparsity, abs_tol=0.05):
+        yield (
+            f"{MODEL} had {measured[nearest]:g} times the perplexity of dense after this at "
+            f"{100 * nearest:g} %"
+        )
+    else:
+        blocks = ", ".join(f"{r:g} at {100 * at:g} %" for at, r in MEASURED["blocks"].items())
+        yield (
+            f"not measured yet at {100 * sparsity:g} %; {MODEL} had {blocks} times the perplexity "
+            "of dense after blocks alone"
+        )
