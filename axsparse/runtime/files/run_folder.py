@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from axsparse.runtime.errors import ConfigError, OutputError, writing
-from axsparse.runtime.files.atomic import write_new
+from axsparse.runtime.files.atomic import new_path, write_new
 from axsparse.runtime.process import write_line
 
 MARK_FILE = "run.json"
@@ -136,10 +136,9 @@ class RunMark:
         """Note that a checkpoint was saved. OutputError if that cannot be written."""
         if not self.has_saved:
             self._content["saved"] = True
-            with writing(f"{self._path / MARK_FILE}:", "choose another --run-dir"):
-                partial = self._path / f".{MARK_FILE}.partial"
-                partial.write_text(json.dumps(self._content), encoding="utf-8")
-                partial.replace(self._path / MARK_FILE)
+            path = self._path / MARK_FILE
+            with writing(f"{path}:", "choose another --run-dir"), new_path(path) as unfinished:
+                unfinished.write_text(json.dumps(self._content), encoding="utf-8")
 
 
 def _read(path: Path) -> dict[str, Any] | None:
