@@ -230,7 +230,7 @@ def test_other_data_and_models_of_ones_own_are_refused(tmp_path: Path) -> None:
     saved = open_saved_model(run, 1)
     with pytest.raises(DataError, match="data: random has samples 39, checkpoint"):
         evaluate_saved(saved, Datasets(token_data(39), token_data()), "all")
-    with pytest.raises(ConfigError, match="evaluate: random has no validation data"):
+    with pytest.raises(ConfigError, match="has no validation data; nothing to do"):
         evaluate_saved(saved, Datasets(token_data()), "all")
     with pytest.raises(MissingInputError, match="has no checkpoint of step 7"):
         open_saved_model(run, 7)
