@@ -7,7 +7,8 @@ transformers: SmolLM2-135M (--folder, or random weights of its shapes), a Llama 
 2,048 and one with sixteen (1.0B), at random. Linear layers but the head are pruned: the smallest
 weights of a folder, others at random. With --beside, others decode GGUF files of the folder's
 model meanwhile. --agreement compares the tokens that a pruned folder's model chooses in bf16, from
-kept entries and in fp32. Rows that are not measured anew stay in results/decode.json.
+kept entries and in fp32. Rows that are not measured anew stay in results/decode.json, of a
+processor that multiplies bf16 in results/decode_avx512.json.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from figures import Figure, figure, host_machine, rounded
 from smollm2.judge import documents
 from torch import Tensor
 
+from axsparse.samo.host.compiled_loops import has_bf16_loops
 from axsparse.samo.host.kept_matrix import KeptMatrix
 from axsparse.samo.pruned_weight import PrunedWeight, accelerate, multiplied_weights
 
@@ -292,7 +294,7 @@ def main() -> None:
     silence: Any = transformers.logging.set_verbosity_error
     silence()
     torch.set_num_threads(1)
-    path = given.out / "decode.json"
+    path = given.out / f"decode{'_avx512' if has_bf16_loops() else ''}.json"
     known: Any = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     found = {"machine": host_machine(), "products": {}, "models": {}, "agreement": {}}
     if known.get("machine") == found["machine"]:

@@ -334,8 +334,8 @@ class Weights:
                 value = partial(self.dense, parameter, kind)
                 tensors[parameter] = TensorHeader(kind, entry.shape), value
             for key, header in self._headers[name].items():
-                of, _, buffer = key.partition("/")
-                if of == BUFFER:
+                role, _, buffer = key.partition("/")
+                if role == BUFFER:
                     kind = header.dtype
                     if dtype is not None and kind.is_floating_point:
                         kind = dtype(buffer)

@@ -28,7 +28,7 @@ STYLE = f".picture {{{PICTURE_STYLE}}}\n"
 """The styles that the site's pages need in addition to their own."""
 NUMEL = 4096 * 4096
 STAGES, MICROBATCHES = 4, 8
-DECODED = Path(__file__).parents[2] / "benchmarks/results/decode.json"
+DECODED = Path(__file__).parents[2] / "benchmarks/results/decode_avx512.json"
 SLOW = 3.0
 """How much longer the one slow forward takes."""
 

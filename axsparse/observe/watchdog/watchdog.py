@@ -244,9 +244,11 @@ class Watchdog:
             elif self._time - self._found_at >= self._timeout:
                 self._end(f"{self._coords}: hangs in {own}, and no rank reports it")
             return
-        mine, of = self._coords.rank, self._heartbeats.stacks_of
         ranks = [
-            replace(view, stacks=stacks() if rank == mine else of(rank))
+            replace(
+                view,
+                stacks=stacks() if rank == self._coords.rank else self._heartbeats.stacks_of(rank),
+            )
             for rank, view in enumerate(ranks)
         ]
         line = error_line(ranks, self.report)
