@@ -36,6 +36,7 @@ from axsparse.runtime.errors import (
     one_line,
 )
 from axsparse.runtime.exchange import leave_together, sum_of
+from axsparse.runtime.files.run_folder import TRACEBACK_FILE
 from axsparse.runtime.process import (
     exit_in_c,
     exit_process,
@@ -334,7 +335,7 @@ def _keep_traceback(job: Job, failure: BaseException) -> str:
     """Write the traceback to the run directory and return words that name it, or to stderr."""
     text = "".join(traceback.format_exception(failure))
     if job.run_dir is not None:
-        path = job.run_dir / f"traceback-rank-{job.transport.rank}.txt"
+        path = job.run_dir / TRACEBACK_FILE.format(job.transport.rank)
         try:
             path.write_text(text, encoding="utf-8", errors="replace")
             return f"; traceback in {os.fspath(path)}"

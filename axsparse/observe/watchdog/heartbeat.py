@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from axsparse.runtime.files.run_folder import own_files
 from axsparse.runtime.grid import RankCoords
 
 HEARTBEATS = "heartbeat"
@@ -20,6 +22,8 @@ HEARTBEATS = "heartbeat"
 RECORD_BYTES = 1024
 """The size of every record, filled up with blanks, so that one call overwrites the last one. The
 stacks of a rank that makes no progress follow its record, in separate lines."""
+_CLAIM = "hang"
+_FILE = re.compile(rf"rank-\d+\.json|{_CLAIM}")
 
 
 @dataclass(frozen=True)
@@ -63,9 +67,10 @@ class HeartbeatFolder:
         self._own.write_bytes(b" " * RECORD_BYTES)
 
     def clear(self) -> None:
-        """Make the folder, or empty it; one rank calls this before a run. Raises OSError."""
+        """Make the folder, or delete an earlier run's files there; one rank calls this before a
+        run. Raises OSError."""
         self.folder.mkdir(exist_ok=True)
-        for path in self.folder.iterdir():
+        for path in own_files(self.folder, _FILE):
             path.unlink()
 
     def write(self, heartbeat: Heartbeat, stacks: str = "") -> None:
@@ -104,7 +109,7 @@ class HeartbeatFolder:
     def claim(self) -> bool:
         """Whether this rank is the first that wants to report a hang. Raises OSError."""
         try:
-            (self.folder / "hang").touch(exist_ok=False)
+            (self.folder / _CLAIM).touch(exist_ok=False)
         except FileExistsError:
             return False
         return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import fnmatch
 import glob
 import itertools
 import json
@@ -29,8 +30,13 @@ MARK_FILE = "run.json"
 """The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was}."""
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
-RUN_FILES = (MARK_FILE, METRICS_FILE, CONFIG_FILE, "checkpoints", "trace", "mask.safetensors")
-"""The files that a run writes into its directory, apart from its lock."""
+TRACEBACK_FILE = "traceback-rank-{}.txt"
+"""The traceback of an internal error of a rank."""
+RUN_FILES = (
+    *(MARK_FILE, METRICS_FILE, CONFIG_FILE, "checkpoints", "trace", "mask.safetensors"),
+    *("heartbeat", "healing", "hang-report.txt", TRACEBACK_FILE.format("*")),
+)
+"""The files that a run writes into its directory, by pattern, apart from its lock."""
 _KEY = "axsparse run"
 
 
@@ -91,7 +97,8 @@ def is_marked(path: Path) -> bool:
 
 def foreign_files(path: Path) -> list[str]:
     """The files in an unmarked directory that a run would write or replace."""
-    return [name for name in RUN_FILES if name != MARK_FILE and os.path.lexists(path / name)]
+    there = sorted(file.name for file in path.iterdir()) if path.is_dir() else []
+    return [name for own in RUN_FILES if own != MARK_FILE for name in fnmatch.filter(there, own)]
 
 
 def own_files(folder: Path, named: re.Pattern[str]) -> list[Path]:

@@ -300,6 +300,17 @@ def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_p
     assert not (tmp_path / HEARTBEATS).exists()
 
 
+def test_of_the_folder_nothing_is_deleted_but_what_watchdogs_wrote(tmp_path: Path) -> None:
+    folder = tmp_path / HEARTBEATS
+    folder.mkdir()
+    for name in ("notes.txt", "rank-0.json", "rank-11.json", "hang"):
+        (folder / name).touch()
+
+    HeartbeatFolder(folder, 0).clear()
+
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
 # -- what a rank is doing -------------------------------------------------------------------
 
 
