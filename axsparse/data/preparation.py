@@ -78,6 +78,8 @@ from axsparse.runtime.provenance import __version__
 PROGRESS = "progress.json"
 PARTIAL = "parts-"
 """Prefix of the name of the folder in which a request is carried out."""
+PARTS = PARTIAL + 32 * "[0-9a-f]"
+"""The pattern of these folders, whose names end in `_key`."""
 BATCH = 1 << 20
 """Characters that are encoded at a time, by all threads together."""
 SAVED = 64
@@ -183,6 +185,7 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
                 sidecar = _finished(out, key)
                 console.line(f"{out / SIDECAR}: already prepared from these files, and unharmed")
             else:
+                _reject_foreign(request)
                 folder, marked = out / f"{PARTIAL}{key}", "marked" in settings
                 run = _Run(request, sources, folder, console, given, template, marked)
                 files = f"{_count(len(sources), 'file')}, {format_bytes(run.size)}"
@@ -192,7 +195,7 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
                 seconds = time.monotonic() - began
                 speed = format_bytes(run.size / seconds)
                 console.line(f"{format_bytes(run.size)} in {format_seconds(seconds)} · {speed}/s")
-            for folder in out.glob(f"{PARTIAL}*"):
+            for folder in out.glob(PARTS):
                 shutil.rmtree(folder, ignore_errors=True)
     return sidecar
 
@@ -265,7 +268,10 @@ def _key(settings: Settings, sources: Sequence[DocumentSource]) -> str:
 
 def _finished(out: Path, key: str) -> Sidecar:
     """The tokens.json of a finished folder, which has to be of this request and unchanged."""
-    sidecar = read_sidecar(out, "--out")
+    try:
+        sidecar = read_sidecar(out, "--out")
+    except DataError as reason:
+        raise _not_ours(out, [SIDECAR]) from reason
     if sidecar.request != key:
         raise OutputError(
             f"--out: {out} holds tokens of other files or settings; choose another folder, or "
@@ -278,6 +284,24 @@ def _finished(out: Path, key: str) -> Sidecar:
                 f"--out: {path} is not what was prepared; remove {out} and prepare it again"
             )
     return sidecar
+
+
+def _reject_foreign(request: Request) -> None:
+    """OutputError if files would be replaced that no preparation has written: its own are beside a
+    tokens.json, or the folder of a preparation that was killed."""
+    out, names = request.out, [token_path(request.out, split).name for split in request.splits]
+    if request.train_bpe is not None or request.tokenizer is not None:
+        names.append(TOKENIZER)
+    found = [name for name in names if os.path.lexists(out / name)]
+    if found and not any(out.glob(PARTS)):
+        raise _not_ours(out, found)
+
+
+def _not_ours(out: Path, names: Sequence[str]) -> OutputError:
+    return OutputError(
+        f"--out: {out} has {' and '.join(names)} that `axsparse data prepare` has not written or "
+        "not finished, and it replaces nothing there; choose another folder"
+    )
 
 
 @dataclass
@@ -302,10 +326,10 @@ class _Run:
     def make(self, left_out: Sequence[tuple[str, str]], settings: Settings, key: str) -> Sidecar:
         """Write all files. `left_out` names files and folders that are not read, and why."""
         request, folder = self.request, self.folder
-        for other in request.out.glob(f"{PARTIAL}*"):
+        folder.mkdir(exist_ok=True)
+        for other in request.out.glob(PARTS):
             if other != folder:
                 shutil.rmtree(other)
-        folder.mkdir(exist_ok=True)
         for killed in (*request.out.glob(f"*{UNFINISHED}*"), *folder.glob(f"*{UNFINISHED}*")):
             killed.unlink()
         tokenizer = self._tokenizer()

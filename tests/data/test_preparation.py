@@ -360,7 +360,7 @@ def interrupt(*_: object) -> None:
 def test_a_second_run_says_that_all_is_done_and_touches_nothing(
     library: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "o" / "parts-0").mkdir(parents=True)  # what another request has begun
+    (tmp_path / "o" / f"parts-{0:032}").mkdir(parents=True)  # what another request has begun
     (tmp_path / "o" / "tokens.json.unfinished-1").touch()
     first, _ = run(requested(library, tmp_path / "o"))
     assert set(outputs(tmp_path / "o")) == {"train.tokens", "validation.tokens", "tokens.json"}
