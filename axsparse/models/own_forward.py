@@ -45,6 +45,7 @@ input, 0), which is empty and of the input's shape behind a first dimension of 0
 leaf), made by the segment before that call, or ("output", call, leaf)."""
 SMALL = 4
 """A list with this fraction of the largest one's parameters may be a part of a segment."""
+BY_HAND = 'cut it by hand, as docs/howto/own-models.md shows under "A forward that is no sequence"'
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 """Within which the layers one after the other give what the module gives."""
 
@@ -205,7 +206,11 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> _Watch:
         with watch:
             watch.result = module(*inputs)
     except Exception as reason:
-        raise _unfit(module, f"its forward fails on two samples ({one_line(reason)})") from reason
+        given = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in inputs)
+        why = f"its forward fails on two samples, {given} ({one_line(reason)})".replace(
+            "torch.", ""
+        )
+        raise _unfit(module, why, "give samples that it takes (data=), or correct it") from reason
     finally:
         for hook in hooks:
             hook.remove()
@@ -705,8 +710,7 @@ def _above(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _unfit(module: nn.Module, why: str) -> ConfigError:
-    way = 'cut it by hand, as docs/howto/own-models.md shows under "A forward that is no sequence"'
+def _unfit(module: nn.Module, why: str, way: str = BY_HAND) -> ConfigError:
     if isinstance(module, nn.ModuleList):
         way = "give nn.Sequential(*modules) if each gets the result of the one before it"
     if hasattr(module, "save_pretrained"):

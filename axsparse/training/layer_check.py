@@ -13,6 +13,7 @@ gradients.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -77,6 +78,8 @@ RECOMPUTED = (
     "a second forward of it, for the backward, may give something else: try "
     "pipeline.checkpoint_activations: 0"
 )
+INTEGERS = re.compile(r"Long|Byte|Short|Char|Bool|\b[Ii]nt\d*\b|\blong\b")
+"""A type of integers in an error of torch."""
 DRAWN = "a backward must follow from its inputs alone: draw random numbers in the forward"
 
 
@@ -145,13 +148,17 @@ def check_layers(
 
 @contextmanager
 def _first_run(precision: str) -> Iterator[None]:
-    """ConfigError for types that do not meet in half precision."""
+    """ConfigError for types that do not meet: integers and others, or in half precision."""
     try:
         yield
     except RuntimeError as reason:
-        if precision == "fp32" or "type" not in str(reason):
+        has_integers = INTEGERS.search(str(reason))
+        if "type" not in str(reason) or (precision == "fp32" and not has_integers):
             raise
         where = ", ".join(getattr(reason, "__notes__", ()))
+        if has_integers:
+            way = "convert what it gets to the type that it takes, by .long() or .float()"
+            raise ConfigError(f"{where}: {one_line(reason)}; {way}") from reason
         way = "weights are in {}: convert to their type, as in x.to(self.norm.weight.dtype)"
         if where == "loss":
             way = "outputs are in {}: convert them, as in loss(out.float(), targets)"

@@ -143,7 +143,8 @@ def run_sources(
         made = model
     elif isinstance(model, nn.Module):
         assert loss is not None
-        made = _model_of(model, loss, metrics, opener)
+        separate = whole.data.intra_document_attention
+        made = _model_of(model, loss, metrics, lambda: _open(opener, separate))
     else:
         made = named_model(whole)
     return RunSources(made, opener, whole.named(made.name))
