@@ -98,7 +98,7 @@ def from_module(
         name=type(module).__name__.lower(),
         metrics=metrics,
         example=example,
-        start=OwnValues(tensors),
+        start=OwnValues(tensors, module),
         container=module,
     )
 

@@ -70,7 +70,7 @@ def from_sequential(
         loss,
         name=name,
         metrics=metrics,
-        start=OwnValues(named),
+        start=OwnValues(named, modules if isinstance(modules, nn.Module) else layers.values()),
         example=example,
         vocab_size=first.num_embeddings if isinstance(first, nn.Embedding) else None,
         container=_container(modules),
@@ -114,18 +114,33 @@ def _container(modules: object) -> nn.Sequential | None:
 class OwnValues:
     """`StartValues` taken from modules in memory."""
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], modules: nn.Module | Iterable[nn.Module]
+    ) -> None:
         """`tensors` has all tensors of the modules, by global name."""
         self._tensors = tensors
+        self._container = modules if isinstance(modules, nn.Module) else nn.ModuleList(modules)
+        self._parts = _parts(self._container)
         self.fingerprint = f"modules {digest_of(tensors.items())}"
 
     def read(self, name: str) -> Tensor | None:
         tensor = self._tensors.get(name)
         return None if tensor is None else tensor.detach().cpu()
 
+    def reject_replaced(self) -> None:
+        """ConfigError for modules, parameters or buffers that are others than at first."""
+        now = _parts(self._container)
+        if [*map(id, now)] != [*map(id, self._parts)]:
+            raise ConfigError(
+                "model: a module, parameter or buffer has been added or replaced since the model "
+                "was made, which keeps the old ones; replace it before, or make the model again"
+            )
+
     def snapshot(self) -> list[object]:
-        """The values, by their hashes, hooks and modes of all tensors, to be compared."""
-        return [
+        """The modules, and the values, by their hashes, hooks and modes of all tensors, to be
+        compared."""
+        parts = [*map(id, _parts(self._container))]
+        return parts + [
             (
                 xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy().data),
                 each.requires_grad,
@@ -134,6 +149,11 @@ class OwnValues:
             )
             for each in self._tensors.values()
         ]
+
+
+def _parts(module: nn.Module) -> list[object]:
+    """All its modules, parameters and buffers."""
+    return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
 def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Module]:

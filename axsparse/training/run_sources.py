@@ -30,7 +30,7 @@ from axsparse.data.sources import open_datasets
 from axsparse.data.torch_dataset import advice_for
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.own_forward import from_module
-from axsparse.models.sequential import from_sequential, runs_in_order
+from axsparse.models.sequential import OwnValues, from_sequential, runs_in_order
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
@@ -141,6 +141,8 @@ def run_sources(
     opener = cache(_opener(data, whole)) if isinstance(model, nn.Module) else _opener(data, whole)
     if isinstance(model, Model):
         made = model
+        if isinstance(model.start, OwnValues):
+            model.start.reject_replaced()
     elif isinstance(model, nn.Module):
         assert loss is not None
         separate = whole.data.intra_document_attention

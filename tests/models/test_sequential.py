@@ -109,6 +109,7 @@ LATE: dict[str, Callable[[Any], object]] = {
     "gradients": lambda modules: modules[0].weight.register_hook(lambda gradient: gradient),
     "evaluation": lambda modules: modules[1].eval(),
     "attribute": lambda modules: setattr(modules[3][1], "p", 0.5),
+    "layer": lambda modules: modules.append(nn.Dropout(0.1)),
     "module": lambda modules: setattr(modules[3], "1", nn.Dropout(0.1)),
 }
 
