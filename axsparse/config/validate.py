@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from axsparse.config.messages import show
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
 from axsparse.config.section import counted, one_of
@@ -28,16 +29,22 @@ ONLY_WITH = (
     ("pruning.method", ("gradual",), ("initial_sparsity",)),
     ("pruning.heal", ("blocks",), ("heal_passes", "heal_batch", "heal_rate")),
     ("train.teacher", (), ("distillation_weight", "distillation_temperature")),
+    ("train.eval_steps", (), ("eval_every", "eval_first")),
+    ("samo.enabled", (), ("index", "weights", "sparse_products")),
+    ("precision", ("fp16",), ("loss_scale.initial", "loss_scale.growth_interval")),
+    ("precision", ("fp16",), ("loss_scale.floor",)),
 )
-"""A setting, the values with which others of its section have an effect (all but null if none are
-listed), and these others."""
+"""A setting, the values with which others have an effect (if none are listed, all but null, 0 and
+false, without which others that are 0 or false say the same), and these others, of its section or
+with theirs."""
 
 
 def check_config(config: Config) -> None:
     """ConfigError for the first broken rule that needs nothing but the configuration."""
     for key, why in _without_effect(config):
         if config.origins.get(key) in BY_HAND:
-            raise ConfigError(f"{config.where(key)}: {config.by_key()[key]} {why}; leave it out")
+            value = _plain(config.by_key()[key])
+            raise ConfigError(f"{config.where(key)}: {value} {why}; leave it out")
     for is_broken, key, said in (*_model_rules(config), *_training_rules(config)):
         if is_broken:
             raise ConfigError(f"{config.where(key)}: {said}")
@@ -103,8 +110,9 @@ def _training_rules(config: Config) -> Iterator[Rule]:
     yield (
         config.samo.zero_stage == 3 and config.samo.weights == "dense",
         "samo.zero_stage",
-        "3 gathers weights that are sparse at rest, and samo.weights is dense; set samo.weights "
-        "to sparse or auto, or choose 1",
+        "3 gathers weights that are sparse at rest, and samo.weights is dense; "
+        + "set samo.weights to sparse or auto, or " * config.samo.enabled
+        + "choose 1",
     )
     # Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up.
     end, warm_up = config.schedule.decay_steps, config.schedule.warmup_steps
@@ -148,15 +156,19 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
     values, usual, origins = config.by_key(), Config().by_key(), config.origins
     for rule, with_these, leaves in ONLY_WITH:
         value, section = values[rule], rule.partition(".")[0]
-        if value in with_these or (not with_these and value is not None):
+        if value in with_these or (not with_these and value):
             continue
         if section == "pruning" and not (config.samo.enabled and prunes(config.pruning)):
             continue
-        for key in (f"{section}.{leaf}" for leaf in leaves):
-            if key in origins and values[key] != usual[key]:
+        for key in (leaf if "." in leaf else f"{section}.{leaf}" for leaf in leaves):
+            is_set = key in origins and values[key] != usual[key]
+            if is_set and (with_these or values[key]):
                 needed = f"for {rule} {' or '.join(with_these)}" if with_these else f"for {rule}"
-                shown = "null" if value is None else value
-                yield key, f"has no effect: it is {needed}, and {rule} is {shown}"
+                yield key, f"has no effect: it is {needed}, and {rule} is {_plain(value)}"
+
+
+def _plain(value: object) -> str:
+    return value if isinstance(value, str) else show(value)
 
 
 def check_offload(config: Config, *, has_gpu: bool) -> None:
