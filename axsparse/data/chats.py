@@ -21,6 +21,10 @@ from axsparse.runtime.errors import ConfigError, one_line
 MARKS = re.compile(r"\{%-?\s*generation\b")
 """The beginning of the assistant's words in a template."""
 ASSISTANT = "assistant"
+SYSTEM = "system"
+"""The role of a first message, and of a column that has its text."""
+WEIGHT = "weight"
+"""A key of OpenAI's messages of the assistant: those with 0 are no targets."""
 ROLES = {"human": "user", "gpt": ASSISTANT}
 """ShareGPT's names of roles, and their names in templates."""
 TOOLS, KWARGS = "tools", "chat_template_kwargs"
@@ -136,20 +140,18 @@ class ChatTemplate:
                 f"one of them default, or name one as {TEMPLATE} in {KWARGS} of each record"
             ) from None
         apply = partial(self._tokenizer.apply_chat_template, **arguments)
+        weights = [message.get(WEIGHT) for message in chat.messages]
+        if any(weight not in (None, 0, 1) for weight in weights):
+            return f"a {WEIGHT} of a message that is neither 0 nor 1"
         try:
-            if chat.prompt is not None:
-                # A completion begins at the first token that differs from the prompt alone, as in
-                # TRL. The words that ask for an answer belong to the prompt.
-                before = apply(
-                    chat.messages[: chat.prompt], return_dict=True, add_generation_prompt=True
-                )
-                ids = apply(chat.messages, return_dict=True)["input_ids"]
-                begin = common_prefix(before["input_ids"], ids)
-                return Encoded(ids, [at >= begin for at in range(len(ids))])
-            if MARKS.search(template):
-                marked = apply(chat.messages, return_dict=True, return_assistant_tokens_mask=True)
-                return Encoded(marked["input_ids"], [*map(bool, marked["assistant_masks"])])
-            return self._by_turns(chat.messages, partial(apply, tokenize=False))
+            encoded = self._encoded(chat, apply, template)
+            if 0 not in weights or isinstance(encoded, str):
+                return encoded
+            idle = self._by_turns(chat.messages, partial(apply, tokenize=False), (0,))
+            if isinstance(idle, str):
+                return idle
+            pairs = zip(encoded.counts, idle.counts, strict=True)
+            return Encoded(encoded.ids, [counts and not left for counts, left in pairs])
         except Exception as reason:  # Templates raise what they like about a chat, as do filters.
             if isinstance(reason, TemplateSyntaxError) and named is None:
                 raise ConfigError(
@@ -158,13 +160,32 @@ class ChatTemplate:
                 ) from None
             return f"a chat that the template fails on ({one_line(reason)[:WHY]})"
 
-    def _by_turns(self, messages: Messages, text: Callable[..., str]) -> Encoded | str:
-        """The chat with the tokens that each message of the assistant adds to the text before it,
-        and to the words that ask for an answer, as targets; a text says why that is impossible."""
+    def _encoded(self, chat: Chat, apply: Callable[..., Any], template: str) -> Encoded | str:
+        """The chat, all words of the assistant in which are targets."""
+        if chat.prompt is not None:
+            # A completion begins at the first token that differs from the prompt alone, as in
+            # TRL. The words that ask for an answer belong to the prompt.
+            before = apply(
+                chat.messages[: chat.prompt], return_dict=True, add_generation_prompt=True
+            )
+            ids = apply(chat.messages, return_dict=True)["input_ids"]
+            begin = common_prefix(before["input_ids"], ids)
+            return Encoded(ids, [at >= begin for at in range(len(ids))])
+        if MARKS.search(template):
+            marked = apply(chat.messages, return_dict=True, return_assistant_tokens_mask=True)
+            return Encoded(marked["input_ids"], [*map(bool, marked["assistant_masks"])])
+        return self._by_turns(chat.messages, partial(apply, tokenize=False), (None, 0, 1))
+
+    def _by_turns(
+        self, messages: Messages, text: Callable[..., str], weights: Sequence[int | None]
+    ) -> Encoded | str:
+        """The chat with the tokens that each message of the assistant of these weights adds to the
+        text before it, and to the words that ask for an answer, as targets; a text says why that is
+        impossible."""
 
         whole, turns = text(messages), []
         for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT:
+            if message["role"] == ASSISTANT and message.get(WEIGHT) in weights:
                 before = text(messages[:number], add_generation_prompt=True)
                 after = text(messages[: number + 1])
                 if not (after.startswith(before) and whole.startswith(after)):

@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, TypeGuard, cast
 
-from axsparse.data.chats import KWARGS, TOOLS, Chat, chatml
+from axsparse.data.chats import KWARGS, SYSTEM, TOOLS, Chat, Messages, chatml
 from axsparse.data.tables import open_table
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
@@ -71,7 +71,7 @@ class Reading:
     `conversations` or `input_ids` are taken, or `prompt` and `completion`. Next to token ids,
     `labels` are -100, and `completion_mask` and `assistant_masks` 0, for tokens that are no
     targets, and `attention_mask` is 0 for padding. Next to messages, `tools` and
-    `chat_template_kwargs` go to the template."""
+    `chat_template_kwargs` go to the template, and `system` is their first message."""
     max_line: int = 16_000_000
     """The longest line of a usable document, in bytes."""
 
@@ -212,7 +212,7 @@ PADDING = "attention_mask"
 """The column next to token ids that is 0 for padding, which is no text."""
 PACKED = LENGTHS, PLACES = "seq_lengths", "position_ids"
 """Columns that say where documents begin that TRL has packed into one row of ids."""
-OTHER_COLUMNS = (LABELS, PADDING, *MASKS, *PACKED, TOOLS, KWARGS)
+OTHER_COLUMNS = (LABELS, PADDING, *MASKS, *PACKED, TOOLS, KWARGS, SYSTEM)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
@@ -296,8 +296,7 @@ def _document(number: int, given: object, field: str) -> Piece:
     if value is None and all(record.get(key) is not None for key in PAIR):
         return _completion(number, record)
     if _are_messages(value):
-        chat = Chat(chatml(value), record.get(TOOLS), record.get(KWARGS))
-        return Piece(number, "", problem=None if value else "empty", content=chat)
+        return _chat(number, record, value)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
         return _ids(number, value, record)
     if value is None:
@@ -330,13 +329,25 @@ def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(isinstance(one, dict) for one in value)
 
 
+def _chat(number: int, record: dict[str, Any], given: Messages, prompt: int | None = None) -> Piece:
+    """The document of messages, the first of which may be the record's `system`, as in ShareGPT; so
+    many of them are the prompt of the others."""
+    messages, system = chatml(given), record.get(SYSTEM)
+    text = _text(system) if isinstance(system, str | bytes) else None
+    if system and text is None:
+        return Piece(number, "", problem=f"{SYSTEM} that is no text")
+    if text and messages and messages[0].get("role") != SYSTEM:
+        messages = [{"role": SYSTEM, "content": text}, *messages]
+        prompt = None if prompt is None else prompt + 1
+    content = Chat(messages, record.get(TOOLS), record.get(KWARGS), prompt)
+    return Piece(number, "", problem=None if messages[prompt or 0 :] else "empty", content=content)
+
+
 def _completion(number: int, record: dict[str, Any]) -> Piece:
     """The document of a prompt and its completion: two texts, or the messages of both."""
     prompt, completion = (record[key] for key in PAIR)
-    content: Content
     if _are_messages(prompt) and _are_messages(completion):
-        messages = chatml([*prompt, *completion])
-        content = Chat(messages, record.get(TOOLS), record.get(KWARGS), len(prompt))
+        return _chat(number, record, [*prompt, *completion], len(prompt))
     elif isinstance(prompt, str | bytes) and isinstance(completion, str | bytes):
         texts = [text for text in (_text(prompt), _text(completion)) if text is not None]
         if len(texts) != len(PAIR):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from support.preparing import TURN, folder_of, run, template_of, write_jsonl, write_table
 
-from axsparse.data.chats import Chat, ChatTemplate
+from axsparse.data.chats import Chat, ChatTemplate, Encoded
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
@@ -45,6 +45,25 @@ def test_what_counts_is_what_counts_for_trl(kind: str, tmp_path: Path) -> None:
             said = [message["content"] for message in chat if message["role"] == "assistant"]
             words = bytes(id_ if id_ < 256 else 0 for id_ in np.array(encoded.ids)[encoded.counts])
             assert words.decode().replace("\0\n", "\n").split("\n")[:-1] == said
+
+
+@pytest.mark.parametrize("kind", ["marked", "plain"])
+@pytest.mark.parametrize("prompt", [None, 1])
+def test_a_message_of_weight_0_is_no_target(kind: str, prompt: int | None, tmp_path: Path) -> None:
+    template = ChatTemplate(given_tokenizer(folder_of(kind, tmp_path)))
+    *chat, last = CHATS[1]
+
+    whole = template.encode(Chat([*chat, last], prompt=prompt))
+    encoded = template.encode(Chat([*chat, {**last, "weight": 0}], prompt=prompt))
+    first = template.encode(Chat([{**one, "weight": 1} for one in chat], prompt=prompt))
+
+    assert isinstance(whole, Encoded) and isinstance(encoded, Encoded)
+    assert isinstance(first, Encoded)
+    assert encoded.ids == whole.ids
+    assert sum(whole.counts) > sum(encoded.counts) >= sum(first.counts) > 0
+    assert encoded.counts[: len(first.counts)] == first.counts
+    odd = template.encode(Chat([*chat, {**last, "weight": 0.5}], prompt=prompt))
+    assert odd == "a weight of a message that is neither 0 nor 1"
 
 
 def test_labels_are_those_of_trls_collator(tmp_path: Path) -> None:

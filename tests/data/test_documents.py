@@ -184,6 +184,7 @@ def test_tables_of_text_are_rows_as_datasets_reads_them(name: str, tmp_path: Pat
 
 
 TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+SYSTEM = {"role": "system", "content": "s"}
 OLDER = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
 IDS = {"input_ids": [5, 6, 7, 8, 9]}
 LACKS = "missing field (it has {}, and text, messages, conversations, input_ids, prompt with com"
@@ -222,6 +223,14 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({"conversations": OLDER, "id": 3}, Chat(TURNS)),
     ({"messages": OLDER, "tools": []}, Chat(TURNS, [])),
     ({"conversations": [{"from": "tool", "value": "x"}]}, Chat([{**TURNS[0], "role": "tool"}])),
+    ({"conversations": OLDER, "system": "s"}, Chat([SYSTEM, *TURNS])),
+    ({"messages": [SYSTEM, *TURNS], "system": "t"}, Chat([SYSTEM, *TURNS])),
+    ({"messages": TURNS, "system": ["s"]}, Unusable("system that is no text")),
+    (
+        {"prompt": TURNS[:1], "completion": TURNS[1:], "system": "s"},
+        Chat([SYSTEM, *TURNS], prompt=2),
+    ),
+    ({"prompt": TURNS, "completion": [], "system": "s"}, Unusable("empty")),
     ({"prompt": "x", "completion": "y"}, Completion("x", "y")),
     ({"prompt": TURNS[:1], "completion": TURNS[1:]}, Chat(TURNS, prompt=1)),
     ({"prompt": OLDER[:1], "completion": OLDER[1:]}, Chat(TURNS, prompt=1)),
