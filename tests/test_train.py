@@ -133,11 +133,9 @@ def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: T
     text = path.read_text()
     assert (saved.layout.g_inter, saved.layout.g_data) == (2, 1)
     assert saved.layout.split == (2, 2)
-    assert (saved.pipeline.extra_in_flight, saved.samo.index, saved.samo.gradient) == (
-        1,
-        "auto",
-        "fp32",
-    )
+    assert (saved.pipeline.extra_in_flight, saved.samo.index) == (1, "auto")
+    # A CPU that does not multiply bf16 trains in fp32.
+    assert saved.samo.gradient == {"bf16": "half", "fp32": "fp32"}[saved.precision]
     assert (saved.data.sequence_length, saved.schedule.decay_steps) == (32, 10)
     assert "# torch " in text
     assert "# git " in text

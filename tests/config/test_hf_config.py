@@ -145,8 +145,9 @@ def test_settings_of_a_file_may_be_nested(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.19.0", None])
 def test_without_transformers_or_with_an_older_one_the_extra_is_named(
-    version: str | None, folder: Any, transformers: Any, monkeypatch: pytest.MonkeyPatch
+    version: str | None, folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'axsparse[test]'")
     path, said = folder(LLAMA_2), f"and {version} is installed; install it: pip install -U"
     if version is None:
         monkeypatch.setitem(sys.modules, "transformers", None)
