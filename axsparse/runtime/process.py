@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import os
@@ -41,6 +42,7 @@ BLOCKS = "mpirun --map-by slot (Open MPI), -ppn N (MPICH), or srun --distributio
 """The options by which launchers fill one host after the other."""
 AT_ONCE = {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
 """The ways by which Python leaves a process without running any code at the exit."""
+EXIT_OF_C = "C's exit"
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """torchrun sets all of these, and knows no MPI."""
 SPEAKING_SECONDS = 10.0
@@ -207,6 +209,7 @@ def leave_at_interrupt(*_: object) -> NoReturn:
 def exit_in_c(code: object) -> None:
     """End this process by C's exit, in which MPICH takes leave of its launcher; a rank without it
     counts as killed."""
+    forget_exit_of_c()
     ctypes.CDLL(None).exit(code)
 
 
@@ -223,12 +226,48 @@ def watch_ways_out(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:
 
     for name in AT_ONCE:
         setattr(os, name, partial(by, name))
+    _watch_exit_of_c(leaving)
 
 
 def forget_ways_out() -> None:
     """Leave the ways out of the process as they were."""
     for name, way in AT_ONCE.items():
         setattr(os, name, way)
+    forget_exit_of_c()
+
+
+_MARK = ctypes.c_char()
+"""By its address C's library knows the functions that it calls at the exit for this module."""
+_WATCHING: list[Callable[[str, tuple[Any, ...]], object]] = []
+_GIVEN: list[object] = []
+"""The functions that C's library was given, which have to live as long as it may call them."""
+
+
+def _watch_exit_of_c(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:
+    """Have `leaving` called if a library calls C's exit, or Fortran's STOP does.
+
+    Python's own exit ends with C's, when no function of Python may be called any more: so this is
+    forgotten before, which only glibc can.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version"):
+        return
+
+    def called(_: object) -> None:
+        while _WATCHING:
+            _WATCHING.pop()(EXIT_OF_C, ())
+
+    _WATCHING.append(leaving)
+    _GIVEN.append(ctypes.CFUNCTYPE(None, ctypes.c_void_p)(called))
+    library.__cxa_atexit(_GIVEN[-1], None, ctypes.byref(_MARK))
+    atexit.register(forget_exit_of_c)
+
+
+def forget_exit_of_c() -> None:
+    """Let C's exit be one as any other."""
+    if _WATCHING:
+        _WATCHING.clear()
+        ctypes.CDLL(None).__cxa_finalize(ctypes.byref(_MARK))
 
 
 def flush_streams() -> None:

@@ -295,6 +295,7 @@ WAYS_OUT = [
     ("callback", "1", "sys.exit(0)", left(1, "sys.exit(0)")),
     ("callback", "0", "os.execl('/bin/true', 'true')", left(0, "os.execv('/bin/true')")),
     ("callback", "1", "os.abort()", left(1, "os.abort()")),
+    ("callback", "1", "import ctypes; ctypes.CDLL(None).exit(0)", left(1, "C's exit()")),
     ("callback", "1", "raise KeyboardInterrupt", (130, "interrupted; nothing was saved")),
     ("callback", "1", IN_A_THREAD, left(1, "os._exit(0)")),
     ("loop", "1", "sys.exit(0)", apart("has ended", "calls step() after step 2")),
@@ -329,6 +330,7 @@ WAYS_OUT = [
     ),
     ("before", "1", "os._exit(0)", apart("has ended", "calls train() after step 0")),
     ("after", "1", "os._exit(0)", FINE),
+    ("after", "1", "import ctypes; ctypes.CDLL(None).exit(0)", FINE),
     ("after", "0", "trainer.model()", apart("has ended", "calls model() after step 6")),
     (
         "callback",
