@@ -13,9 +13,9 @@ import json
 import shutil
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -270,11 +270,18 @@ class Saver:
                 raise
             raise OutputError(f"{reason}; it was written a moment ago") from reason
 
-    def _writing(self, path: Path) -> AbstractContextManager[None]:
-        return writing(
-            f"{self._coords}: checkpoint {path}:",
-            "free space there, or choose another --run-dir; checkpoints before it are still there",
-        )
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as reason:
+            advice = "free space there, or choose another --run-dir"
+            if isinstance(reason, FileNotFoundError):
+                advice = "remove nothing there while a run trains, and choose another --run-dir"
+            if folders.saved_steps(self.folder):
+                advice += "; checkpoints before it are still there"
+            with writing(f"{self._coords}: checkpoint {path}:", advice):
+                raise
 
     # -- what rank 0 commits ------------------------------------------------------------
 

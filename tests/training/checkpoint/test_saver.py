@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -227,6 +228,11 @@ def no_folder(folder: Path, step: int) -> Path:
     raise OSError(errno.EROFS, "Read-only file system")
 
 
+def gone(partial: Path, manifest: bytes) -> Path:
+    shutil.rmtree(partial.parent)
+    return commit(partial, manifest)
+
+
 def no_second_commit(partial: Path, manifest: bytes) -> Path:
     if partial.name == "step-4.tmp":
         raise OSError(errno.EIO, "Input/output error")
@@ -255,6 +261,13 @@ def elsewhere(folder: Path, name: str) -> FileEntry:
     [
         ("checkpoint_folder.begin", no_folder, r"checkpoints: cannot be written \(Read-only f", []),
         ("checkpoint_folder.commit", no_second_commit, r"be written \(Input/output error\)", [2]),
+        (
+            "checkpoint_folder.commit",
+            gone,
+            r"\(No such file or directory\); remove nothing there while a run trains, and choose "
+            r"another --run-dir$",
+            [],
+        ),
         ("saver.read_entry", other_bytes, r"\(0001-block0.safetensors reads otherwise than it", []),
         ("saver.read_entry", nothing, "another one; it was written a moment ago", []),
         ("saver.read_entry", elsewhere, "0 does not see 0003-head.safetensors as it was wri", []),
