@@ -109,13 +109,15 @@ def test_a_module_trains_as_in_plain_torch(name: str, layout: tuple[int, int]) -
     for second in {key for key in ours if key not in weights}:
         del ours[second]  # the second use of a tied weight
     assert ours.keys() == weights.keys()
+    # Statistics of two samples divide by what differs by a rounding: the fourth loss by 2e-4 on
+    # CPUs with AVX-512, where convolutions add in another order.
+    most_of_loss, most_of_weight = (5e-4, 2e-4) if name == "ResNet" else (1e-5, 3e-5)
     for _, trace in ranks:
-        # Statistics of two samples divide by what differs by a rounding.
-        assert trace.losses == pytest.approx(losses, rel=1e-4 if name == "ResNet" else 1e-5)
+        assert trace.losses == pytest.approx(losses, rel=most_of_loss)
     for key, weight in ours.items():
         # Where a gradient is zero but for rounding, AdamW makes steps of any size of it.
         apart = (weight - weights[key]).abs()
-        assert apart.mean() < 3e-5 and apart.max() < 2 * STEPS * 1e-3, key
+        assert apart.mean() < most_of_weight and apart.max() < 2 * STEPS * 1e-3, key
     now = module.state_dict()
     assert all(torch.equal(tensor, now[key]) for key, tensor in before.items())
 
