@@ -330,7 +330,6 @@ WAYS_OUT = [
     ),
     ("before", "1", "os._exit(0)", apart("has ended", "calls train() after step 0")),
     ("after", "1", "os._exit(0)", FINE),
-    ("after", "1", "import ctypes; ctypes.CDLL(None).exit(0)", FINE),
     ("after", "0", "trainer.model()", apart("has ended", "calls model() after step 6")),
     (
         "callback",
