@@ -115,7 +115,7 @@ def note_state(found: Ran, trainer: Trainer) -> None:
     found.progress = copy.deepcopy(trainer.progress)
     for layer in trainer.layers:
         state = layer.state
-        weights = {name: weight.clone() for name, weight in full_weights(layer)}
+        weights = {name: weight.cpu().clone() for name, weight in full_weights(layer)}
         for name in state.by_full_name:
             values = {
                 "weight": weights[layer.spec.local_name(name)],
