@@ -111,8 +111,9 @@ def _training_rules(config: Config) -> Iterator[Rule]:
         config.samo.zero_stage == 3 and config.samo.weights == "dense",
         "samo.zero_stage",
         "3 gathers weights that are sparse at rest, and samo.weights is dense; "
-        + "set samo.weights to sparse or auto, or " * config.samo.enabled
-        + "choose 1",
+        + (
+            "set samo.weights to sparse or auto, or choose 1" if config.samo.enabled else "choose 1"
+        ),
     )
     # Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up.
     end, warm_up = config.schedule.decay_steps, config.schedule.warmup_steps

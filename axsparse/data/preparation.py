@@ -287,8 +287,8 @@ def _finished(out: Path, key: str) -> Sidecar:
 
 
 def _reject_foreign(request: Request) -> None:
-    """OutputError if files would be replaced that no preparation has written: its own are beside a
-    tokens.json, or the folder of a preparation that was killed."""
+    """OutputError if files would be replaced that no preparation has written: its own come with a
+    tokens.json, or with the folder of a preparation that was killed."""
     out, names = request.out, [token_path(request.out, split).name for split in request.splits]
     if request.train_bpe is not None or request.tokenizer is not None:
         names.append(TOKENIZER)

@@ -27,6 +27,7 @@ from axsparse.samo.host.decode_parts import (
     put_output,
     put_upper,
 )
+from axsparse.samo.host.kept_encodings import PARTS, ROWS, SLICE, SUMS, WORD
 from axsparse.samo.host.loop_parts import (
     BFLOAT,
     FLOAT,
@@ -43,16 +44,6 @@ from axsparse.samo.host.loop_parts import (
     outside,
 )
 
-WORD = 64
-"""Columns of a word of a mask, and columns of which an entry of a slice has one."""
-ROWS = 2
-"""Rows that are multiplied together with a mask; their words and values take turns."""
-SLICE = 16
-"""Rows of a slice, one for each sum of a vector."""
-PARTS = 3
-"""Numbers of bf16 whose sum a number in fp32 is."""
-SUMS = SLICE * PARTS * 16
-"""Numbers of the scratch memory that are sums: of a slice and 16 tokens."""
 AHEAD = 512
 """Values from what is multiplied to what is fetched into the cache meanwhile."""
 
@@ -320,7 +311,8 @@ def multiply_sliced(
     the first of their step on, uint8; of each step's mask of its 32 places, uint32; of the columns
     from the first of one step to the next, uint8; of the numbers of the first value and step of
     each slice, int32; of the rows in the slices' order, int32; then rows and columns. Each slice
-    has an even number of steps. `scratch` is for `SUMS` fp32 numbers and the tokens.
+    has an even number of steps. Behind values and columns, 32 more may be read. `scratch` is for
+    `SUMS` fp32 numbers and the tokens.
     """
     first, order = int64_at(matrix, 4), int64_at(matrix, 5)
     rows, columns = int64_at(matrix, 6), int64_at(matrix, 7)

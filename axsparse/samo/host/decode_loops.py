@@ -25,6 +25,7 @@ from axsparse.samo.host.decode_parts import (
     put_fp32,
     put_output,
 )
+from axsparse.samo.host.kept_encodings import GROUP, ROWS, SUMS, WORD
 from axsparse.samo.host.loop_parts import (
     FLOAT,
     INT8,
@@ -41,21 +42,12 @@ from axsparse.samo.host.loop_parts import (
     vector_pointer,
 )
 
-WORD = 64
-"""Columns of a word of a mask."""
 LANES = 8
 """Numbers of a vector."""
 CHAINS = 2
 """Sums of a token that are made side by side, so that instructions wait less for each other."""
-ROWS = 2
-"""Rows that are multiplied together with a mask, so that numbers of a token are read once for both;
-their words and values take turns, since two places of reading confuse the processor's prefetch."""
 AHEAD = 512
 """Values from what is multiplied to what is fetched into the cache meanwhile."""
-GROUP = 4
-"""Entries of a list that are multiplied in one round, each added to another sum."""
-SUMS = 16
-"""Numbers of the scratch memory that are sums."""
 
 
 def _shuffles() -> Array:

@@ -45,51 +45,43 @@ fp32_at = _reader(FLOAT, 4, types.float32, lambda _, number: number)
 bf16_at = _reader(INT16, 2, types.float32, _fp32)
 
 
-@intrinsic
-def put_fp32(_: Any, address: Any, entry: Any, number: Any) -> Any:
-    """Write a number to an array of fp32."""
-
-    def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        address, entry, number = arguments
-        builder.store(number, address_of(builder, address, entry, 4, FLOAT), align=4)
-        return context.get_dummy_value()
-
-    return types.void(address, entry, number), call
+def _rounded(builder: Any, number: Any) -> Any:
+    """A number as the bits of the nearest one of bf16, the even one of two."""
+    bits = builder.bitcast(number, INT32)
+    odd = builder.and_(builder.lshr(bits, INT32(16)), INT32(1))
+    return _upper(builder, number, builder.add(bits, builder.add(odd, INT32(0x7FFF))))
 
 
-@intrinsic
-def put_bf16(_: Any, address: Any, entry: Any, number: Any) -> Any:
-    """Write a number to an array of bf16, rounded to the nearest, to the even one of two."""
-
-    def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        address, entry, number = arguments
-        bits = builder.bitcast(number, INT32)
-        upper = builder.lshr(bits, INT32(16))
-        half = builder.add(builder.and_(upper, INT32(1)), INT32(0x7FFF))
-        rounded = builder.lshr(builder.add(bits, half), INT32(16))
-        is_nan = builder.fcmp_unordered("uno", number, number)
-        bits = builder.select(is_nan, builder.or_(upper, INT32(0x40)), rounded)
-        where = address_of(builder, address, entry, 2, INT16)
-        builder.store(builder.trunc(bits, INT16), where, align=2)
-        return context.get_dummy_value()
-
-    return types.void(address, entry, number), call
+def _truncated(builder: Any, number: Any) -> Any:
+    """A number as the bits of the next one of bf16 towards zero."""
+    return _upper(builder, number, builder.bitcast(number, INT32))
 
 
-@intrinsic
-def put_upper(_: Any, address: Any, entry: Any, number: Any) -> Any:
-    """Write a number to an array of bf16, rounded towards zero."""
+def _upper(builder: Any, number: Any, bits: Any) -> Any:
+    """The upper half of bits; where the number is none, that of its own bits, which is none."""
+    own = builder.or_(builder.bitcast(number, INT32), INT32(0x400000))
+    is_nan = builder.fcmp_unordered("uno", number, number)
+    upper = builder.lshr(builder.select(is_nan, own, bits), INT32(16))
+    return builder.trunc(upper, INT16)
 
-    def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
-        address, entry, number = arguments
-        upper = builder.lshr(builder.bitcast(number, INT32), INT32(16))
-        is_nan = builder.fcmp_unordered("uno", number, number)
-        upper = builder.select(is_nan, builder.or_(upper, INT32(0x40)), upper)
-        where = address_of(builder, address, entry, 2, INT16)
-        builder.store(builder.trunc(upper, INT16), where, align=2)
-        return context.get_dummy_value()
 
-    return types.void(address, entry, number), call
+def _writer(kind: Any, nbytes: int, convert: Callable[[Any, Any], Any]) -> Any:
+    """A function for loops that writes a number as an entry of an array at an address."""
+
+    def write(_: Any, address: Any, entry: Any, number: Any) -> Any:
+        def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            where = address_of(builder, arguments[0], arguments[1], nbytes, kind)
+            builder.store(convert(builder, arguments[2]), where, align=nbytes)
+            return context.get_dummy_value()
+
+        return types.void(address, entry, number), call
+
+    return intrinsic(write)
+
+
+put_fp32 = _writer(FLOAT, 4, lambda _, number: number)
+put_bf16 = _writer(INT16, 2, _rounded)
+put_upper = _writer(INT16, 2, _truncated)
 
 
 # Reason: a number, and all that an output depends on.

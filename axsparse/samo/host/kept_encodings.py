@@ -30,12 +30,21 @@ LOOPS = {
 Name = Literal["mask", "list", "slices"]
 WORD = 64
 """Columns of a word of the mask, and of a step of a slice."""
+ROWS = 2
+"""Rows whose words of a mask and values take turns, so that inputs are read once for both, and
+values from one place, as the processor's prefetch expects."""
 GROUP = 4
 """Entries of a list that are multiplied in one round; rows are filled up with zeros."""
 LONGEST = 255
 """The largest distance from one entry of a list, or one step of a slice, to the next."""
 SLICE = 16
 """Rows of a slice."""
+MOST_TOKENS = 16
+"""Tokens that are multiplied at once from the kept entries."""
+PARTS = 3
+"""Numbers of bf16 whose sum a number in fp32 is."""
+SUMS = SLICE * MOST_TOKENS * PARTS
+"""Numbers in fp32 that a loop uses for sums, at most."""
 AT_ONCE = 256
 """Slices that are made at a time."""
 SPARE = 64
@@ -53,8 +62,7 @@ class Encoding(ABC):
     def __init__(
         self, shape: tuple[int, ...], by_bf16: bool, values: Array, *arrays: Array
     ) -> None:
-        """`arrays` follow the values in what a loop is told of the matrix: addresses, then rows and
-        columns."""
+        """A loop gets the addresses of the values and of `arrays`, then rows and columns."""
         rows, columns = self.shape = shape
         self.loop = LOOPS[self.name, by_bf16]
         self._padded = np.pad(values, SPARE)
@@ -76,7 +84,7 @@ class Encoding(ABC):
 class Masked(Encoding):
     """Values, and one bit for each entry of the matrix; two rows take turns by 64 columns."""
 
-    name, block = "mask", 2
+    name, block = "mask", ROWS
 
     def __init__(self, bits_D: Array, mask_D: Array, *, by_bf16: bool) -> None:
         bits, mask = (self._in_pairs(array) for array in (bits_D, mask_D))
@@ -155,6 +163,7 @@ class Sliced(Encoding):
         ]
         values, columns, masks, moves, kept, steps = map(np.concatenate, zip(*parts, strict=True))
         first = np.stack([_first(kept), _first(steps)], axis=1)
+        columns = np.pad(columns, (0, SPARE))  # which are read in vectors, as values are
         super().__init__(bits_D.shape, True, values, columns, masks, moves, first, order)
 
     def dense(self) -> Array:
@@ -168,7 +177,7 @@ class Sliced(Encoding):
         ends = np.cumsum(moves, dtype=np.int64)
         begin = ends - np.concatenate([[0], ends])[steps[:-1]][number]
         row = order[SLICE * number[step] + place // 2]
-        dense[row, begin[step] + columns] = self.values
+        dense[row, begin[step] + columns[: row.size]] = self.values
         return dense
 
 

@@ -21,14 +21,18 @@ from torch import Tensor
 from torch.nn import functional
 
 from axsparse.samo.host.compiled_loops import AVX2, can_compile, cpu_features, has_bf16_loops
-from axsparse.samo.host.kept_encodings import WORD, Encoding, Listed, Masked, Sliced
+from axsparse.samo.host.kept_encodings import (
+    MOST_TOKENS,
+    SUMS,
+    WORD,
+    Encoding,
+    Listed,
+    Masked,
+    Sliced,
+)
 
-MOST_TOKENS = 16
-"""Tokens that are multiplied at once from the kept entries."""
 FEW = 8
 """Of how many entries one may be kept at most for a list or slices."""
-SUMS = 1024
-"""Numbers in fp32 that loops use for sums, at most."""
 LINE = 64
 """Bytes of a line of the cache; a vector that lies across two takes two times as long to read."""
 SHARED_ENTRIES = 1 << 20

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from axsparse.samo.host import kept_encodings, kept_matrix
-from axsparse.samo.host.compiled_loops import has_bf16_loops
+from axsparse.samo.host.compiled_loops import Array, has_bf16_loops
+from axsparse.samo.host.kept_encodings import SPARE
 from axsparse.samo.host.kept_matrix import MOST_TOKENS, KeptMatrix, has_loops
 
 SHAPES = [(5, 7), (1, 1), (64, 64), (577, 200), (16, 3000), (4, 0)]
@@ -111,6 +116,32 @@ def test_rows_of_different_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(matrix.dense(), dense)
     x = torch.randn(6, 700)
     torch.testing.assert_close(matrix.multiply(x), F.linear(x, dense.float()))
+
+
+@pytest.mark.parametrize("sparsity", [0.5, 0.95])
+def test_loops_read_nothing_behind_what_a_matrix_holds(sparsity: float) -> None:
+    """Each array ends where memory ends that may be read: a loop that reads on ends the process."""
+    dense = pruned(40, 200, sparsity)
+    matrix = KeptMatrix(dense)
+    encoding = matrix.encoding
+    held = [before_unreadable_memory(array) for array in (encoding._padded, *encoding.arrays)]
+    encoding._about[: len(held)] = [array.ctypes.data for array, _ in held]
+    encoding._about[0] += SPARE * encoding._padded.itemsize
+    for tokens in (1, 5):
+        x = torch.randn(tokens, 200).bfloat16()
+        torch.testing.assert_close(matrix.multiply(x), F.linear(x, dense), rtol=2e-2, atol=1e-1)
+
+
+def before_unreadable_memory(array: Array) -> tuple[Array, mmap.mmap]:
+    """A copy of an array right before a page that nobody may read, and the memory of both."""
+    end = -(-array.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, end + mmap.PAGESIZE)
+    begin = end - array.nbytes
+    copy = np.frombuffer(memory, array.dtype, array.size, begin)
+    copy[:] = array.reshape(-1)
+    last = ctypes.c_void_p(copy.ctypes.data + array.nbytes)
+    assert ctypes.CDLL(None).mprotect(last, mmap.PAGESIZE, 0) == 0
+    return copy, memory
 
 
 def test_threads_share_rows(monkeypatch: pytest.MonkeyPatch) -> None:
