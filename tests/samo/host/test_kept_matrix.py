@@ -13,8 +13,8 @@ from torch import Tensor
 
 from axsparse.samo.host import kept_encodings, kept_matrix
 from axsparse.samo.host.compiled_loops import Array, has_bf16_loops
-from axsparse.samo.host.kept_encodings import SPARE
-from axsparse.samo.host.kept_matrix import MOST_TOKENS, KeptMatrix, has_loops
+from axsparse.samo.host.kept_encodings import MOST_TOKENS, SPARE
+from axsparse.samo.host.kept_matrix import KeptMatrix, has_loops
 
 SHAPES = [(5, 7), (1, 1), (64, 64), (577, 200), (16, 3000), (4, 0)]
 """Rows and columns; of 3,000 columns some distances at 99.9 % are above 255."""
@@ -95,6 +95,15 @@ def test_fp32_inputs_are_not_rounded() -> None:
         assert KeptMatrix(dense).multiply(x).unique().item() == 2**-23
         x[0, kept[0]], x[0, kept[1]] = torch.finfo(torch.float32).max, 0
         assert KeptMatrix(dense).multiply(x).unique().item() == torch.finfo(torch.float32).max
+
+
+@pytest.mark.parametrize("columns", [2, 64])
+def test_sums_are_rounded_to_the_even_one_of_two(columns: int) -> None:
+    dense = torch.zeros(1, columns).bfloat16()
+    dense[0, :2] = 1
+    x = torch.zeros(2, columns).bfloat16()
+    x[0, :2], x[1, :2] = torch.tensor([1, 2**-8]), torch.tensor([1 + 2**-7, 2**-8])
+    assert KeptMatrix(dense).multiply(x).flatten().tolist() == [1, 1 + 2**-6]
 
 
 def test_inputs_in_fp32_that_are_infinite_or_no_numbers() -> None:
