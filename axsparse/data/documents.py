@@ -330,8 +330,8 @@ def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
 
 
 def _chat(number: int, record: dict[str, Any], given: Messages, prompt: int | None = None) -> Piece:
-    """The document of messages, the first of which may be the record's `system`, as in ShareGPT; so
-    many of them are the prompt of the others."""
+    """The document of messages, after the record's `system` if it has one, as in ShareGPT; the
+    first `prompt` messages are no targets."""
     messages, system = chatml(given), record.get(SYSTEM)
     text = _text(system) if isinstance(system, str | bytes) else None
     if system and text is None:
@@ -348,15 +348,14 @@ def _completion(number: int, record: dict[str, Any]) -> Piece:
     prompt, completion = (record[key] for key in PAIR)
     if _are_messages(prompt) and _are_messages(completion):
         return _chat(number, record, [*prompt, *completion], len(prompt))
-    elif isinstance(prompt, str | bytes) and isinstance(completion, str | bytes):
-        texts = [text for text in (_text(prompt), _text(completion)) if text is not None]
-        if len(texts) != len(PAIR):
-            return Piece(number, "", problem="not UTF-8")
-        content = Completion(*texts)
-    else:
+    if not (isinstance(prompt, str | bytes) and isinstance(completion, str | bytes)):
         what = f"{' and '.join(PAIR)} that are neither two texts nor two lists of messages"
         return Piece(number, "", problem=what)
-    return Piece(number, "", problem=None if completion else "empty", content=content)
+    texts = [text for text in (_text(prompt), _text(completion)) if text is not None]
+    if len(texts) != len(PAIR):
+        return Piece(number, "", problem="not UTF-8")
+    problem = None if completion else "empty"
+    return Piece(number, "", problem=problem, content=Completion(*texts))
 
 
 def _missing(found: Iterable[str], field: str) -> str:

@@ -58,7 +58,7 @@ def _truncated(builder: Any, number: Any) -> Any:
 
 
 def _upper(builder: Any, number: Any, bits: Any) -> Any:
-    """The upper half of bits; where the number is none, that of its own bits, which is none."""
+    """The upper half of some bits, or a NaN of bf16 where the number is a NaN."""
     own = builder.or_(builder.bitcast(number, INT32), INT32(0x400000))
     is_nan = builder.fcmp_unordered("uno", number, number)
     upper = builder.lshr(builder.select(is_nan, own, bits), INT32(16))
