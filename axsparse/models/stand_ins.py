@@ -101,8 +101,8 @@ def outermost_lists(model: nn.Module, *kinds: type[nn.Module]) -> dict[str, nn.M
 
 def are_alike(one: object, other: object, around: frozenset[int] = frozenset()) -> bool:
     """Whether two values are equal: modules by class and attributes, but for numbers of layers,
-    tensors by shape, type and hooks, functions by their code and what they hold. `around` has the
-    modules that lie around the first one."""
+    tensors by shape, type and hooks, functions by their code and what they hold, others by their
+    own comparison. `around` has the modules that lie around the first one."""
     if one is other or id(one) in around:
         return True
     if type(one) is not type(other):
@@ -120,7 +120,10 @@ def are_alike(one: object, other: object, around: frozenset[int] = frozenset()) 
         return len(one) == len(other) and all(are_alike(*pair, around) for pair in pairs)
     if isinstance(one, Tensor | partial | MethodType | FunctionType):
         return are_alike(_facts(one), _facts(other), around)
-    return isinstance(one, (bool, int, float, str, set)) and one == other
+    try:
+        return (one == other) is True  # numbers, texts, the configurations of transformers
+    except Exception:  # The comparison of arrays is no truth.
+        return False
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:

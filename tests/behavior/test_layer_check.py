@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from support.allocated import peak_of_torch
 from support.exhaustive import each_once
+from support.hf import small_llama
 from support.resuming import ran
 from support.runs import (
     Doing,
@@ -459,16 +460,21 @@ def test_the_check_leaves_nothing_behind(way: str) -> None:
     assert all(child.calls == 0 for child in module if isinstance(child, Mixed))
 
 
-def test_alike_layers_are_compared_once_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[str] = []
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the layers that are compared."""
+    names: list[str] = []
     usual = layer_check._Comparison.reject_difference
 
     def note(self: Any) -> None:
-        compared.append(self.layer.spec.name)
+        names.append(self.layer.spec.name)
         usual(self)
 
     monkeypatch.setattr(layer_check._Comparison, "reject_difference", note)
+    return names
 
+
+def test_alike_layers_are_compared_once_a_stage(compared: list[str]) -> None:
     def scaled(factor: float) -> nn.Module:
         return after(lambda m, x: x * m.factor, factor=factor)
 
@@ -476,6 +482,12 @@ def test_alike_layers_are_compared_once_a_stage(monkeypatch: pytest.MonkeyPatch)
     judged(from_sequential(modules, summed_loss))
 
     assert compared == ["0", "2", "3", "5"]
+
+
+def test_alike_layers_of_transformers_are_compared_once(compared: list[str]) -> None:
+    judged(small_llama(), data=token_data())
+
+    assert compared == ["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"]
 
 
 @pytest.mark.parametrize("recomputed", [0, 1])
