@@ -43,8 +43,9 @@ RECOVERIES = {
 }
 """Trainings after blocks, of as many tokens each: alone, with the dense model as the teacher, and
 with it while the mask rises from 50 %."""
-RECOVERY_STEPS, RECOVERY_BATCH = 279, 8
-"""Steps of these trainings, and sequences of a step of 1,024 tokens: four passes over the texts."""
+RECOVERY_STEPS, RECOVERY_BATCH = 1116, 2
+"""Steps of these trainings, and sequences of a step of 1,024 tokens: four passes over the texts in
+small batches, which recover more from few tokens."""
 HEALING_STEPS = 30
 """Steps by which `axsparse prune` trains: with pruning about the compute of healing block by
 block."""
