@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.runtime.communication import Backoff, Collective, Op, Work, wait
+from axsparse.runtime.machine import HeapTrimmer
 from axsparse.samo.state_bytes import ALIGNED, GATHERED
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class Expansion:
         self._registered: list[ref[LayerState]] = []
         self._layer: LayerState | None = None
         """The layer whose weights the memory has; None if it is free."""
+        self._heap = HeapTrimmer() if device.type == "cpu" else None
 
     @property
     def nbytes(self) -> int:
@@ -109,6 +111,8 @@ class Expansion:
         if not sources or self._layer is layer:
             return
         self.release()
+        if self._heap is not None:  # What layers save lies between blocks that they have freed.
+            self._heap.trim()
         for source, tensors in sources.items():
             values_K = self._gathered(source)
             for tensor in tensors:

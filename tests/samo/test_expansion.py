@@ -14,6 +14,7 @@ from support.runs import on_ranks
 from torch import Tensor, nn
 
 from axsparse.runtime.communication import Transport
+from axsparse.runtime.machine import HeapTrimmer
 from axsparse.samo.expansion import Expansion, LayerGather
 from axsparse.samo.index.base import FullIndex, make_index
 from axsparse.samo.layer_state import LayerState
@@ -77,6 +78,21 @@ def weights(layers: Sequence[LayerState]) -> Iterator[Tensor]:
         with layer.expanded():
             for tensor in layer.tensors:
                 yield tensor.parameter.detach().clone()
+
+
+def test_freed_blocks_are_looked_at_between_two_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = 0
+
+    def count(_: HeapTrimmer) -> None:
+        nonlocal looked
+        looked += 1
+
+    monkeypatch.setattr(HeapTrimmer, "trim", count)
+    layers = stage(torch.float32, Expansion(torch.float32, HOST))
+    for layer in (*layers, layers[-1]):
+        layer.expand()
+
+    assert looked == 2
 
 
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.3])
