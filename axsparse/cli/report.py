@@ -42,9 +42,10 @@ def parser() -> CommandParser:
 
 def _report(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
-    from axsparse.observe.charts import check_installed
+    from axsparse.observe.charts import PAGE_MARK, check_installed
     from axsparse.observe.run_report import MOST_RUNS, report_page
     from axsparse.runtime.files.atomic import new_path, write_new
+    from axsparse.runtime.files.paths import reject_foreign
 
     runs: list[Path] = arguments.runs
     if len({run.resolve() for run in runs}) < len(runs):
@@ -60,8 +61,10 @@ def _report(arguments: argparse.Namespace) -> None:
     views = [view_run(run, name) for run, name in zip(runs, _names(runs), strict=True)]
     content = report_page(views).encode()
     advice = "free the disk, or choose another place"
-    with writing(f"--out: {path}", advice), new_path(path) as unfinished:
-        write_new(unfinished, content)
+    with writing(f"--out: {path}", advice):
+        reject_foreign("--out:", path, PAGE_MARK)
+        with new_path(path) as unfinished:
+            write_new(unfinished, content)
     say(f"{path}: {len(content) / 1e3:.0f} kB; open it in a browser")
 
 

@@ -29,6 +29,7 @@ from axsparse.config.load import configure, packaged_folder
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
 from axsparse.runtime.errors import ConfigError, MissingInputError, writing
+from axsparse.runtime.files.paths import reject_foreign
 from axsparse.runtime.files.run_folder import automatic_run_dirs
 
 SCHEDULERS = {"slurm": ["sbatch"], "lsf": ["bsub"], "pbs": ["qsub"], "flux": ["flux", "batch"]}
@@ -225,6 +226,7 @@ def _submit(job: argparse.Namespace) -> None:
         return
     path, command = script_of(run_dir), SCHEDULERS[job.scheduler]
     with writing(f"{path}:", "choose another --run-dir"):
+        reject_foreign("job script", path, "# `axsparse submit ")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text)
     say(f"script → {path}")

@@ -394,12 +394,15 @@ def thinned(points: Sequence[Point], most: int) -> list[Point]:
 # -- pages ----------------------------------------------------------------------------------
 
 
+PAGE_MARK = '<meta name="generator" content="axsparse">'
+
+
 def page(title: str, lines: Iterable[str]) -> str:
     """The text of a page; `lines` are HTML."""
     return "\n".join(
         [
             "<!DOCTYPE html>",
-            '<html lang="en"><head><meta charset="utf-8">',
+            f'<html lang="en"><head><meta charset="utf-8">{PAGE_MARK}',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             f"<title>{escape(title)}</title>",
             f"<style>{PAGE_STYLE}{PICTURE_STYLE}</style></head><body>",

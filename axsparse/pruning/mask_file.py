@@ -28,10 +28,10 @@ from torch import Tensor
 
 from axsparse.models.model_profile import ModelProfile
 from axsparse.runtime.communication import Op, Transport, wait
-from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading
+from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading, writing
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import new_path
-from axsparse.runtime.files.paths import expanded
+from axsparse.runtime.files.paths import expanded, reject_foreign
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
 from axsparse.runtime.grid import RankCoords
 from axsparse.samo.masks import Shape, Weight
@@ -40,6 +40,8 @@ from axsparse.samo.selection import pack, unpack
 MASK_FILE = "mask.safetensors"
 """The file in the run directory with the masks that the pruning method has found."""
 MASKS = "masks"
+_MARK = f'{{"format": "pt", "{MASKS}": '
+"""How the metadata of files begin that this module has written."""
 ANEW = "get the file anew"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 
@@ -179,7 +181,8 @@ def write_masks(
     `shapes` has the pruned parameters of the model, in model order. `masks` has functions that give
     the flat masks of the parameters on this rank's stage, which replica 0 calls, twice each. Rank 0
     writes the file, one mask at a time: the same under every layout, and completely or not at all.
-    Raises OutputError on all ranks alike if it cannot be written.
+    Raises OutputError on all ranks alike if it cannot be written, or a file is there that
+    axsparse has not written.
     """
     path = Path(expanded(path)).absolute()
     here = masks if coords.replica == 0 else {}
@@ -193,6 +196,11 @@ def write_masks(
             owners[name], kept[name] = rank, count
     entries = {name: MaskEntry(shape, kept[name]) for name, shape in shapes.items() if name in kept}
 
+    def check() -> None:
+        if transport.rank == 0:
+            with _writing(path):
+                reject_foreign("mask file", path, _MARK)
+
     def write() -> None:
         bits = _bits(entries, here, owners, transport)
         if transport.rank != 0:
@@ -201,17 +209,20 @@ def write_masks(
         headers = {name: packed_header(entry.numel) for name, entry in entries.items()}
         metadata = {MASKS: _ENTRIES.dump_json(entries).decode()}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with new_path(path) as unfinished:
-                write_safetensors(unfinished, headers, bits, metadata)
-        except OSError as reason:
+            with _writing(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with new_path(path) as unfinished:
+                    write_safetensors(unfinished, headers, bits, metadata)
+        except OutputError:
             deque(bits, maxlen=0)  # takes part in the other ranks' exchanges to the end
-            raise OutputError(
-                f"mask file {str(path)!r}: cannot be written ({reason.strerror}); choose another "
-                "place, or free the disk"
-            ) from reason
+            raise
 
+    together(transport, check)
     together(transport, write)
+
+
+def _writing(path: Path) -> AbstractContextManager[None]:
+    return writing(f"mask file {str(path)!r}:", "choose another place, or free the disk")
 
 
 def _bits(

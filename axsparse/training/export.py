@@ -55,7 +55,7 @@ from axsparse.runtime.errors import (
     writing,
 )
 from axsparse.runtime.files.atomic import new_path, sync_folder, write_new
-from axsparse.runtime.files.paths import expanded
+from axsparse.runtime.files.paths import expanded, is_own
 from axsparse.runtime.files.safetensors import (
     SPARSE_FILE,
     SUFFIX,
@@ -89,6 +89,8 @@ Files = Mapping[str, bytes | Path]
 """The contents of files, or the files to copy, by their paths in a folder."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
+_MARK = f'{{"format": "pt", "{_STEP}": '
+"""How the metadata of what is exported begin."""
 _FILES = "files"
 """Names the other files of a folder, in the metadata of its weights: a list in JSON."""
 
@@ -368,7 +370,7 @@ def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
         if not path.is_symlink() and not path.exists():
             return
         is_empty = is_folder and path.is_dir() and not any(path.iterdir())
-        is_ours = is_export(path) if is_folder else path.is_file()
+        is_ours = is_export(path) if is_folder else is_own(path, _MARK)
     if path.is_symlink() or not (is_empty or is_ours):
         raise OutputError(
             f"--out: {path} is not what an export leaves, and stays; choose another place"

@@ -1,14 +1,17 @@
-"""Paths as users write them, with `~` and variables."""
+"""Paths as users write them, with `~` and variables, and whose file is there."""
 
 from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, OutputError
 
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{)")
 """Matches the remains of a variable that is not set."""
+_HEAD_BYTES = 4096
+"""Where a file has the mark of those that write such files."""
 
 
 def expanded(given: str | os.PathLike[str]) -> str:
@@ -22,3 +25,22 @@ def expanded(given: str | os.PathLike[str]) -> str:
     if path.startswith("~") or _VARIABLE.search(path) is not None:
         raise ConfigError(f"{text!r} should be a path of known users and variables")
     return path
+
+
+def is_own(path: Path, mark: str) -> bool:
+    """Whether axsparse, which begins files of this kind with `mark`, has written the file; an empty
+    one is nobody's. OSError if it cannot be read."""
+    if path.is_symlink() or not path.is_file():
+        return False
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return not head or mark.encode() in head
+
+
+def reject_foreign(where: str, path: Path, mark: str) -> None:
+    """OutputError if something is there that axsparse has not written, as `is_own` tells."""
+    if (path.is_symlink() or path.exists()) and not is_own(path, mark):
+        raise OutputError(
+            f"{where} {str(path)!r} is not what axsparse has written, and stays; choose another "
+            "place"
+        )
