@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import FrameType
+from types import BuiltinFunctionType, FrameType
 from typing import Any, NoReturn
 
 from axsparse.runtime.errors import EXIT_INTERRUPTED, ConfigError
@@ -217,25 +217,33 @@ def watch_ways_out(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:
     """Have `leaving(name, arguments)` called before this process leaves by a way of `AT_ONCE`.
 
     Python has no hook for these, and nobody else can tell: MPICH's launcher takes the 0 of a rank
-    that leaves so for the job's, and ends all others silently.
+    that leaves so for the job's, and kills all others. Modules may have imported them by name.
     """
 
     def by(name: str, *args: Any, **more: Any) -> None:
         leaving(f"os.{name}", (*args, *more.values()))
         AT_ONCE[name](*args, **more)
 
-    for name in AT_ONCE:
-        setattr(os, name, partial(by, name))
+    watched = {way: partial(by, name) for name, way in AT_ONCE.items()}
+    for module in [*sys.modules.values()]:
+        namespace = getattr(module, "__dict__", {})
+        for name, value in [*namespace.items()]:
+            if type(value) is BuiltinFunctionType and value in watched:
+                _REPLACED.append((namespace, name, value))
+                namespace[name] = watched[value]
     _watch_exit_of_c(leaving)
 
 
 def forget_ways_out() -> None:
     """Leave the ways out of the process as they were."""
-    for name, way in AT_ONCE.items():
-        setattr(os, name, way)
+    while _REPLACED:
+        namespace, name, way = _REPLACED.pop()
+        namespace[name] = way
     forget_exit_of_c()
 
 
+_REPLACED: list[tuple[dict[str, Any], str, object]] = []
+"""The namespace of a module, a name in it, and the way out that it was."""
 _MARK = ctypes.c_char()
 """By its address C's library knows the functions that it calls at the exit for this module."""
 _WATCHING: list[Callable[[str, tuple[Any, ...]], object]] = []
