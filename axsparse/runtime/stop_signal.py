@@ -39,6 +39,7 @@ class StopRequest:
         self._received_at = 0.0
         self._leave = leave
         self._pipe: tuple[int, int] | None = None
+        self._thread: threading.Thread | None = None
         self._before: dict[int, Any] = {}
 
     @property
@@ -70,9 +71,10 @@ class StopRequest:
         }
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         reader = self._pipe[0]
-        threading.Thread(
+        self._thread = threading.Thread(
             target=lambda: self._read(reader), name="axsparse signals", daemon=True
-        ).start()
+        )
+        self._thread.start()
 
     def release(self) -> None:
         """Give the signals back to the handlers that they had before, and forget that one came."""
@@ -81,7 +83,10 @@ class StopRequest:
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        os.close(self._pipe[1])  # this ends the thread, which closes the other end
+        if self._thread is not None and self._thread.is_alive():  # it is not in a fork
+            os.write(self._pipe[1], b"\0")  # this ends the thread, which closes the other end
+            self._thread.join()
+        os.close(self._pipe[1])
         self._pipe = self.reason = None
 
     def receive(self, number: int) -> None:
@@ -107,9 +112,8 @@ class StopRequest:
         self._leave(128 + number)
 
     def _read(self, reader: int) -> None:
-        """Receive every signal that the interpreter writes to the pipe, until the pipe is
-        closed."""
-        while numbers := os.read(reader, 64):
+        """Receive every signal that the interpreter writes to the pipe, until a 0 comes."""
+        while 0 not in (numbers := os.read(reader, 64)):
             for number in numbers:
                 self.receive(number)
         os.close(reader)

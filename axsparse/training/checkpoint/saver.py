@@ -370,12 +370,14 @@ class Background:
     """A thread that does one piece of work after the other, until it is closed.
 
     It is there from the beginning, since Python starts no thread any more once a program ends. As a
-    daemon it does not keep a rank that failed elsewhere waiting for the disk.
+    daemon it does not keep a rank that failed elsewhere waiting for the disk. A daemon that frees a
+    tensor while the interpreter ends would abort the process.
     """
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name=THREAD, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+        self._thread.start()
 
     def do(self, work: Callable[[], T]) -> Future[T]:
         """Begin some work, after that which has begun; its result, or the error that it raised."""
@@ -392,12 +394,14 @@ class Background:
         return future
 
     def close(self) -> None:
-        """End the thread after the work that has begun; safe to call twice."""
+        """End the thread after the work that has begun, and wait for it; safe to call twice."""
         self._work.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
+            del work  # and the tensors that it refers to
 
 
 class CopyQueue:

@@ -28,7 +28,7 @@ from axsparse.training.checkpoint.checkpoint_folder import (
     saved_steps,
     unfinished,
 )
-from axsparse.training.checkpoint.saver import CopyQueue
+from axsparse.training.checkpoint.saver import Background, CopyQueue
 from axsparse.training.checkpoint.verification import is_complete, open_checkpoint, read_entry
 from axsparse.training.progress import Progress
 from axsparse.training.trainer import Trainer
@@ -126,6 +126,18 @@ def test_steps_go_on_while_the_disk_is_slow_and_what_is_saved_is_that_of_before(
         look=partial(note_state, loaded),
     )
     same_state(loaded, at_three)
+
+
+def test_the_thread_and_its_work_have_ended_after_close() -> None:
+    """One that frees tensors while the interpreter ends would abort the process."""
+    others = threading.enumerate()
+    background = Background()
+    done = background.do(lambda: sum(range(10**6)))
+
+    background.close()
+
+    assert done.done()
+    assert threading.enumerate() == others
 
 
 def test_there_are_never_two_checkpoints_under_way(
