@@ -166,6 +166,8 @@ def _without_effect(config: Config) -> Iterator[tuple[str, str]]:
             if is_set and (with_these or values[key]):
                 needed = f"for {rule} {' or '.join(with_these)}" if with_these else f"for {rule}"
                 yield key, f"has no effect: it is {needed}, and {rule} is {_plain(value)}"
+    if values["samo.gradient"] == "half" and config.precision == "fp32":
+        yield "samo.gradient", "has no effect: it is for precision bf16 or fp16, and it is fp32"
 
 
 def _plain(value: object) -> str:
