@@ -291,7 +291,12 @@ def open_run_directory(
 
     changes = together(transport, fits)
     opened = open_run_dir(config, transport, resumed, overwrite=overwrite)
-    together(transport, lambda: opened.begin(plan.config) if transport.rank == 0 else None)
+    try:
+        together(transport, lambda: opened.begin(plan.config) if transport.rank == 0 else None)
+    except BaseException:
+        if opened.lock is not None:
+            opened.lock.release()
+        raise
     if transport.rank == 0:
         for line in (*resumed.notes, *changes):
             Console(sys.stdout, bar=False).line(f"axsparse: {line}")  # no recorder is there yet

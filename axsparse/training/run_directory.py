@@ -134,6 +134,8 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         elif path is not None:
             checkpoint, skipped = newest_complete(transport, Path(path), steps)
             notes = [*notes, *skipped]
+            if checkpoint is None:
+                together(transport, lambda: _reject_lost(Path(path)))
     except BaseException:
         for lock in locks:
             lock.release()
@@ -143,7 +145,6 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
         notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}{left}"]
     elif path is not None:
-        together(transport, lambda: _reject_lost(Path(path)))
         notes = [*notes, f"{path} has no checkpoint; starts from the beginning"]
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]

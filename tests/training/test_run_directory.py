@@ -240,8 +240,10 @@ def test_a_run_of_which_a_part_is_missing_is_neither_begun_anew_nor_changed(
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.lock"}
 
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said) as kept:
         opened(loaded(run), "auto" if resume == "auto" else str(run))
+    RunLock(run).release()
+    assert kept.value, "an error that a program keeps holds no lock"
     if "run.json" in lost:
         with pytest.raises(OutputError, match="that no run of axsparse has marked as its own"):
             opened(loaded(run), None)
