@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ class PrunedWeight(Tensor):
     """A weight `(outputs, inputs)`, or one such weight for each expert, `(experts, outputs,
     inputs)`, by its kept entries in bf16; or, if `is_transposed`, with inputs before outputs.
 
-    It cannot be trained or changed, and has no memory of its own that could be saved.
+    It cannot be trained or changed, and has no memory of its own that could be saved: ConfigError.
     """
 
     matrices: Sequence[KeptMatrix]
@@ -67,6 +67,15 @@ class PrunedWeight(Tensor):
         each = [one.T for one in each] if self.is_transposed else each
         dense = each[0] if self.dim() == 2 else torch.stack(each)
         return dense.to(self.dtype)
+
+    def _reject_saving(self, *_: object) -> NoReturn:
+        raise ConfigError(
+            "accelerate: an accelerated model cannot be saved; save it before, or copy the folder "
+            "that it was loaded from"
+        )
+
+    # What writers of files ask a tensor for.
+    untyped_storage = storage = __reduce_ex__ = _reject_saving
 
     def __deepcopy__(self, memo: object) -> PrunedWeight:
         return self._like(self.dtype)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import axsparse as ax
@@ -110,10 +112,13 @@ def test_gradients_of_inputs_are_torchs() -> None:
     assert torch.equal(x.grad, y.grad if y.grad is not None else torch.empty(0))
 
 
-def test_a_pruned_weight_cannot_be_changed() -> None:
-    weight = ax.accelerate(linear_of(0.6)).weight
+def test_a_pruned_weight_can_be_neither_changed_nor_saved(tmp_path: Path) -> None:
+    model = ax.accelerate(linear_of(0.6))
     with pytest.raises(TypeError, match="cannot be changed"), torch.no_grad():
-        weight.zero_()  # type: ignore[operator]
+        model.weight.zero_()  # type: ignore[operator]
+    for save in (torch.save, save_file):
+        with pytest.raises(ConfigError, match="cannot be saved; save it before, or copy the fold"):
+            save(model.state_dict(), tmp_path / "model")
 
 
 def test_a_change_of_type_keeps_it_pruned() -> None:
