@@ -234,11 +234,12 @@ class Stage:
 
     @torch.enable_grad()  # an evaluation may come first
     def _reject_mean(self, outputs: Tensors, targets: Tensor | None) -> None:
-        """ConfigError if a sample given twice costs as much as once: the loss is a mean, and the
-        trainer divides the sum of losses by the global count of targets."""
-        self._loss_is_known = True
+        """ConfigError if a sample given twice has less than twice its gradient: the loss is a mean,
+        and the trainer divides the sum of losses by the global count of targets. A later microbatch
+        tells where the loss of this sample is zero or none, as of ignored targets."""
         assert self._loss is not None
         if targets is None or targets.dim() == 0 or not len(targets):
+            self._loss_is_known = True
             return
         # The first sample's rows of an output; other outputs, such as a weight or a scalar, belong
         # to all samples. Rows may be tokens.
@@ -253,29 +254,35 @@ class Stage:
             else:
                 part = output.detach()[:rows].clone()
                 sample[number] = part.requires_grad_(part.is_floating_point())
+        parts = [part for part in sample.values() if part.requires_grad]
+        tried = list[tuple[float, float]]()
         try:
-            once, twice = (
-                self._loss(
+            for times in (1, 1, 2):
+                loss = self._loss(
                     *(
                         common[number] if number in common else torch.cat([sample[number]] * times)
                         for number in range(len(outputs))
                     ),
                     torch.cat([targets[:1]] * times),
                 )
-                for times in (1, 2)
-            )
-            parts = [part for part in sample.values() if part.requires_grad]
-            with torch.autograd.set_multithreading_enabled(False):  # as in `backward`
-                gradients = torch.autograd.grad(once, parts, allow_unused=True)
-            costs = [loss.detach().item() for loss in (once, twice)]
+                with torch.autograd.set_multithreading_enabled(False):  # as in `backward`
+                    found = torch.autograd.grad(loss, parts, allow_unused=True)
+                norms = [
+                    torch.linalg.vector_norm(one, math.inf) for one in found if one is not None
+                ]
+                tried.append((loss.item(), sum(norm.item() for norm in norms)))
         except Exception:  # the loss may work for microbatches of one size only
+            self._loss_is_known = True
             return
-        # A sample that costs nothing shows nothing.
-        tells = any(gradient is not None and bool(gradient.any()) for gradient in gradients)
-        if tells and math.isfinite(costs[0]) and costs[0] == costs[1]:
+        once, again, twice = tried
+        # Tensor-parallel ranks have one loss, and gradients of their own: all try again, or none.
+        self._loss_is_known = once[0] != 0 and math.isfinite(once[0])
+        # A mean is the same but for rounding; a loss that draws random numbers differs by chance.
+        if once == again and twice[1] < 1.5 * once[1]:
             raise ConfigError(
-                "loss: the same sample twice costs as much as once, so it is a mean; make it the "
-                'sum of a microbatch\'s losses (reduction="sum"), which the trainer divides'
+                "loss: the same sample twice has less than twice its gradient, so it is a mean; "
+                'make it the sum of a microbatch\'s losses (reduction="sum"), which the trainer '
+                "divides"
             )
 
     def _reject_foreign(self, outputs: Tensors) -> None:

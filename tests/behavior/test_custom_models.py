@@ -38,6 +38,7 @@ from axsparse.models.sequential import from_sequential
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError
 from axsparse.runtime.job import Job
+from axsparse.runtime.targets import IGNORED
 from axsparse.training.trainer import build
 
 WIDTH = 16
@@ -94,11 +95,15 @@ def tokens_and_scalar(reduction: str) -> LossFunction:
     return loss
 
 
-IS_MEAN = "loss: the same sample twice costs as much as once"
+IS_MEAN = "loss: the same sample twice has less than twice its gradient"
 
 
 def for_three(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(12, 5), words.flatten(), reduction="sum") + scalar
+
+
+def drawing(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
+    return (logits.float() - 10 * torch.randn(logits.shape)).square().sum() + scalar
 
 
 def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
@@ -112,7 +117,11 @@ def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
     for config in (small_config(), first):
         with pytest.raises(ConfigError, match=IS_MEAN):
             train_in_process(2, 1, mean, config, words, validation=words)
-    for loss in (tokens_and_scalar("sum"), for_three):  # which cannot be tried on one sample
+    few = torch.where(words.read(np.arange(30))[1] == 3, 3, IGNORED)
+    with pytest.raises(ConfigError, match=IS_MEAN):  # of the first sample that has a target
+        train_in_process(1, 1, mean, small_config(), ArrayDataset(inputs, few))
+    # `for_three` cannot be tried on one sample.
+    for loss in (tokens_and_scalar("sum"), for_three, drawing):
         [(_, trace)] = train_in_process(1, 1, Model(layers, loss), small_config(), words)
         assert len(trace.losses) == 4
 
