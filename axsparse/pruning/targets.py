@@ -178,14 +178,23 @@ def left_dense(
     return dense
 
 
-def pruning_lines(profiled: ModelProfile, targets: Targets, pruning: PruningConfig) -> list[str]:
-    """The final pruned tensors and the ones that stay dense, for the start of a run."""
-    numel = sum(map(math.prod, targets.shapes.values()))
+def pruning_lines(
+    profiled: ModelProfile,
+    targets: Targets,
+    pruning: PruningConfig,
+    saved: Mapping[str, int] | None = None,
+) -> list[str]:
+    """The final pruned tensors and the ones that stay dense, for the start of a run. `saved` has
+    the kept entries of a checkpoint whose masks stay, which lacks weights that are thawed now."""
+    kept = targets.kept() if saved is None else saved
+    kept = {name: kept[name] for name in targets.shapes if name in kept}
+    numel = sum(math.prod(targets.shapes[name]) for name in kept)
     lines = [
-        f"pruned: {len(targets.shapes)} tensors, {numel:,} of {profiled.num_params:,} entries, of "
-        f"which {sum(targets.kept().values()):,} stay"
+        f"pruned: {len(kept)} tensors, {numel:,} of {profiled.num_params:,} entries, of "
+        f"which {sum(kept.values()):,} stay"
     ]
-    parts = []
+    whole = [name for name in targets.shapes if name not in kept]
+    parts = [f"{some_of(whole)} (not pruned in the checkpoint)"] if whole else []
     for why, parameters in left_dense(profiled, targets, pruning).items():
         if why == "vectors":
             parts.append(f"{len(parameters)} vectors")

@@ -17,7 +17,7 @@ from axsparse.observe.metrics import open_records
 from axsparse.observe.recorder import Recorder, RunFigures
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.stage_memory import SMALL_BLOCKS
-from axsparse.pruning.targets import pruning_lines
+from axsparse.pruning.targets import initial_share, pruning_lines
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_texts, sum_by_owner
 from axsparse.runtime.machine import resident_memory_bytes
@@ -102,7 +102,9 @@ def make_recorder(
     notes = (*filter(None, [note]), *remarks(config, data.training.num_samples))
     pruned: Sequence[str] = ()
     if plan.targets is not None:
-        pruned = pruning_lines(profile, plan.targets, config.pruning)
+        stays = plan.starts_pruned and not initial_share(config.pruning)
+        saved = plan.kept_at_start if stays else None
+        pruned = pruning_lines(profile, plan.targets, config.pruning, saved)
     for line in (*placement.table, *lines, *notes, *pruned):
         console.line(line)
     file = open_records(config, run_dir, run_dir / METRICS_FILE)

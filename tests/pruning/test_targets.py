@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -225,6 +226,10 @@ def test_the_start_of_a_run_says_what_is_pruned_and_why_the_rest_is_dense() -> N
         "pruning.layers may name them) · a.proj.weight (named in pruning.exclude) · 7 vectors · "
         "b.weight (in a layer of kind head; pruning.include: all prunes them)",
     ]
+    first, *others = targets.shapes
+    resumed = pruning_lines(VISION, targets, pruning, dict.fromkeys(others, 2))
+    assert re.match(r"pruned: 4 tensors, \d+ of 1,467 entries, of which 8 stay$", resumed[0])
+    assert resumed[1].startswith(f"dense: {first} (not pruned in the checkpoint) · a.cls, ")
 
 
 Shapes = dict[str, tuple[int, ...]]
