@@ -122,7 +122,6 @@ def break_removing(name: str) -> None:
 
     def breaking(self: Path, missing_ok: bool = False) -> None:
         if self.parent.name == name:
-            unlink(self.with_name("manifest.json"))
             die()
         unlink(self, missing_ok)
 

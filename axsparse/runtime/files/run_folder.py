@@ -98,7 +98,8 @@ def is_marked(path: Path) -> bool:
 def foreign_files(path: Path) -> list[str]:
     """The files in an unmarked directory that a run would write or replace."""
     there = sorted(file.name for file in path.iterdir()) if path.is_dir() else []
-    return [name for own in RUN_FILES if own != MARK_FILE for name in fnmatch.filter(there, own)]
+    found = [name for own in RUN_FILES if own != MARK_FILE for name in fnmatch.filter(there, own)]
+    return found + ([LOCK_FILE] if _is_foreign_lock(path / LOCK_FILE) else [])
 
 
 def own_files(folder: Path, named: re.Pattern[str]) -> list[Path]:
@@ -212,9 +213,12 @@ class RunLock:
             if not isinstance(reason.__cause__, BlockingIOError):
                 raise
             raise InUseError(
-                f"{run_dir}: is in use by {_holder(path)}; wait for its end, or choose another "
-                f"{option}"
+                f"{run_dir}: is in use by {_holder(path) or 'another process'}; wait for its end, "
+                f"or choose another {option}"
             ) from reason
+        if _is_foreign_lock(path) and not has_mark(run_dir):
+            lock.release()
+            raise OutputError(f"{path}: is no lock of axsparse, and stays; choose another {option}")
         self.is_exclusive = lock.problem is None
         """Whether other processes are kept out; False on a file system without locks."""
         self.release: Callable[[], object] = lock.release
@@ -230,11 +234,16 @@ class RunLock:
         self._lock = lock
 
 
-def _holder(path: Path) -> str:
-    """The owner of a directory, according to the contents of its lock file."""
+def _is_foreign_lock(path: Path) -> bool:
+    """Whether a file that is not empty has the name of a lock, and no owner."""
+    return path.is_file() and path.stat().st_size > 0 and _holder(path) is None
+
+
+def _holder(path: Path) -> str | None:
+    """The owner of a directory, according to the contents of its lock file, if they name one."""
     try:
         holder = json.loads(path.read_bytes())
         job = f"job {holder['job']}, " if holder["job"] is not None else ""
         return f"{job}process {holder['process']} on {holder['host']}"
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+        return None

@@ -2,7 +2,7 @@
 
     step-40/        a checkpoint
     step-60.tmp/    one that is being written, or was when the run was killed
-    step-20.old/    one that is being removed, or was
+    step-20.old/    one that is being removed, or was, or step-20.old-2 where the name is taken
 
 Renaming is one indivisible step, and is done once the files are on the disk. Checkpoints are
 ordered by step, never by time.
@@ -176,7 +176,7 @@ UNFINISHED, REMOVED = ".tmp", ".old"
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _OWN_FILE = re.compile(rf"[0-9]{{4,}}-.*\.safetensors|{re.escape(MANIFEST_FILE)}")
 """Matches the names of the files of a checkpoint."""
-_REMAINS = re.compile(rf"{_STEP.pattern}({re.escape(UNFINISHED)}|{re.escape(REMOVED)})")
+_REMAINS = re.compile(rf"{_STEP.pattern}({re.escape(UNFINISHED)}|{re.escape(REMOVED)}(-[0-9]+)?)")
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -202,14 +202,15 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def unfinished(folder: Path) -> list[Path]:
-    """The checkpoints that killed runs left half written or half removed."""
+    """The checkpoints that killed runs left half written or half removed. What is removed has lost
+    its manifest first: a folder with such a name that has one is a user's copy."""
     found = []
     for path in _folders(folder):
+        named = _REMAINS.fullmatch(path.name)
+        is_copy = path.suffix != UNFINISHED and (path / MANIFEST_FILE).exists()
         # A run that is still at work may finish or remove it meanwhile.
         with suppress(FileNotFoundError):
-            if _REMAINS.fullmatch(path.name) and (
-                own_files(path, _OWN_FILE) or not any(path.iterdir())
-            ):
+            if named and not is_copy and (own_files(path, _OWN_FILE) or not any(path.iterdir())):
                 found.append(path)
     return sorted(found)
 
@@ -251,8 +252,13 @@ def commit(partial: Path, manifest: bytes) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; its name disappears first, so that no part of it is ever found."""
-    gone = path.with_name(path.name + REMOVED)
+    """Remove a checkpoint: its manifest and its name disappear before its other files, so that no
+    part of it is ever taken for a checkpoint."""
+    if not path.is_symlink():
+        (path / MANIFEST_FILE).unlink(missing_ok=True)
+    gone, number = path.with_name(path.name + REMOVED), 2
+    while os.path.lexists(gone):  # files that no run has written stay under such a name
+        gone, number = path.with_name(f"{path.name}{REMOVED}-{number}"), number + 1
     path.rename(gone)
     sync_folder(path.parent)
     _delete(gone)

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from axsparse.runtime.errors import OutputError
-from axsparse.runtime.files.run_folder import RunLock
+from axsparse.runtime.files.run_folder import RunLock, RunMark
 
 
 def test_the_file_says_who_has_the_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LSB_JOBID", "12")
-    (tmp_path / "run.lock").write_text("x" * 5_000)
+    earlier = {"host": "x" * 5_000, "process": 1, "job": None}
+    (tmp_path / "run.lock").write_text(json.dumps(earlier))
 
     RunLock(tmp_path)
 
@@ -29,6 +30,7 @@ def test_the_file_says_who_has_the_directory(
 
 def test_a_holder_is_named_with_its_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    RunMark.of(tmp_path)
     lock = RunLock(tmp_path)
 
     with pytest.raises(OutputError) as caught:

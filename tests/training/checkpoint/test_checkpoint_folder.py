@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,23 @@ def test_what_is_half_removed_has_no_name_any_more(
 
     assert seen == [[4]]
     assert [path.name for path in unfinished(tmp_path)] == ["step-2.old"]
+
+
+@pytest.mark.parametrize("name", ["step-2.old", "step-2.old-2"])
+def test_copies_and_files_of_the_user_stay_under_names_of_removed_ones(
+    name: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, 2)
+    shutil.copytree(tmp_path / "step-2", tmp_path / name)
+    for result in ("first", "second"):
+        (saved(tmp_path, 2) / "step-2" / result).touch()
+        remove(tmp_path / "step-2")
+
+    begin(tmp_path, 4)
+
+    assert (tmp_path / name / "manifest.json").exists()
+    left = {path.parent.name for path in tmp_path.glob("*/*") if path.stat().st_size == 0}
+    assert left == {"step-2.old", "step-2.old-2", "step-2.old-3"} - {name}
 
 
 def all_but(*damaged: int) -> Callable[[int], bool]:
