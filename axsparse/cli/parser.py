@@ -46,6 +46,32 @@ MOST = 10_000_000
 """The largest count that an option takes, unless it says otherwise."""
 
 
+SHORT = {
+    "steps": "train.steps",
+    "run_dir": "run_dir",
+    "sparsity": "pruning.sparsity",
+    "method": "pruning.method",
+    "teacher": "train.teacher",
+    "memory": "layout.memory_per_rank",
+    "sequence_length": "data.sequence_length",
+}
+"""The options that are short forms of `--set`, and their keys."""
+
+
+class Once(argparse._StoreAction):
+    """Stores the value of an option; a second one is a mistake."""
+
+    _seen: argparse.Namespace | None = None
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *given: Any
+    ) -> None:
+        if self.option_strings and self._seen is namespace:
+            raise argparse.ArgumentError(self, "given twice; keep one of them")
+        self._seen = namespace
+        super().__call__(parser, namespace, *given)
+
+
 class CommandParser(argparse.ArgumentParser):
     """The options of a command; a mistake in them is one line and ends the process with 78."""
 
@@ -62,6 +88,7 @@ class CommandParser(argparse.ArgumentParser):
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **settings
         )
         self.register("type", Path, path)
+        self.register("action", None, Once)
         self.set_defaults(work=work)
         self.subcommands: dict[str, CommandParser] = {}
         """The parsers of the second words of a command, such as `show` of `axsparse config`."""
@@ -72,6 +99,15 @@ class CommandParser(argparse.ArgumentParser):
             self._words = self.add_subparsers(required=True, metavar="COMMAND")
         self.subcommands[name] = self._words.add_parser(name, work=work, **texts)
         return self.subcommands[name]
+
+    def parse_known_args(self, *given: Any) -> tuple[Any, list[str]]:
+        found, rest = super().parse_known_args(*given)
+        overridden = {text.partition("=")[0].strip() for text in getattr(found, "overrides", ())}
+        for name, key in SHORT.items():
+            if key in overridden and getattr(found, name, None) is not None:
+                option = name.replace("_", "-")
+                self.error(f"argument --{option}: --set {key} is given as well; keep one of them")
+        return found, rest
 
     def error(self, message: str) -> NoReturn:
         shown = "".join(letter if letter.isprintable() else " " for letter in message)

@@ -68,6 +68,8 @@ def parser() -> CommandParser:
     add("--dry-run", action="store_true", help="prune nothing, and say what a run would prune")
     add("--from", metavar="FOLDER", dest="source", type=Path, help="the model to prune")
     add("--data", metavar="INPUT", nargs="+", type=Path, help="files and folders of text")
+    text = "the token after each document (default: the tokenizer's eos_token)"
+    add("--separator", metavar="TOKEN", help=text)
     text = "files and folders of text to evaluate on (default: a twentieth of --data)"
     add("--validation", metavar="INPUT", nargs="+", type=Path, default=[], help=text)
     text = (
@@ -149,6 +151,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             heal=heal,
             schedule=arguments.schedule,
             method=arguments.method,
+            separator=arguments.separator,
         )
         prune_folder(job, order)
 

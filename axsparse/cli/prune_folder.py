@@ -293,6 +293,7 @@ def _prepare(order: PruneOrder) -> None:
         validation=order.validation,
         validation_fraction=0.0 if order.validation else 0.05,
         tokenizer=order.source,
+        separator=order.separator,
     )
     prepare_and_show(request, len(os.sched_getaffinity(0)))
 

@@ -65,6 +65,8 @@ class PruneOrder:
     schedule: Schedule | None = None
     method: str | None = None
     """The value of `pruning.method`; None also if a configuration has it."""
+    separator: str | None = None
+    """The token after each document; None for the tokenizer's end of a text."""
 
     @property
     def work(self) -> Path:

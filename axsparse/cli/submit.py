@@ -179,6 +179,8 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
         setup = f". {shlex.quote(str(Path.cwd() / job.setup))} || exit 78"
     mpirun = Path(sys.executable).with_name("mpirun")
     config = [] if job.config is None else [f"--config={job.config}"]
+    # The scripts name the run directory themselves.
+    pairs = [pair for pair in overrides_of(job) if pair.partition("=")[0].strip() != "run_dir"]
     return {
         "folder": shlex.quote(str(Path.cwd())),
         "setup": setup,
@@ -186,7 +188,7 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
         "run_dir": shlex.quote(str(run_dir)),
         "python": shlex.quote(sys.executable),
         "mpirun": shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun"),
-        "train": shlex.join([*config, *(f"--set={pair}" for pair in overrides_of(job))]),
+        "train": shlex.join([*config, *(f"--set={pair}" for pair in pairs)]),
     }
 
 
