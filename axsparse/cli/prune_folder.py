@@ -341,6 +341,7 @@ def page(order: PruneOrder, config: Config, facts: Facts, seconds: Seconds) -> s
     pruning = config.pruning
     removed = 1 - facts.kept / facts.entries
     trained, rises = order.heal == "train", order.schedule == "gradual"
+    report = shlex.join(["axsparse", "report", str(order.work / "run")])
     healed = "trained on" if trained else f"healed: {order.heal}"
     by = f"{pruning.method}, then by magnitude in training" if rises else pruning.method
     figures: list[tuple[str, Callable[[float], str]]] = [
@@ -380,7 +381,7 @@ def page(order: PruneOrder, config: Config, facts: Facts, seconds: Seconds) -> s
         shlex.join(_training_on(order, removed)),
         "```",
         "",
-        *([f"`axsparse report {order.work / 'run'}` draws the training.", ""] if trained else []),
+        *([f"`{report}` draws the training.", ""] if trained else []),
         "| part | time |",
         "|---|---|",
         *(f"| {name} | {format_seconds(value)} |" for name, value in seconds.items()),

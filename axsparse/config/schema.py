@@ -256,7 +256,7 @@ class PruningConfig(Section):
     theirs."""
     mask: PathText | None = None
     """A mask file, or a run that has found a mask, which is applied from the start, under any
-    layout. It replaces method and sparsities of this section."""
+    layout. It replaces the settings of this section that choose entries, `exclude` included."""
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         method, at, rewind = self.method, self.at_step, self.rewind_step
@@ -494,6 +494,15 @@ class CheckpointConfig(Section):
     staging_memory: Annotated[float, Field(gt=0.0)] = 1.0
     """GB (10⁹ bytes) of each rank's memory for copies on their way to the disk; a step waits for
     the disk only if a rank has more to save."""
+
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        if self.every and self.keep_every % self.every:
+            near = max(round(self.keep_every / self.every), 1) * self.every
+            yield (
+                "keep_every",
+                f"{self.keep_every} is no multiple of checkpoint.every {self.every}, and most of "
+                f"its multiples have no checkpoint; choose {near}",
+            )
 
 
 class WatchdogConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Iterable, Iterator
 
 from axsparse.config.messages import show
@@ -9,6 +10,7 @@ from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
 from axsparse.config.section import counted, one_of
 from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.runtime.files.run_folder import CONFIG_FILE
 from axsparse.runtime.grid import Grid
 
 SMALL_DATA = 10
@@ -37,6 +39,28 @@ ONLY_WITH = (
 """A setting, the values with which others have an effect (if none are listed, all but null, 0 and
 false, without which others that are 0 or false say the same), and these others, of its section or
 with theirs."""
+
+REPLACED = {
+    "the model of the program": (
+        *("model.name", "model.from", "model.weights", "model.new", "model.hf", "model.num_*"),
+        *("model.hidden_size", "model.tie_embeddings", "model.dropout"),
+    ),
+    "the data of the program": (
+        *("data.source", "data.path", "data.blend", "data.validation", "data.sequence_length"),
+    ),
+    "the learning rate of the program": ("schedule.*",),
+    "the optimizer of the program": (
+        *("optimizer.name", "optimizer.momentum", "optimizer.nesterov"),
+    ),
+    "pruning.mask": (
+        *("pruning.method", "pruning.sparsity", "pruning.pattern", "pruning.layers"),
+        *("pruning.include", "pruning.exclude", "pruning.distribution", "pruning.at_step"),
+        *("pruning.initial_sparsity", "pruning.interval", "pruning.until_step"),
+    ),
+}
+"""What a program or a setting gives, and the settings, by pattern, that it replaces."""
+OF_RUN_DIR = ("run_dir", "checkpoint.*", "logging.*", "train.trace")
+"""The settings, by pattern, that a run without a run directory does not look at."""
 
 
 def check_config(config: Config) -> None:
@@ -150,6 +174,42 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
             f"note: {counted(steps, 'step')} of {batch} samples go {passes:.3g} times over the "
             f"data, which has {samples} (train.steps, batch.global_batch_size)"
         )
+
+
+def replaced(config: Config, given: Iterable[str]) -> Iterator[str]:
+    """Lines about settings that have no effect; `given` are keys of `REPLACED`."""
+    # The search of early-bird begins after the warm-up, under any learning rate.
+    searches = config.pruning.method == "early-bird"
+    for one in (*given, *(["pruning.mask"] if config.pruning.mask is not None else [])):
+        keys = _set_keys(config, REPLACED[one])
+        keys = [key for key in keys if not (searches and key == "schedule.warmup_steps")]
+        if keys:
+            yield f"note: no effect, replaced by {one}: {', '.join(map(config.where, keys))}"
+
+
+def reject_quiet(config: Config) -> None:
+    """ConfigError if the call that makes a quiet run asks for files of its run directory."""
+    values = config.by_key()
+    for key in _set_keys(config, OF_RUN_DIR):
+        if values[key] and config.origins[key] == "Trainer":
+            raise ConfigError(
+                f"{config.where(key)}: {_plain(values[key])} is for the run directory, and a "
+                "quiet run has none; leave one of them out"
+            )
+
+
+def _set_keys(config: Config, patterns: Iterable[str]) -> list[str]:
+    """The settings of some patterns that somebody has set to other values than their defaults."""
+    values, usual, origins = config.by_key(), Config().by_key(), config.origins
+    return [
+        key
+        for pattern in patterns
+        for key in fnmatch.filter(values, pattern)
+        if origins.get(key, "configure") != "configure"
+        and values[key] != usual.get(key)
+        # The config.yaml of a run has the decisions of every `auto`.
+        and not (usual.get(key) == "auto" and origins[key].startswith(f"{CONFIG_FILE}:"))
+    ]
 
 
 def _without_effect(config: Config) -> Iterator[tuple[str, str]]:

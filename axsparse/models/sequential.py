@@ -252,12 +252,17 @@ def is_compiled(module: object) -> bool:
 
 
 def reject_unfit(module: nn.Module) -> None:
-    """ConfigError for a module that is compiled, or has no values."""
+    """ConfigError for a module that is compiled, has no values, or state that is no tensor."""
     for child in module.modules():
         if is_compiled(child) or child._compiled_call_impl is not None:
             raise ConfigError(
                 f"model: {type(module).__name__} is compiled, and stages run copies of its layers; "
                 "give it as it was before torch.compile, and set pipeline.compile: true"
+            )
+        if type(child).get_extra_state is not nn.Module.get_extra_state:
+            raise ConfigError(
+                f"model: {type(child).__name__} has get_extra_state, and "
+                "checkpoints keep tensors only; put it into a buffer, and leave get_extra_state out"
             )
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         raise ConfigError(

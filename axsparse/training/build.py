@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_config, check_offload
+from axsparse.config.validate import check_config, check_offload, reject_quiet
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
@@ -175,7 +175,9 @@ def check_settings(job: Job, config: Config, model: Model) -> Config:
     return config
 
 
-def reject_arguments(optimizer: object, learning_rate: Any, starts: Mapping[str, bool]) -> None:
+def reject_arguments(
+    config: Config, optimizer: object, learning_rate: Any, starts: Mapping[str, bool]
+) -> None:
     """ConfigError for rules of wrong types, which would otherwise be found deep within, and for
     arguments of a trainer that exclude each other; `starts` says which of them are given."""
     if not isinstance(optimizer, Optimizer | None):
@@ -193,6 +195,8 @@ def reject_arguments(optimizer: object, learning_rate: Any, starts: Mapping[str,
     given = [name for name, is_given in starts.items() if is_given]
     if len(given) > 1:
         raise ConfigError(f"Trainer: {' and '.join(given)} exclude each other; give one of them")
+    if starts["quiet"]:
+        reject_quiet(config)
 
 
 # -- this process among the others --------------------------------------------------------

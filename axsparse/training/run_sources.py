@@ -92,6 +92,8 @@ class RunSources:
     model: Model
     open_datasets: Callable[[], Datasets]
     config: Config
+    given: tuple[str, ...] = ()
+    """What the program gives in place of settings, as in `validate.REPLACED`."""
 
 
 # Reason: what a program gives.
@@ -149,7 +151,10 @@ def run_sources(
         made = _model_of(model, loss, metrics, lambda: _open(opener, separate))
     else:
         made = named_model(whole)
-    return RunSources(made, opener, whole.named(made.name))
+    has_data = data is not None and not isinstance(data, Tokens)
+    own = {"the model of the program": is_needed, "the data of the program": has_data}
+    given_here = tuple(what for what, is_given in own.items() if is_given)
+    return RunSources(made, opener, whole.named(made.name), given_here)
 
 
 def _model_of(

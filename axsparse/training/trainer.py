@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
+from axsparse.config.validate import replaced
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
@@ -210,9 +212,15 @@ class Trainer:
         """
         # The settings, this rank among the others, and what is to be trained.
         starts = {"quiet": quiet, "resume": resume is not None, "overwrite": overwrite}
-        together(job.transport, lambda: reject_arguments(optimizer, learning_rate, starts))
+        together(
+            job.transport,
+            lambda: reject_arguments(given.config, optimizer, learning_rate, starts),
+        )
         job.run_dir = None
         config = check_settings(job, given.config, given.model)
+        own = {"learning rate": learning_rate, "optimizer": optimizer}
+        in_place = [f"the {name} of the program" for name, one in own.items() if one is not None]
+        notes = [*replaced(config, (*given.given, *in_place))]
         self.placement, config = placed(job, config)
         self.transport = transport = self.placement.transport
         gpu, backoff, opener = self.placement.gpu, transport.backoff, cache(given.open_datasets)
@@ -237,7 +245,7 @@ class Trainer:
         self.plan = plan = together(transport, deciding)
         self.coords, self.profile, self.config = plan.coords, plan.profile, plan.config
         coords, resolved = self.coords, self.config
-        table = (*self.placement.table, *launch_warnings(plan, transport))
+        table = (*self.placement.table, *launch_warnings(plan, transport), *notes)
         self.placement = replace(self.placement, table=table)
         prepare_process(job, plan, transport)
         self.data = open_data(plan, config, transport, opener, pinned=self.placement.pins)
@@ -1023,7 +1031,8 @@ def last_lines(progress: Progress, saver: Saver | None) -> Iterator[str]:
             f"kept in {path_of(saver.shown, progress.best.step)}"
         )
     if saver.last_step == progress.step:
+        named = shlex.quote(str(run))
         yield (
-            f"saved in {saver.shown}  ·  axsparse report {run} draws it  ·  axsparse export "
-            f"{run} --to torch --out weights.safetensors takes the weights out"
+            f"saved in {saver.shown}  ·  axsparse report {named} draws it  ·  axsparse export "
+            f"{named} --to torch --out weights.safetensors takes the weights out"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from axsparse.config.load import configure
-from axsparse.config.validate import check_config, remarks
+from axsparse.config.validate import check_config, remarks, replaced
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,28 @@ def test_what_may_not_be_meant_is_remarked() -> None:
     ]
     usual = configure(None, ["train.steps=2000", "schedule.warmup_steps=20"])
     assert [*remarks(usual, 480)] == []
+
+
+OWN = [f"the {name} of the program" for name in ("model", "data", "learning rate", "optimizer")]
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "said"),
+    [
+        (OWN[:1], ["model.num_layers=3", "model.sequence_length=9"], ["model.num_layers"]),
+        (OWN[:2], ["data.source=tokens", "data.path=x"], ["data.source", "data.path"]),
+        (OWN[1:], ["schedule.warmup_steps=3"], ["schedule.warmup_steps"]),
+        (OWN[1:], ["schedule.warmup_steps=3", "pruning.method=early-bird"], []),
+        (OWN, ["optimizer.name=sgd", "optimizer.eps=1e-3"], ["optimizer.name"]),
+        ([], ["pruning.mask=x", "pruning.exclude=[a]"], ["pruning.exclude"]),
+        ([], ["model.num_layers=3", "data.source=tokens", "data.path=x"], []),
+        (OWN, ["model.name=gpt", "data.source=stdlib"], []),
+    ],
+)
+def test_settings_in_whose_place_something_else_is_given_are_remarked(
+    given: list[str], settings: list[str], said: list[str]
+) -> None:
+    found = [*replaced(configure(None, settings), given)]
+
+    listed = " (--set), ".join(said) + " (--set)"
+    assert [line.split(": ")[2] for line in found] == ([listed] if said else [])
