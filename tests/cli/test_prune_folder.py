@@ -28,6 +28,7 @@ from axsparse.cli.prune_folder import Facts, page, write_page
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.config.load import configure
 from axsparse.data.sources import token_datasets
+from axsparse.data.token_file import read_sidecar
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.mask_file import open_masks
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_SAVED, OutputError
@@ -96,8 +97,10 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
     file = open_weights(tmp_path / "model" / "model.safetensors")
     assert any(".experts.3.down_proj" in name for name in file.shapes)
 
-    found = pruned(tmp_path, "out", "--heal", heal, *JUDGED, *steps_of(heal))
+    more = ("--separator", "c", "--heal", heal, *JUDGED, *steps_of(heal))
+    found = pruned(tmp_path, "out", *more)
 
+    assert read_sidecar(tmp_path / "out.run" / "tokens").settings["separator"] == "c"
     assert {name: (tuple(one.shape), one.dtype) for name, one in found.items()} == {
         name: (shape, file.dtype(name)) for name, shape in file.shapes.items()
     }
