@@ -100,7 +100,8 @@ class CommandParser(argparse.ArgumentParser):
         self.subcommands[name] = self._words.add_parser(name, work=work, **texts)
         return self.subcommands[name]
 
-    def parse_known_args(self, *given: Any) -> tuple[Any, list[str]]:
+    # Reason: argparse's own stubs have an overload for each way to leave arguments out.
+    def parse_known_args(self, *given: Any) -> tuple[Any, list[str]]:  # type: ignore[override]
         found, rest = super().parse_known_args(*given)
         overridden = {text.partition("=")[0].strip() for text in getattr(found, "overrides", ())}
         for name, key in SHORT.items():

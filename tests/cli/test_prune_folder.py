@@ -100,7 +100,7 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
     more = ("--separator", "c", "--heal", heal, *JUDGED, *steps_of(heal))
     found = pruned(tmp_path, "out", *more)
 
-    assert read_sidecar(tmp_path / "out.run" / "tokens").settings["separator"] == "c"
+    assert read_sidecar(tmp_path / "out.run" / "tokens", "--out").settings["separator"] == "c"
     assert {name: (tuple(one.shape), one.dtype) for name, one in found.items()} == {
         name: (shape, file.dtype(name)) for name, shape in file.shapes.items()
     }
