@@ -58,7 +58,7 @@ REPLACED = {
         *("pruning.initial_sparsity", "pruning.interval", "pruning.until_step"),
     ),
 }
-"""What a program or a setting gives, and the settings, by pattern, that it replaces."""
+"""Objects of a program, and a setting, and the settings that each replaces, by pattern."""
 OF_RUN_DIR = ("run_dir", "checkpoint.*", "logging.*", "train.trace")
 """The settings, by pattern, that a run without a run directory does not look at."""
 

@@ -93,7 +93,7 @@ class RunSources:
     open_datasets: Callable[[], Datasets]
     config: Config
     given: tuple[str, ...] = ()
-    """What the program gives in place of settings, as in `validate.REPLACED`."""
+    """The objects of the program that replace settings: keys of `validate.REPLACED`."""
 
 
 # Reason: what a program gives.
