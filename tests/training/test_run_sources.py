@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -67,6 +68,25 @@ def test_a_setting_knows_where_it_was_given(tmp_path: Path) -> None:
     assert loaded.where("seed") == "seed (mine.yaml:1)"
     assert loaded.where("pruning.sparsity") == "pruning.sparsity (Trainer)"
     assert loaded.where("precision") == "precision (default)"
+
+
+def test_settings_that_the_call_replaces_are_named_at_the_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"model.num_layers": 3, "data.sequence_length": 7, "schedule.warmup_steps": 2}
+    batch = {"global_batch_size": 6, "microbatch_size": 6, "peak_flops": 1e9}
+
+    ax.Trainer(
+        MODEL, DATA, settings, learning_rate=lambda _: 0.1, run_dir=str(tmp_path / "run"), **batch
+    ).close()
+
+    assert re.findall(
+        r"no effect, replaced by the (.*) of the program: (\S+)", capfd.readouterr().out
+    ) == [
+        ("model", "model.num_layers"),
+        ("data", "data.sequence_length"),
+        ("learning rate", "schedule.warmup_steps"),
+    ]
 
 
 @pytest.mark.parametrize(
