@@ -74,7 +74,7 @@ def test_settings_that_the_call_replaces_are_named_at_the_start(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"model.num_layers": 3, "data.sequence_length": 7, "schedule.warmup_steps": 2}
-    batch = {"global_batch_size": 6, "microbatch_size": 6, "peak_flops": 1e9}
+    batch: dict[str, Any] = {"global_batch_size": 6, "microbatch_size": 6, "peak_flops": 1e9}
 
     ax.Trainer(
         MODEL, DATA, settings, learning_rate=lambda _: 0.1, run_dir=str(tmp_path / "run"), **batch
