@@ -1,23 +1,21 @@
 """Stand-ins for the layers of a module in its own forward, and modules of its parts.
 
-`zoo/hf_forward` cuts the causal language models of transformers with these, `own_forward` any
-other module.
+`zoo/hf_forward` cuts the causal language models of transformers with these and what
+`watched_forward` finds, `own_forward` any other module.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from axsparse.models.layer import Kind
-
 Modules: TypeAlias = Mapping[str, nn.Module]
-"""The modules of a part, by their names in their parent."""
+"""The modules of a layer, by their names in their parent."""
 
 
 class Reached(Exception):  # noqa: N818 - it ends a forward, and is no error
@@ -26,6 +24,21 @@ class Reached(Exception):  # noqa: N818 - it ends a forward, and is no error
     def __init__(self, given: Any) -> None:
         super().__init__()
         self.given = given
+
+
+def run_until_reached(module: nn.Module, *inputs: Any, **more: Any) -> tuple[Any, bool]:
+    """The result of a forward and True, or what the layer at which it ends gets, and False."""
+    try:
+        return module(*inputs, **more), True
+    except Reached as reached:
+        return reached.given, False
+
+
+def with_modules(module: nn.Module, others: Mapping[str, nn.Module | None]) -> nn.Module:
+    """A shallow copy of a module that has other modules as some of its children."""
+    view = copy.copy(module)
+    vars(view)["_modules"] = {**module._modules, **others}
+    return view
 
 
 class StandIn(nn.Module):
@@ -44,44 +57,28 @@ class StandIn(nn.Module):
         return self._run(*args, **kwargs)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A layer of axsparse: some modules of the model, and the function that runs them."""
-
-    name: str
-    """The path of the module, or of the parent that all the modules have."""
-    modules: Modules
-    """The modules on the meta device."""
-    is_single: bool
-    """Whether `name` is the path of the only module."""
-    kind: Kind
-    forward: Callable[..., tuple[Tensor, ...]]
-    """`forward(modules by name, inputs…)` returns the outputs of the layer."""
-    group: int | None = None
-    """Equal in parts of one model that have the same shapes and costs; None: in no other."""
-
-
 class PartModule(nn.Module):
-    """The module of a part: it has the parameters and submodules of the part's own modules.
+    """The module of a layer of axsparse: some modules of a model, and the function that runs them.
 
-    Of a single module it shares the dictionaries of parameters, buffers and submodules, so that
-    names stay as in the model's state dict.
+    It has the parameters and submodules of its modules. Of a single module it shares the
+    dictionaries of parameters, buffers and submodules, so that names stay as in the model's state
+    dict.
     """
 
-    def __init__(self, part: Part, modules: Modules) -> None:
+    def __init__(self, modules: Modules, run: Callable[..., tuple[Any, ...]], *, is_single: bool):
+        """`run(modules, inputs…)` returns the outputs of the layer."""
         super().__init__()
-        if part.is_single:
+        if is_single:
             [module] = modules.values()
             for kind in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                 vars(self)[kind] = vars(module)[kind]
         else:
             for name, module in modules.items():
                 self.add_module(name, module)
-        vars(self)["_parts"] = dict(modules)
-        vars(self)["_run"] = part.forward
+        vars(self)["_parts"], vars(self)["_run"] = dict(modules), run
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The outputs of the part for its inputs."""
+        """The outputs of the layer for its inputs."""
         parts, run = vars(self)["_parts"], vars(self)["_run"]
         for module in parts.values():
             module.training = self.training
@@ -107,8 +104,6 @@ def are_alike(one: object, other: object, around: frozenset[int] = frozenset()) 
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, Part) and isinstance(other, Part):
-        return one.group is not None and one.group == other.group
     if isinstance(one, nn.Module) and isinstance(other, nn.Module):
         return are_alike(_attributes(one), _attributes(other), around | {id(one)})
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -9,39 +9,34 @@ no single module does. Shapes are as in `hf_models`.
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten
 
 from axsparse.models.module_buffers import slots
-from axsparse.models.stand_ins import Modules, Reached, StandIn, outermost_lists
+from axsparse.models.stand_ins import (
+    Modules,
+    Reached,
+    StandIn,
+    outermost_lists,
+    run_until_reached,
+    with_modules,
+)
+from axsparse.models.watched_forward import (
+    Apart,
+    Arguments,
+    Watch,
+    as_constants,
+)
 from axsparse.runtime.errors import ConfigError
 
 REMEMBERED = 4
 """Microbatches whose masks and positions are kept: with separate documents each has its own."""
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments that the model's forward passes to one layer after the hidden states."""
-
-
-@dataclass
-class _Watched:
-    """A recording of one forward of the model between embeddings and head."""
-
-    given: list[tuple[Tensor, Arguments]] = field(default_factory=list)
-    """The arguments of each layer, in the order of the calls."""
-    returned: list[Tensor] = field(default_factory=list)
-    """The results of its stand-in."""
-    calls: dict[str, list[tuple[int, Any, Any]]] = field(default_factory=dict)
-    """The calls of other modules by name: number of layers before, first argument, and result."""
-    output: Any = None
 
 
 class Forward:
@@ -53,9 +48,8 @@ class Forward:
 
     def __init__(self, causal: Any) -> None:
         self._causal = causal
-        self._lock = threading.Lock()
         self._bodies: dict[tuple[torch.device, torch.dtype], nn.Module] = {}
-        self._remembered: dict[tuple[object, ...], list[Arguments]] = {}
+        self._remembered = lru_cache(REMEMBERED)(self._recorded)
         lists = outermost_lists(causal, nn.ModuleList)
         if len(lists) != 1:
             paths = ", ".join(lists) or "none"
@@ -72,76 +66,74 @@ class Forward:
             raise unfit("its output head is not a module beside the body")
         self.head_name = names[0]
         self._returns_tuples = False
-        watched = self._watch()
-        self.before, self.after = self._sides(watched)
-        self.width: int = watched.given[0][0].shape[-1]
-        self.head_width: int = watched.output.last_hidden_state.shape[-1]
-        """Features of the hidden states that the head gets, which some models project."""
-        self._output_type = type(watched.output)
-        last = watched.returned[-1]
-        self._embeds_directly = _is_alone(watched, self.before, watched.given[0][0])
-        result = watched.output.last_hidden_state
-        self._norms_directly = _is_alone(watched, self.after, result, last)
+        watch = self._watch()
+        [name] = filter(None, watch.arguments[0])
+        hidden = watch.calls[0].leaves[name[2]]
+        [last], result = watch.calls[-1].outputs, watch.result.last_hidden_state
+        self.before, self.after = (self._called(watch, at) for at in (0, len(self.layers)))
+        if not self.before:
+            raise unfit("no module with parameters comes before its layers")
         if not self.after and result is not last:
             raise unfit("its forward computes with the last layer's result, by no module")
+        self._embeds_directly = _is_alone(watch, self.before, hidden)
+        self._norms_directly = _is_alone(watch, self.after, result, last)
+        self.width: int = hidden.shape[-1]
+        self.head_width: int = result.shape[-1]
+        """Features of the hidden states that the head gets, which some models project."""
+        self._output_type = type(watch.result)
         self.head_is_plain = self._has_plain_head()
+
+    def __deepcopy__(self, memo: object) -> Forward:
+        """The modules of a model are copied for each stage, and share the search for inputs."""
+        return self
 
     # -- what it computes -----------------------------------------------------------------
 
-    def embedded(self, modules: Modules, tokens: Tensor, starts: Tensor | None) -> Tensor:
-        """The hidden states before the first layer."""
+    def embed(self, modules: Modules, tokens: Tensor, *starts: Tensor) -> tuple[Tensor, ...]:
+        """The hidden states before the first layer, and `starts`."""
         if self._embeds_directly:
             [module] = modules.values()
-            return cast(Tensor, module(tokens))
+            return module(tokens), *starts
         weight = next(p for module in modules.values() for p in module.parameters())
         if tokens.is_meta:  # Masks look into positions, which have no contents there.
             shape = (*tokens.shape, self.width)
-            return torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=True)
+            empty = torch.empty(shape, dtype=weight.dtype, device="meta", requires_grad=True)
+            return empty, *starts
 
         def stop(hidden: Tensor, _: Arguments) -> None:
             raise Reached(hidden)
 
-        training = next(iter(modules.values())).training
-        body = self._body(weight.device, weight.dtype)
-        view = self._view(body, modules, stop, training=training)
-        try:
-            view(input_ids=tokens, use_cache=False, **_positions(starts, tokens.device))
-        except Reached as reached:
-            return cast(Tensor, reached.given)
-        raise AssertionError("the forward calls no layer")
+        return _ran(self._view(weight, modules, stop), *starts, input_ids=tokens), *starts
 
-    def normed(self, modules: Modules, hidden: Tensor) -> Tensor:
+    def layer(
+        self, number: int, modules: Modules, hidden: Tensor, *starts: Tensor
+    ) -> tuple[Tensor, ...]:
+        """The hidden states behind a layer, and `starts`."""
+        args, kwargs = self._arguments(hidden, *starts)[number]
+        [layer] = modules.values()
+        output = layer(hidden, *args, **kwargs)
+        return output[0] if isinstance(output, tuple) else output, *starts
+
+    # Nothing after the layers looks at documents.
+    def norm(self, modules: Modules, hidden: Tensor, *_: Tensor) -> tuple[Tensor]:
         """The hidden states behind the norm."""
         if self._norms_directly:
             [module] = modules.values()
-            return cast(Tensor, module(hidden))
+            return (module(hidden),)
         if hidden.is_meta:
             shape = (*hidden.shape[:-1], self.head_width)
-            return torch.empty(shape, dtype=hidden.dtype, device="meta", requires_grad=True)
-        training = next(iter(modules.values())).training
-        body, returned = self._body(hidden.device, hidden.dtype), self._returned(hidden)
-        view = self._view(body, modules, lambda _, __: returned, training=training)
-        output = view(inputs_embeds=self._embeds(hidden), use_cache=False)
-        return cast(Tensor, output.last_hidden_state)
+            return (torch.empty(shape, dtype=hidden.dtype, device="meta", requires_grad=True),)
+        view = self._view(hidden, modules, lambda _, __: self._returned(hidden))
+        return (_ran(view, inputs_embeds=self._zeros(hidden)).last_hidden_state,)
 
-    def outputs(self, head: nn.Module, hidden: Tensor) -> Any:
-        """The result of the model's own forward for these hidden states."""
+    def logits(self, modules: Modules, hidden: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+        """The logits; where they are plain products, the hidden states and the head's weight."""
+        [head] = modules.values()
+        if self.head_is_plain:
+            return hidden, cast(Tensor, head.weight)
+        return (self._outputs(head, hidden).logits,)
 
-        def body(*_: object, **__: object) -> Any:
-            return self._output_type(last_hidden_state=hidden)
-
-        # Copies of all modules above the stand-in, so that nothing is changed for others.
-        child: nn.Module = StandIn(self.owner, body)
-        path = self.owner_path.split(".")
-        for depth in range(len(path) - 1, -1, -1):
-            parent = copy.copy(self._causal.get_submodule(".".join(path[:depth])))
-            vars(parent)["_modules"] = {**parent._modules, path[depth]: child}
-            child = parent
-        child._modules[self.head_name] = head
-        tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        return child(input_ids=tokens, use_cache=False)
-
-    def arguments(self, hidden: Tensor, starts: Tensor | None = None) -> list[Arguments]:
+    def _arguments(self, hidden: Tensor, starts: Tensor | None = None) -> list[Arguments]:
         """The arguments that the model's forward gives its layers next to these hidden states."""
         if hidden.is_meta:
             # Masks look into positions: they are made on the CPU, of documents half as long.
@@ -151,24 +143,18 @@ class Forward:
                 half = halves.shape[1] // 2
                 halves[:, half:] = half
             made: list[Arguments] = tree_map_only(
-                Tensor, lambda tensor: tensor.to("meta"), self.arguments(real, halves)
+                Tensor, lambda tensor: tensor.to("meta"), self._arguments(real, halves)
             )
             return made
-        content = None if starts is None else bytes(starts.cpu().contiguous().numpy().data)
-        key = (tuple(hidden.shape[:2]), hidden.dtype, hidden.device, content)
-        with self._lock:
-            if key not in self._remembered:
-                while len(self._remembered) >= REMEMBERED:
-                    del self._remembered[next(iter(self._remembered))]
-                self._remembered[key] = self._recorded(hidden, starts)
-            return self._remembered[key]
+        content = None if starts is None else bytes(starts.cpu().int().contiguous().numpy().data)
+        return self._remembered(hidden.shape[:2], hidden.dtype, hidden.device, content)
 
     def check_separates(self) -> None:
         """ConfigError for a model whose forward does not separate documents by positions."""
         hidden = torch.zeros(1, 4, 1)
         try:
             both = [
-                [_masks(each) for each in self._recorded(hidden, torch.tensor([starts]).int())]
+                [_masks(each) for each in self._arguments(hidden, torch.tensor([starts]))]
                 for starts in ([0, 0, 2, 2], [0, 0, 0, 0])
             ]
         except TypeError:  # it takes no positions
@@ -187,8 +173,7 @@ class Forward:
         """The parent of the layers, whose parameters are zeros without memory, in a type."""
         key = (device, dtype)
         if key not in self._bodies:
-            without = copy.copy(self.owner)
-            vars(without)["_modules"] = {**self.owner._modules, self._list_name: None}
+            without = with_modules(self.owner, {self._list_name: None})
             zeros = {
                 id(p): nn.Parameter(torch.zeros((), dtype=dtype, device=device).expand(p.shape))
                 for p in without.parameters()
@@ -202,25 +187,18 @@ class Forward:
             self._bodies[key] = body.eval()
         return self._bodies[key]
 
-    def _view(
-        self,
-        body: nn.Module,
-        modules: Modules,
-        run: Callable[[Tensor, Arguments], Any],
-        *,
-        training: bool = False,
-    ) -> Any:
+    def _view(self, like: Tensor, modules: Modules, run: Callable[[Tensor, Arguments], Any]) -> Any:
         """The body with these modules and stand-ins; modules without parameters are copies, since
         some rotary embeddings remember what they have seen."""
+        body = self._body(like.device, like.dtype)
+        training = any(module.training for module in modules.values())
         own = {
-            name: child
-            if child is None or any(True for _ in child.parameters())
-            else copy.deepcopy(child).train(training)
-            for name, child in body._modules.items()
+            name: copy.deepcopy(child).train(training)
+            for name, child in body.named_children()
+            if not any(True for _ in child.parameters())
         }
-        view = copy.copy(body)
         stand_ins = nn.ModuleList(StandIn(layer, partial(_by_hidden, run)) for layer in self.layers)
-        vars(view)["_modules"] = {**own, **modules, self._list_name: stand_ins}
+        view = with_modules(body, {**own, **modules, self._list_name: stand_ins})
         view.training = training
         return view
 
@@ -228,11 +206,13 @@ class Forward:
         """These hidden states as a layer returns them."""
         return (hidden,) if self._returns_tuples else hidden
 
-    def _embeds(self, like: Tensor) -> Tensor:
+    def _zeros(self, like: Tensor) -> Tensor:
         """Embeddings of zeros, (B, S, E), without memory."""
         return like.new_zeros(()).expand(*like.shape[:2], self._embedding_width)
 
-    def _recorded(self, hidden: Tensor, starts: Tensor | None) -> list[Arguments]:
+    def _recorded(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device, starts: bytes | None
+    ) -> list[Arguments]:
         given: list[Arguments] = []
 
         def record(hidden: Tensor, arguments: Arguments) -> Any:
@@ -241,157 +221,120 @@ class Forward:
                 raise Reached(hidden)
             return self._returned(hidden)
 
+        begins = None
+        if starts is not None:
+            begins = torch.frombuffer(bytearray(starts), dtype=torch.int32).view(shape).to(device)
         # Its products are not a layer's: a mode that counts the first layer's does not see them.
         with _disable_current_modes(), torch.no_grad():
-            view = self._view(self._body(hidden.device, hidden.dtype), {}, record)
-            try:
-                embeds = self._embeds(hidden)
-                view(inputs_embeds=embeds, use_cache=False, **_positions(starts, hidden.device))
-            except Reached:
-                return given
-        raise AssertionError("the forward calls fewer layers than it has")
+            embeds = self._zeros(torch.empty((*shape, 0), dtype=dtype, device=device))
+            _ran(self._view(embeds, {}, record), begins, inputs_embeds=embeds)
+        return given
+
+    def _outputs(self, head: nn.Module, hidden: Tensor) -> Any:
+        """The result of the model's own forward for these hidden states."""
+        body = self._output_type(last_hidden_state=hidden)
+        child: nn.Module = StandIn(self.owner, lambda *_, **__: body)
+        path = self.owner_path
+        while path:
+            path, _, name = path.rpartition(".")
+            child = with_modules(self._causal.get_submodule(path), {name: child})
+        child._modules[self.head_name] = head
+        tokens = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
+        return child(input_ids=tokens, use_cache=False)
 
     # -- what a run shows --------------------------------------------------------------------
 
-    def _watch(self) -> _Watched:
+    def _watch(self) -> Watch:
         """A forward of two tokens, whose layers return tensors or else tuples; ConfigError if it is
         unfit."""
-        problem = ""
+        like, tokens, problem = torch.empty(0), torch.zeros(1, 2, dtype=torch.long), ""
+        self._body(like.device, like.dtype).requires_grad_()
+
+        def run(hidden: Tensor, _: Arguments) -> Any:
+            return self._returned(torch.zeros_like(hidden).requires_grad_())
+
         for self._returns_tuples in (False, True):
             try:
-                watched = self._watched()
+                with torch.enable_grad():
+                    watch = Watch(
+                        *(self._view(like, {}, run), [self._list_name]),
+                        others=[""],
+                        is_free=lambda tensor: not tensor.requires_grad,
+                    ).run(input_ids=tokens, use_cache=False)
+                _reject_other_order(watch)
+            except Apart as apart:  # noqa: PERF203
+                problem = apart.why if not problem or self._returns_tuples else problem
             except Exception as reason:
                 told = " ".join(str(reason).split())
                 problem = problem or f"its forward fails without its layers ({told[:200]})"
-                continue
-            found = _not_in_a_row(watched, len(self.layers))
-            if not found:
-                return watched
-            problem = found if not problem or self._returns_tuples else problem
+            else:
+                self._bodies.clear()
+                return watch
         raise unfit(problem)
 
-    def _watched(self) -> _Watched:
-        watched = _Watched()
-
-        def run(hidden: Tensor, arguments: Arguments) -> Any:
-            watched.given.append((hidden, arguments))
-            watched.returned.append(torch.zeros_like(hidden).requires_grad_())
-            return self._returned(watched.returned[-1])
-
-        def note(name: str, _: object, args: Sequence[Any], output: Any) -> None:
-            first = args[0] if args else None
-            watched.calls.setdefault(name, []).append((len(watched.given), first, output))
-
-        body = self._body(torch.device("cpu"), torch.float32)
-        with torch.enable_grad():
-            view = self._view(body, {}, run)
-            hooks = [
-                child.register_forward_hook(partial(note, name))
-                for name, child in view._modules.items()
-                if child is not None and name != self._list_name
-            ]
-            try:
-                tokens = torch.zeros(1, 2, dtype=torch.long)
-                watched.output = view(input_ids=tokens, use_cache=False)
-            finally:
-                for hook in hooks:
-                    hook.remove()
-        return watched
-
-    def _sides(self, watched: _Watched) -> tuple[list[str], list[str]]:
-        sides: dict[str, list[str]] = {"before": [], "after": []}
-        for name, child in self.owner._modules.items():
-            if child is None or name == self._list_name:
-                continue
-            places = {number for number, _, _ in watched.calls.get(name, [])}
-            if places == {len(self.layers)}:
-                sides["after"].append(name)
-            elif not (
-                any(True for _ in child.parameters()) or any(s.persists for s in slots(child))
-            ):
-                continue
-            elif places == {0}:
-                sides["before"].append(name)
-            else:
-                raise unfit(f"{name} is called neither before all layers nor behind them")
-        if not sides["before"]:
-            raise unfit("no module with parameters comes before its layers")
-        return sides["before"], sides["after"]
+    def _called(self, watch: Watch, at: int) -> list[str]:
+        """The modules beside the layers that are called behind so many of them, and nowhere else;
+        before all layers, those with tensors of the state dict."""
+        places = {
+            name: {number for number, call in watch.others if call.name == name}
+            for name, child in self.owner.named_children()
+            if at or (name != self._list_name and child.state_dict())
+        }
+        return [name for name, numbers in places.items() if numbers == {at}]
 
     def _has_plain_head(self) -> bool:
         """Whether logits are the hidden states times the head's weight, and nothing else."""
-        seen: list[tuple[Tensor, Tensor]] = []
-        head, shape = self.head, (1, 2, self.head_width)
-        hidden = torch.empty(shape, dtype=head.weight.dtype, device="meta")
+        head, seen = self.head, list[tuple[Tensor, Tensor]]()
+        hidden = torch.empty((1, 2, self.head_width), dtype=head.weight.dtype, device="meta")
         hook = head.register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
         with torch.no_grad():
-            logits = self.outputs(head, hidden).logits
+            logits = self._outputs(head, hidden).logits
         hook.remove()
-        is_linear = type(head).forward is nn.Linear.forward and head.bias is None
-        return (
-            is_linear
-            and len(seen) == 1
-            and seen[0][0].untyped_storage()._cdata == hidden.untyped_storage()._cdata
-            and seen[0][0].shape == hidden.shape
-            and seen[0][1] is logits
-        )
+        if type(head).forward is not nn.Linear.forward or head.bias is not None or len(seen) != 1:
+            return False
+        [(given, output)] = seen
+        is_hidden = given.untyped_storage()._cdata == hidden.untyped_storage()._cdata
+        return is_hidden and given.shape == hidden.shape and output is logits
 
 
 def _by_hidden(run: Callable[[Tensor, Arguments], Any], *args: Any, **kwargs: Any) -> Any:
     """Call a stand-in's function with the hidden states and the other arguments of a layer."""
     if args:
-        return run(args[0], _as_empty((args[1:], kwargs)))
+        return run(args[0], as_constants((args[1:], kwargs)))
     others = {name: value for name, value in kwargs.items() if name != "hidden_states"}
-    return run(kwargs["hidden_states"], _as_empty(((), others)))
+    return run(kwargs["hidden_states"], as_constants(((), others)))
 
 
-def _as_empty(arguments: Arguments) -> Arguments:
-    """The same arguments, with empty mappings as ones that no layer can write to."""
-    given: Arguments = tree_map_only(
-        MutableMapping, lambda each: each or MappingProxyType({}), arguments
-    )
-    return given
+def _ran(view: nn.Module, starts: Tensor | None = None, **given: Tensor) -> Any:
+    """The result of a forward, or the arguments that it has `Reached`; positions begin anew with
+    each document."""
+    if starts is not None:
+        given["position_ids"] = torch.arange(starts.shape[1], device=starts.device) - starts
+    result, _ = run_until_reached(view, use_cache=False, **given)
+    return result
 
 
-def _positions(starts: Tensor | None, device: torch.device) -> dict[str, Tensor]:
-    """The positions that begin anew with each document, as an argument of the model's forward."""
-    if starts is None:
-        return {}
-    positions = torch.arange(starts.shape[1], device=device)
-    return {"position_ids": positions - starts.to(device)}
-
-
-def _not_in_a_row(watched: _Watched, layers: int) -> str:
-    """Why a forward is not one layer after the other; empty if it is."""
-    if len(watched.given) != layers:
-        return f"its forward calls {len(watched.given)} layers, and it has {layers}"
-    for number, (hidden, _) in enumerate(watched.given[1:]):
-        if hidden is not watched.returned[number]:
-            return f"its forward does more between layers {number} and {number + 1}"
-    for number, (_, (args, kwargs)) in enumerate(watched.given):
-        for value in tree_leaves((args, kwargs)):
-            if isinstance(value, Tensor) and value.requires_grad and number:
-                return f"layer {number} gets more than one result of the layers before it"
-            if not isinstance(value, (Tensor, bool, int, float, str, type(None), MappingProxyType)):
-                return f"layer {number} is given a {type(value).__name__}, which others may change"
-    output = watched.output.last_hidden_state
-    if not isinstance(output, Tensor) or not output.requires_grad:
-        return "its result does not depend on the last layer"
-    used = torch.autograd.grad(output.sum(), watched.returned, allow_unused=True)
-    for number, gradient in enumerate(used[:-1]):
-        if gradient is not None:
-            return f"its result depends on that of layer {number} by another way than the layers"
-    return ""
+def _reject_other_order(watch: Watch) -> None:
+    """`Apart` unless each layer gets what the one before returns, and nothing else that depends on
+    tokens and parameters."""
+    for number, (call, names) in enumerate(zip(watch.calls, watch.arguments, strict=True)):
+        given = {name for name in names if name is not None}
+        if number and ("output", number - 1, 0) not in given:
+            raise Apart(f"its forward does more between layers {number - 1} and {number}")
+        if len(given) != 1:
+            raise Apart(f"{call.name} gets {len(given)} tensors of what is before it, not one")
+    if ("output", len(watch.calls) - 1, 0) not in watch.used[-1]:
+        raise Apart("its result does not depend on the last layer")
 
 
 def _is_alone(
-    watched: _Watched, names: Sequence[str], result: Tensor, given: Tensor | None = None
+    watch: Watch, names: Sequence[str], result: Tensor, given: Tensor | None = None
 ) -> bool:
     """Whether one module, called once, makes `result`, of `given` if that matters."""
-    if len(names) != 1 or len(watched.calls[names[0]]) != 1:
+    calls = [call for _, call in watch.others if [call.name] == names]
+    if len(calls) != 1 or tree_unflatten(calls[0].outputs, calls[0].output_spec) is not result:
         return False
-    [(_, first, output)] = watched.calls[names[0]]
-    return output is result and (given is None or first is given)
+    return given is None or calls[0].leaves[0] is given
 
 
 def _masks(arguments: Arguments) -> list[Tensor]:

@@ -18,10 +18,10 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from axsparse.config.model_config import HfConfig
 from axsparse.models.layer import InitFunction, Kind, Layer, Model, Tie, TpStyle, on_meta
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
-from axsparse.models.stand_ins import Modules, Part, PartModule, are_alike, tied_names
+from axsparse.models.stand_ins import Modules, PartModule, are_alike, tied_names
 from axsparse.models.start_weights import WeightFile, open_weights, start_from
 from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.hf_forward import Forward, unfit
@@ -124,6 +124,28 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
     return start_from(model, file, ignored=file.is_ignored, new=config.new)
 
 
+Run: TypeAlias = Callable[..., tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A layer of axsparse: some modules of the model, and the function that runs them."""
+
+    group: int
+    """Equal in parts of one model that have the same shapes and costs."""
+    name: str = field(compare=False)
+    """The path of the only module, or of the parent that all the modules have."""
+    modules: Modules = field(compare=False)
+    """The modules on the meta device."""
+    kind: Kind = field(compare=False)
+    run: Run = field(compare=False)
+    """Of a `PartModule`."""
+
+    def module(self, modules: Modules) -> PartModule:
+        """The module of the layer that has copies of the part's modules."""
+        return PartModule(modules, self.run, is_single=len(modules) == 1)
+
+
 class SplitModel:
     """A causal language model of transformers on the meta device, and where it is cut.
 
@@ -147,40 +169,37 @@ class SplitModel:
         self.ties = tied_names(self.causal)
         self._reject_leftovers()
 
-    def __deepcopy__(self, memo: object) -> SplitModel:
-        """The modules of a model are copied for each stage, and share the search for inputs."""
-        return self
-
     # -- the parts ------------------------------------------------------------------------
 
     def _split(self) -> list[Part]:
         forward = self.forward
-        parts = [self._part(forward.before, "embedding", self._embed)]
-        group, kinds = 0, getattr(self.causal.config, "layer_types", None)
+        parts = [self._part(forward.before, "embedding", forward.embed, 0)]
+        kinds = getattr(self.causal.config, "layer_types", None)
         for number, layer in enumerate(forward.layers):
-            if number and not (
-                are_alike(layer, forward.layers[number - 1])
+            is_like_last = (
+                number > 0
+                and are_alike(layer, forward.layers[number - 1])
                 and (kinds is None or kinds[number] == kinds[number - 1])
-            ):
-                group += 1
-            run = partial(self._layer, number)
-            name = f"{forward.list_path}.{number}"
-            parts.append(Part(name, {str(number): layer}, True, "block", run, group))
+            )
+            group = parts[-1].group if is_like_last else len(parts)
+            name, run = f"{forward.list_path}.{number}", partial(forward.layer, number)
+            parts.append(Part(group, name, {str(number): layer}, "block", run))
         if forward.after:
-            parts.append(self._part(forward.after, "head", self._norm))
+            parts.append(self._part(forward.after, "head", forward.norm, len(parts)))
         head = {forward.head_name: forward.head}
-        parts.append(Part(forward.head_name, head, True, "head", self._logits))
+        parts.append(Part(len(parts), forward.head_name, head, "head", forward.logits))
         if len({part.name for part in parts}) < len(parts):
             raise unfit(f"modules before and behind its layers are all of {parts[0].name}")
         return parts
 
-    def _part(self, names: Sequence[str], kind: Kind, run: Callable[..., Any]) -> Part:
+    def _part(self, names: Sequence[str], kind: Kind, run: Run, group: int) -> Part:
         modules = {name: self.forward.owner._modules[name] for name in names}
-        is_single = len(names) == 1
-        path = ".".join(filter(None, (self.forward.owner_path, names[0] if is_single else "")))
+        path = ".".join(
+            filter(None, (self.forward.owner_path, *(names if len(names) == 1 else ())))
+        )
         if not path:
             raise unfit("its embeddings have no parent below the model itself")
-        return Part(path, modules, is_single, kind, run)
+        return Part(group, path, modules, kind, run)
 
     def build(self, part: Part) -> nn.Module:
         """A new module of a part: on the meta device if that is torch's default, else with random
@@ -189,7 +208,7 @@ class SplitModel:
         if not torch.empty(0).is_meta:
             for name, module in modules.items():
                 self._start(f"{part.name}.{name}", module)
-        return PartModule(part, modules)
+        return part.module(modules)
 
     def tp_plan(self, part: Part) -> dict[str, TpStyle | str]:
         """How a layer is sharded, by transformers' own plan. What we do not shard has the plan's
@@ -239,46 +258,19 @@ class SplitModel:
     def draw_tied(self, name: str, shape: tuple[int, ...], generator: object) -> Tensor:
         """The `Layer.init` of embeddings and head, where both have one weight."""
         for part in (self.parts[0], *self.parts[-2:]):
-            known = dict(PartModule(part, part.modules).named_parameters())
+            known = dict(part.module(part.modules).named_parameters())
             if name in known and tuple(known[name].shape) == shape:
                 return self.draw(part, name, shape, generator)
         raise AssertionError(name)
 
-    # -- what the parts do ----------------------------------------------------------------
-
-    def _embed(
-        self, modules: Modules, tokens: Tensor, starts: Tensor | None = None
-    ) -> tuple[Tensor, ...]:
-        hidden = self.forward.embedded(modules, tokens, starts)
-        return (hidden,) if starts is None else (hidden, starts)
-
-    def _layer(
-        self, number: int, modules: Modules, hidden: Tensor, *starts: Tensor
-    ) -> tuple[Tensor, ...]:
-        args, kwargs = self.forward.arguments(hidden, *starts)[number]
-        [layer] = modules.values()
-        output = layer(hidden, *args, **kwargs)
-        return output[0] if isinstance(output, tuple) else output, *starts
-
-    # Nothing after the layers looks at documents.
-    def _norm(self, modules: Modules, hidden: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        return (self.forward.normed(modules, hidden),)
-
-    def _logits(self, modules: Modules, hidden: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
-        [head] = modules.values()
-        if self.head_is_plain:
-            weight: Any = head.weight
-            return hidden, weight
-        return (self.forward.outputs(head, hidden).logits,)
-
     def _reject_leftovers(self) -> None:
-        """ConfigError for parameters of the model that no part has."""
+        """ConfigError for tensors of the model that no part has."""
         have = {
             f"{part.name}.{name}"
             for part in self.parts
-            for name, _ in PartModule(part, part.modules).named_parameters(remove_duplicate=False)
+            for name in part.module(part.modules).state_dict()
         }
-        for name, _ in self.causal.named_parameters(remove_duplicate=False):
+        for name in self.causal.state_dict():
             if name not in have:
                 raise unfit(f"{name} is neither in its layers, before or behind them, nor a head")
 

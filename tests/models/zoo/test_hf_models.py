@@ -46,8 +46,7 @@ from axsparse.models.layer import Model, as_tuple
 from axsparse.models.layer_cost import Tracer
 from axsparse.models.model_profile import profile
 from axsparse.models.sequential import filled_modules
-from axsparse.models.stand_ins import Part
-from axsparse.models.zoo.hf_models import SplitModel
+from axsparse.models.zoo.hf_models import Part, SplitModel
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.targets import what_is_pruned
 from axsparse.runtime.errors import AxsparseError, ConfigError
@@ -420,6 +419,11 @@ def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], o
             "this model cannot be cut into layers: its output head is not a module beside",
         ),
         ("xlm-roberta", {}, "this model cannot be cut into layers: its output head is not a mod"),
+        (
+            "gemma4_text",
+            {},
+            "this model cannot be cut into layers: what its forward computes before layers.0 is",
+        ),
         (
             "mixtral",
             {**FAMILIES["mixtral"], "output_router_logits": True},
