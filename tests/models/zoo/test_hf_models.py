@@ -401,6 +401,12 @@ def test_a_layer_like_the_one_before_is_run_once_with_the_costs_of_each(
 # -- what is refused ------------------------------------------------------------------------
 
 
+ZAMBA: dict[str, Any] = {
+    **{"layers_block_type": ["mamba", "hybrid", "mamba"], "n_mamba_heads": 8, "mamba_headdim": 12},
+    **{"mamba_d_state": 8, "attention_hidden_size": 96, "attention_head_dim": 24},
+}
+
+
 def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], object]:
     """Makes the model of some settings of transformers."""
     sizes = {**SIZES, "is_decoder": True, **settings}
@@ -423,6 +429,12 @@ def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], o
             "gemma4_text",
             {},
             "this model cannot be cut into layers: what its forward computes before layers.0 is",
+        ),
+        # Its layers also get the embeddings, which no stage but the first one has.
+        (
+            "zamba2",
+            ZAMBA,
+            "this model cannot be cut into layers: layers.0 gets 2 tensors of what is",
         ),
         (
             "mixtral",
