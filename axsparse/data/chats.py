@@ -20,12 +20,16 @@ from axsparse.runtime.errors import ConfigError, one_line
 
 MARKS = re.compile(r"\{%-?\s*generation\b")
 """The beginning of the assistant's words in a template."""
-ASSISTANT = "assistant"
+ASSISTANT, USER = "assistant", "user"
 SYSTEM = "system"
 """The role of a first message, and of a column that has its text."""
 WEIGHT = "weight"
 """A key of OpenAI's messages of the assistant: those with 0 are no targets."""
-ROLES = {"human": "user", "gpt": ASSISTANT}
+ROLES = {
+    "human": USER,
+    "observation": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "function_call"), ASSISTANT),
+}
 """ShareGPT's names of roles, and their names in templates."""
 TOOLS, KWARGS = "tools", "chat_template_kwargs"
 """Columns next to the messages, which `apply_chat_template` gets."""
@@ -76,6 +80,14 @@ def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
     """The number of leading ids that two sequences share."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((at for at, (id_, other) in pairs if id_ != other), min(len(ids), len(others)))
+
+
+def _before_first(message: dict[str, Any], alone: str, text: Callable[..., str]) -> str:
+    """The text before an answer that is the first message, and `alone` with it. No template renders
+    a chat without messages: the words that ask for an answer come after one."""
+    asking = text([message], add_generation_prompt=True).removeprefix(alone)
+    head, found, _ = alone.partition(asking or str(message.get("content")).strip() or alone)
+    return head + (asking or ("" if found else "no such place"))
 
 
 class Encoded(NamedTuple):
@@ -162,6 +174,8 @@ class ChatTemplate:
 
     def _encoded(self, chat: Chat, apply: Callable[..., Any], template: str) -> Encoded | str:
         """The chat, all words of the assistant in which are targets."""
+        if lost := self._left_out(chat.messages, partial(apply, tokenize=False)):
+            return lost
         if chat.prompt is not None:
             # A completion begins at the first token that differs from the prompt alone, as in
             # TRL. The words that ask for an answer belong to the prompt.
@@ -176,6 +190,18 @@ class ChatTemplate:
             return Encoded(marked["input_ids"], [*map(bool, marked["assistant_masks"])])
         return self._by_turns(chat.messages, partial(apply, tokenize=False), (None, 0, 1))
 
+    def _left_out(self, messages: Messages, text: Callable[..., str]) -> str | None:
+        """Names a message that the template leaves out, as it may one of a role it does not know:
+        its text changes nothing."""
+        for number, message in enumerate(messages, 1):
+            content, role = message.get("content"), message.get("role")
+            if role in (USER, ASSISTANT) or not content or not isinstance(content, str):
+                continue
+            other = {**message, "content": f"x{content}"}
+            if text([*messages[: number - 1], other, *messages[number:]]) == text(messages):
+                return f"a chat that the template shortens (message {number}, of role {role!r})"
+        return None
+
     def _by_turns(
         self, messages: Messages, text: Callable[..., str], weights: Sequence[int | None]
     ) -> Encoded | str:
@@ -186,8 +212,12 @@ class ChatTemplate:
         whole, turns = text(messages), []
         for number, message in enumerate(messages):
             if message["role"] == ASSISTANT and message.get(WEIGHT) in weights:
-                before = text(messages[:number], add_generation_prompt=True)
                 after = text(messages[: number + 1])
+                before = (
+                    text(messages[:number], add_generation_prompt=True)
+                    if number
+                    else _before_first(messages[0], after, text)
+                )
                 if not (after.startswith(before) and whole.startswith(after)):
                     return (
                         f"a chat that the template rewrites (message {number + 1} is another when "

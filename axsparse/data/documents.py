@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, NamedTuple, TypeGuard, cast
+from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeGuard, cast
 
 from axsparse.data.chats import KWARGS, SYSTEM, TOOLS, Chat, Messages, chatml
-from axsparse.data.tables import open_table
+from axsparse.data.tables import open_compressed, open_table
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
 
@@ -200,6 +200,10 @@ def read_csv(file: BinaryIO, reading: Reading, *, separator: str = ",") -> Itera
         text.detach()
 
 
+def _reject_archive(_: BinaryIO) -> NoReturn:
+    raise OSError(0, "an archive; unpack it")
+
+
 OTHER_FIELDS = ("messages", "conversations", "input_ids")
 """Keys of documents that are no text, for records without the key of a text."""
 PAIR = ("prompt", "completion")
@@ -227,6 +231,9 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,
+    ".zst": partial(open_compressed, codec="zstd"),
+    ".lz4": partial(open_compressed, codec="lz4"),
+    ".zip": _reject_archive,
 }
 """The opener of a compressed file by its ending; the ending before it names the format."""
 

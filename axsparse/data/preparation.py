@@ -37,6 +37,7 @@ from axsparse.data.documents import (
     has_marks,
 )
 from axsparse.data.token_file import (
+    DISTINCT,
     FORMAT,
     SIDECAR,
     TOKENIZER,
@@ -47,7 +48,7 @@ from axsparse.data.token_file import (
     TokenizerRecord,
     digest_of,
     dtype_for,
-    largest_id,
+    id_facts,
     mark_of,
     read_sidecar,
     sample_digest,
@@ -335,12 +336,13 @@ class _Run:
         tokenizer = self._tokenizer()
         progress = self._write(tokenizer, left_out)
         _reject_empty(progress, request)
-        dtype = dtype_for(tokenizer.vocab_size, marked=self.marked)
+        dtype, documents = dtype_for(tokenizer.vocab_size, marked=self.marked), progress.documents
         if request.validation_fraction and not all(progress.documents.values()):
             self._hold_out_end(progress, stored(dtype))
         paths = [token_path(folder, split) for split in request.splits]
         mark = mark_of(stored(dtype)) if self.marked else 0
-        largest = max(largest_id(path, stored(dtype), mark) for path in paths)
+        facts = [id_facts(path, stored(dtype), mark, tokenizer.separator) for path in paths]
+        inner = sum(ends for _, ends in facts) - sum(documents.values())
         records = {
             split: SplitRecord(
                 documents=progress.documents[split],
@@ -354,13 +356,20 @@ class _Run:
             if path.exists():
                 path.replace(request.out / path.name)
         self._report(progress, tokenizer)
+        if inner:
+            end = tokenizer.decode([tokenizer.separator])
+            self.console.line(
+                f"{end!r} ends documents, and is {_count(inner, 'time')} within them, as of a "
+                f"chat template; {DISTINCT} for data.intra_document_attention"
+            )
         sidecar = Sidecar(
             version=FORMAT,
             axsparse=__version__,
             tokenizer=tokenizer.record,
             vocab_size=tokenizer.vocab_size,
-            largest_id=largest,
+            largest_id=max(largest for largest, _ in facts),
             separator=tokenizer.separator,
+            inner_separators=inner,
             dtype=dtype,
             marked=self.marked,
             train=records["train"],

@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.config.schema import Config, sample_length, token_sources
+from axsparse.config.section import counted
 from axsparse.data.dataset import Dataset, Datasets, TokenDataset, read_tensors
 from axsparse.data.megatron import MegatronIds, is_megatron
 from axsparse.data.order import BLOCK, Share, places_of
 from axsparse.data.token_file import (
+    DISTINCT,
     WHERE,
     Split,
     mark_of,
@@ -112,10 +114,17 @@ def token_datasets(
     The size of each file, and a digest of 64 MiB spread over it, must equal tokens.json's.
     `separate`: samples say where documents begin. `where` names the setting in error messages.
 
-    Raises MissingInputError if a file is missing, DataError if it was changed or is too short.
+    Raises MissingInputError if a file is missing, DataError if it was changed or is too short,
+    ConfigError if documents are to be separated that contain the separator.
     """
     sidecar = read_sidecar(folder, where)
     dtype = stored(sidecar.dtype)
+    if separate and sidecar.inner_separators:
+        inner = counted(sidecar.inner_separators, "time")
+        raise ConfigError(
+            f"data.intra_document_attention: true, but {folder} has its separator {inner} within "
+            f"documents; {DISTINCT} or choose false"
+        )
     suggestion = "copy it again, or prepare the data again"
     found: dict[Split, TokenDataset] = {}
     for split, record in sidecar.splits():

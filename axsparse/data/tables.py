@@ -1,11 +1,13 @@
-"""The rows of files of Apache Arrow and Parquet, which pyarrow reads, an optional dependency."""
+"""Files of Apache Arrow and Parquet, and compressed ones, which pyarrow reads, an optional
+dependency."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from axsparse.runtime.errors import ConfigError
 
@@ -41,6 +43,14 @@ def open_table(
     return names, _rows(pyarrow, batches)
 
 
+def open_compressed(file: BinaryIO, *, codec: str) -> BinaryIO:
+    """The contents of a compressed file; it raises OSError where that is damaged, and ConfigError
+    without pyarrow."""
+    with _damaged():
+        stream = _import_pyarrow().CompressedInputStream(file, codec)
+    return cast("BinaryIO", io.BufferedReader(stream))
+
+
 def _rows(pyarrow: Any, batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
     # Bytes: one text that is not UTF-8 is no reason to refuse the others.
     kinds = {pyarrow.string(): pyarrow.binary(), pyarrow.large_string(): pyarrow.large_binary()}
@@ -74,7 +84,7 @@ def _import_pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(
-            "files of Arrow and Parquet need pyarrow, which is not installed; "
+            "files of Arrow, Parquet, .zst and .lz4 need pyarrow, which is not installed; "
             "pip install 'axsparse[arrow]'"
         ) from None
     return pyarrow

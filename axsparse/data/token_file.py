@@ -5,7 +5,8 @@
     <folder>/tokenizer.json      turns ids into text again; absent where tokens are bytes
     <folder>/tokens.json         describes the other files; written last
 
-Each document is followed by one `separator`, an id that no document contains.
+Each document is followed by one `separator`, an id that a document contains only where a chat
+template or the text itself writes it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ Split = Literal["train", "validation"]
 DtypeName = Literal["uint8", "uint16", "uint32"]
 
 WHERE = "data.path"
+DISTINCT = "prepare with --separator TOKEN, one that no document contains,"
 SAMPLED_BLOCKS, SAMPLED_BYTES = 1024, 1 << 16
 """Blocks of a file that are compared at the start of a run, evenly spread: at most 64 MiB."""
 
@@ -89,6 +91,8 @@ class Sidecar(Record):
     """The largest id in the files."""
     separator: NonNegativeInt
     """The id that follows each document."""
+    inner_separators: NonNegativeInt = 0
+    """How often it is within documents, which it then does not tell apart."""
     dtype: DtypeName
     marked: bool = False
     """Whether the highest bit of an id says that the token is no target: all words of a chat but
@@ -130,11 +134,17 @@ def mark_of(dtype: np.dtype[np.unsignedinteger[Any]]) -> int:
     return 1 << (8 * dtype.itemsize - 1)
 
 
-def largest_id(path: Path, dtype: np.dtype[np.unsignedinteger[Any]], mark: int) -> int:
-    """The largest id in a file of tokens, of which `mark` is no part."""
+def id_facts(
+    path: Path, dtype: np.dtype[np.unsignedinteger[Any]], mark: int, separator: int
+) -> tuple[int, int]:
+    """The largest id in a file of tokens, of which `mark` is no part, and how many of them are the
+    separator."""
     tokens = np.memmap(path, dtype, "r")
-    parts = (tokens[first : first + (1 << 20)] for first in range(0, tokens.size, 1 << 20))
-    return max(int((part & ~dtype.type(mark)).max()) for part in parts)
+    largest = found = 0
+    for first in range(0, tokens.size, 1 << 20):
+        ids = tokens[first : first + (1 << 20)] & ~dtype.type(mark)
+        largest, found = max(largest, int(ids.max())), found + int((ids == separator).sum())
+    return largest, found
 
 
 def digest_of(path: Path) -> str:

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.preparing import TURN, folder_of, run, template_of, write_jsonl, write_table
+from support.preparing import ASKS, TURN, folder_of, run, template_of, write_jsonl, write_table
 
 from axsparse.data.chats import Chat, ChatTemplate, Encoded
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
 from axsparse.data.tokenizers import given_tokenizer
-from axsparse.runtime.errors import DataError
+from axsparse.runtime.errors import ConfigError, DataError
 
 TRL: dict[str, Any] = json.loads((Path(__file__).parent / "trl_masks.json").read_text())
 CHATS: list[list[dict[str, str]]] = TRL["chats"]
@@ -89,6 +89,7 @@ def test_an_end_that_is_given_is_not_written_twice_and_stays_a_target(tmp_path: 
 
 def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
     system = {"role": "system", "content": "s"}
+    words = [("human", "a"), ("observation", "b"), ("gpt", "c")]
     rows: list[Any] = [
         {"messages": CHATS[0]},
         {"messages": [system, *CHATS[0]]},
@@ -98,6 +99,7 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
         {"input_ids": [5, 6], "labels": [6, 5]},
         {"input_ids": [5, 6], "labels": [5]},
         {"text": "of a text all words count"},
+        {"conversations": [{"from": one, "value": text} for one, text in words]},
     ]
     source = write_jsonl(tmp_path / "chats.jsonl", rows)
     given = folder_of("refuses", tmp_path) / "tokenizer.json"
@@ -112,7 +114,33 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
     assert [text.partition("chats.jsonl, ")[2] for text in sidecar.sources.examples] == [
         *(f"line 2: {no}", f"line 3: {wordless}", f"line 4: {other}", "line 5: empty"),
         *(f"line 6: {labels}", f"line 7: {labels}"),
+        f"line 9: {chat} shortens (message 2, of role 'tool')",
     ]
+
+
+@pytest.mark.parametrize("turn", [TURN, "{{ m['content'] }}<|im_end|>"])
+def test_an_answer_that_is_the_first_message_is_a_target(turn: str, tmp_path: Path) -> None:
+    folder = folder_of("none", tmp_path)
+    asks = ASKS if turn == TURN else ""
+    template = f"<|im_start|>{{% for m in messages %}}{turn}{{% endfor %}}{asks}"
+    (folder / "chat_template.jinja").write_text(template)
+    chat = [{"role": role, "content": role[:2]} for role in ("assistant", "user", "assistant")]
+
+    encoded = ChatTemplate(given_tokenizer(folder)).encode(Chat(chat))
+
+    assert isinstance(encoded, Encoded)
+    said = [id_ for id_, counts in zip(encoded.ids, encoded.counts, strict=True) if counts]
+    assert [id_ for id_ in said if id_ != ord("\n")] == 2 * [ord("a"), ord("s"), 257]
+
+
+def test_documents_that_contain_the_separator_are_not_separated_by_it(tmp_path: Path) -> None:
+    data = prepared(
+        write_jsonl(tmp_path / "ids.jsonl", [{"input_ids": [1, 0, 2]}]), folder_of("none", tmp_path)
+    )
+
+    assert data.tokens.tolist() == [1, 0, 2, 0]
+    with pytest.raises(ConfigError, match=r"^data\.intra_document_attention: true, but .* 1 time "):
+        token_datasets(tmp_path / "out", 2, separate=True)
 
 
 RECORDS: dict[str, list[dict[str, Any]]] = TRL["records"]

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,7 +384,7 @@ def test_tables_need_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         run(Request((path,), tmp_path / "out"))
 
     assert str(caught.value) == (
-        "files of Arrow and Parquet need pyarrow, which is not installed; "
+        "files of Arrow, Parquet, .zst and .lz4 need pyarrow, which is not installed; "
         "pip install 'axsparse[arrow]'"
     )
 
@@ -391,12 +392,25 @@ def test_tables_need_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # -- files ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("ending", "opens"), [("gz", gzip), ("bz2", bz2), ("xz", lzma)])
+def by_arrow(data: bytes, codec: str) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[arrow]'")
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.CompressedOutputStream(sink, codec) as stream:
+        stream.write(data)
+    return bytes(sink.getvalue())
+
+
+COMPRESSIONS = [
+    *(("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)),
+    *(("zst", partial(by_arrow, codec="zstd")), ("lz4", partial(by_arrow, codec="lz4"))),
+]
+
+
+@pytest.mark.parametrize(("ending", "compress"), COMPRESSIONS)
 @pytest.mark.parametrize(("name", "text"), [("a.jsonl", '{"text": "é"}\n'), ("a.txt", "é")])
 def test_a_compressed_file_is_what_it_was_before(
-    name: str, text: str, ending: str, opens: object, tmp_path: Path
+    name: str, text: str, ending: str, compress: Callable[[bytes], bytes], tmp_path: Path
 ) -> None:
-    compress: Callable[[bytes], bytes] = opens.compress  # type: ignore[attr-defined]
     path = tmp_path / f"{name}.{ending}"
     path.write_bytes(compress(text.encode()))
 
@@ -445,7 +459,9 @@ def test_files_below_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) -
     assert [source.size for source in found] == [len(name) for name in names]
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl.gz", "arrow", "csv"])
+@pytest.mark.parametrize(
+    "ending", ["parquet", "jsonl.gz", "jsonl.zst", "jsonl.zip", "arrow", "csv"]
+)
 def test_the_card_and_the_scripts_of_a_data_set_are_no_documents(
     ending: str, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from axsparse.data.token_file import (
     Split,
     digest_of,
     dtype_for,
-    largest_id,
+    id_facts,
     mark_of,
     sample_digest,
     sampled,
@@ -59,7 +59,7 @@ def test_marks_are_no_part_of_ids(tmp_path: Path) -> None:
     kind = stored("uint16")
     np.array([7, 5 | mark_of(kind), 9 | mark_of(kind)], kind).tofile(tmp_path / "ids")
 
-    assert largest_id(tmp_path / "ids", kind, mark_of(kind)) == 9
+    assert id_facts(tmp_path / "ids", kind, mark_of(kind), 5) == (9, 1)
 
 
 def change(folder: Path, **values: Any) -> Path:

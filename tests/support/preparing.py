@@ -105,7 +105,10 @@ MARKED = (
     "{{ m['content'] + '<|im_end|>' + '\n' }}{% endif %}"
 )
 FORGETS = TURN + "{{ '!' if loop.last and m['role'] == 'assistant' else '' }}"
-REFUSES = "{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}" + TURN
+REFUSES = (
+    "{% if m['role'] == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    f"{{% if m['role'] != 'tool' %}}{TURN}{{% endif %}}"
+)
 TEMPLATES = {"plain": TURN, "marked": MARKED, "forgets": FORGETS, "refuses": REFUSES, "none": None}
 
 
