@@ -355,13 +355,7 @@ class _Run:
         for path in (*paths, folder / TOKENIZER):
             if path.exists():
                 path.replace(request.out / path.name)
-        self._report(progress, tokenizer)
-        if inner:
-            end = tokenizer.decode([tokenizer.separator])
-            self.console.line(
-                f"{end!r} ends documents, and is {_count(inner, 'time')} within them, as of a "
-                f"chat template; {DISTINCT} for data.intra_document_attention"
-            )
+        self._report(progress, tokenizer, inner)
         sidecar = Sidecar(
             version=FORMAT,
             axsparse=__version__,
@@ -477,8 +471,9 @@ class _Run:
             f"the last {format_count(held)} tokens of all"
         )
 
-    def _report(self, progress: PreparationProgress, tokenizer: Tokenizer) -> None:
-        """Report the left out and the written documents, and show the first tokens as text."""
+    def _report(self, progress: PreparationProgress, tokenizer: Tokenizer, inner: int) -> None:
+        """Report the left out and the written documents, and show the first tokens as text; `inner`
+        separators are within documents."""
         console = self.console
         if progress.left_out:
             total = sum(progress.left_out.values())
@@ -494,6 +489,12 @@ class _Run:
         ids = np.fromfile(token_path(self.request.out, "train"), encoder.dtype, BEGINNING)
         ids = (ids & ~encoder.dtype.type(encoder.mark)).tolist()
         console.line(f"train begins with {len(ids)} tokens: {tokenizer.decode(ids)!r}")
+        if inner:
+            end = tokenizer.decode([tokenizer.separator])
+            console.line(
+                f"{end!r} ends documents, and is {_count(inner, 'time')} within them, as of a "
+                f"chat template; {DISTINCT} for data.intra_document_attention"
+            )
 
 
 class _Encoder:
