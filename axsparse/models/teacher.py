@@ -75,7 +75,8 @@ def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) ->
     if settings.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{where}: {folder!r} has a vocabulary of {settings.vocab_size}, and the model one of "
-            f"{model.vocab_size}; take a teacher of the same tokenizer"
+            f"{model.vocab_size}; take a teacher of the same tokenizer, whose embedding has as "
+            f"many rows (transformers' resize_token_embeddings({model.vocab_size}) changes padding)"
         )
     if settings.sequence_length < length:
         raise ConfigError(

@@ -16,6 +16,7 @@ first use. Buffers are written after the parameters of their layer.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -249,9 +250,9 @@ def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, forc
         if files is not None:
             unfinished.mkdir()
             for name, content in files.items():
-                (unfinished / name).parent.mkdir(exist_ok=True)
+                (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
                 write_new(unfinished / name, content)
-            for folder in unfinished.iterdir():
+            for folder in unfinished.rglob("*"):
                 if folder.is_dir():
                     sync_folder(folder)
             file = unfinished / (SPARSE_FILE if is_sparse(headers) else WHOLE_FILE)
@@ -475,7 +476,8 @@ def hf_files(
         reject_other_sizes(source / CONFIG_FILE, there, config)
         theirs = read_json(source / CONFIG_FILE)
         typed = _typed(theirs if TORCH_DTYPE in theirs else {**theirs, "dtype": named}, named)
-        same = typed == theirs  # then its bytes are kept
+        # Then its bytes are kept, also where it names another type than the weights there have.
+        same = typed == theirs or _has_type(source, dtype)
         text = (source / CONFIG_FILE).read_bytes() if same else _json(typed)
         files = _companions(source)
         files.pop(CARD, None)
@@ -492,6 +494,14 @@ def hf_files(
     return {name: _json(text) for name, text in texts.items()}, notes
 
 
+def _has_type(source: Path, dtype: torch.dtype) -> bool:
+    """Whether most weights of a folder are of a type; its weights may be there no more."""
+    with suppress(DataError, MissingInputError):
+        file = open_weights(source)
+        return Counter(map(file.dtype, file.shapes)).most_common(1)[0][0] == dtype
+    return False
+
+
 def _typed(theirs: Mapping[str, Any], named: str) -> dict[str, Any]:
     """A config.json with this type of weights, also of the text model within another."""
     typed: dict[str, Any] = {key: named for key in (TORCH_DTYPE, "dtype") if key in theirs}
@@ -502,19 +512,19 @@ def _typed(theirs: Mapping[str, Any], named: str) -> dict[str, Any]:
 
 def _companions(source: Path) -> dict[str, bytes | Path]:
     """The files of a folder that are neither weights nor the settings of the model, by their paths
-    there; files of a folder in it if it has neither weights nor folders, such as pictures."""
+    there, at any depth; hidden folders are none of it."""
     found: dict[str, bytes | Path] = {}
-    folders = [one for one in sorted(source.iterdir()) if one.is_dir() and one.name[0] != "."]
-    for folder in (source, *folders):
-        inside = sorted(folder.iterdir())
-        are_weights = [WEIGHTS.search(one.name) is not None for one in inside]
-        if folder != source and (any(are_weights) or any(one.is_dir() for one in inside)):
-            continue
-        for one, is_weights in zip(inside, are_weights, strict=True):
-            if one.is_file() and not is_weights:
+    for folder, subfolders, names in os.walk(source, followlinks=True):
+        at = Path(folder)
+        around = (at.resolve(), *at.resolve().parents)  # a link to these would have no end
+        subfolders[:] = [
+            name for name in subfolders if name[0] != "." and (at / name).resolve() not in around
+        ]
+        for one in (at / name for name in names if WEIGHTS.search(name) is None):
+            if one.is_file():
                 found[one.relative_to(source).as_posix()] = one
     found.pop(CONFIG_FILE, None)
-    return found
+    return dict(sorted(found.items()))
 
 
 def with_card(text: str, source: Path) -> str:

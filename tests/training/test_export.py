@@ -265,14 +265,17 @@ def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
 def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the names of its body, and with the layer that transformers ignores."""
+    """With the names of its body, and with the layers that transformers ignores."""
     start, out = tmp_path / "start", tmp_path / "out"
     weights = {name.removeprefix("model."): one for name, one in write_llama(start).items()}
-    weights["layers.92.eh_proj.weight"] = torch.ones(2, 3)
+    layers = SMALL_LLAMA["hf"]["num_hidden_layers"]
+    for number in (layers, 92):
+        weights[f"layers.{number}.eh_proj.weight"] = torch.ones(2, 3)
     write_safetensors(start / "model.safetensors", weights)
     ignored = "_keys_to_ignore_on_load_unexpected"
     monkeypatch.setattr(transformers.LlamaForCausalLM, ignored, [r"layers\.92.*"])
-    settings = {**SMALL_LLAMA["hf"], "torch_dtype": "float32"}
+    more = {"torch_dtype": "float32", "num_nextn_predict_layers": 1}
+    settings = {**SMALL_LLAMA["hf"], **more}
     (start / "config.json").write_text(json.dumps(settings))
     (start / "tokenizer.json").write_text("words")
     (start / "additional_chat_templates").mkdir()
@@ -286,6 +289,8 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     (start / "assets" / "a.png").symlink_to(start / "LICENSE")
     (start / ".gitattributes").write_text("*.bin lfs")
     left = ("onnx/model.onnx", "onnx/config.json", ".git/HEAD", "checkpoint-5/trainer_state.json")
+    (start / "checkpoint-5" / "global_step5" / "deep.txt").symlink_to(start / "LICENSE")
+    (start / "onnx" / "again").symlink_to(start, target_is_directory=True)
     others = ("flax_model.msgpack", "pytorch_model.bin", "model.safetensors.index.json")
     for name in (*left, *others, "checkpoint-5/global_step5/mp_rank_00_model_states.pt"):
         (start / name).write_text("{}")
@@ -302,9 +307,12 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
         return sorted(path.name for path in out.iterdir())
 
     templates = "additional_chat_templates"
-    there = [".gitattributes", "LICENSE", "README.md", templates, "assets", "config.json"]
-    there += ["model.safetensors", "modeling_own.py", "tokenizer.json", "vocab.txt"]
+    there = [".gitattributes", "LICENSE", "README.md", templates, "assets", "checkpoint-5"]
+    there += ["config.json", "model.safetensors", "modeling_own.py", "onnx"]
+    there += ["tokenizer.json", "vocab.txt"]
     assert written() == there
+    below = {path.name for path in (*out.glob("checkpoint-5/**/*"), *out.glob("onnx/**/*"))}
+    assert below == {"config.json", "deep.txt", "global_step5", "trainer_state.json"}
     assert (out / templates / "tool_use.jinja").read_text() == "{{ tools }}"
     assert (out / "assets" / "a.png").read_text() == "copies have to carry it"
     assert not (out / "assets" / "a.png").is_symlink()
@@ -351,7 +359,7 @@ def test_a_tied_head_goes_out_under_both_names_of_its_file(
     trained = written["model.embed_tokens.weight"]
     assert torch.equal(written["lm_head.weight"], trained)
     assert not torch.equal(weights["lm_head.weight"], trained)
-    assert json.loads((out / "config.json").read_text()) == {**settings, "dtype": "float32"}
+    assert json.loads((out / "config.json").read_text()) == settings  # as its folder had it
 
 
 def test_a_config_of_pictures_and_text_says_the_type_that_is_written(

@@ -350,6 +350,13 @@ LEFT_OVER = (r"rotary_emb\.inv_freq$", r"(attn|attention)\.masked_bias$")
 """Patterns of buffers that older versions saved."""
 
 
+def _drafting(settings: Any) -> list[str]:
+    """Patterns of the layers behind the last one that draft tokens, which transformers has not."""
+    count = getattr(settings, "num_nextn_predict_layers", 0) or 0
+    first = settings.num_hidden_layers if count else 0
+    return [rf"\blayers\.{number}\." for number in range(first, first + count)]
+
+
 class HfFile:
     """A `WeightFile` whose tensors have the names and shapes of the model's state dict.
 
@@ -391,7 +398,10 @@ class HfFile:
         ignored by transformers, such as layers to draft tokens."""
         self._made_with: dict[str, tuple[str, str]] = {}
         own = {there: name for name, there in names.items()}
-        ignored = self._model._keys_to_ignore_on_load_unexpected or ()
+        ignored = [
+            *(self._model._keys_to_ignore_on_load_unexpected or ()),
+            *_drafting(causal.config),
+        ]
         for to, sources in self._sources.items():
             made = self._made(to, self._empty)
             is_ignored = to not in known and any(re.search(each, to) for each in ignored)
