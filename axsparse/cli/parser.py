@@ -291,7 +291,7 @@ def is_folder(path: Path) -> bool:
     return (path / "config.json").is_file()
 
 
-def override(key: str, path: Path) -> str:
+def override(key: str, path: Path | str) -> str:
     """KEY=VALUE for a path, which is quoted where YAML would read another value."""
     from axsparse.config.load import setting_to_yaml
 
@@ -319,7 +319,7 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
     if arguments.steps is not None:
         overrides.append(f"train.steps={arguments.steps}")
     if arguments.run_dir is not None:
-        overrides.append(f"run_dir={arguments.run_dir}")
+        overrides.append(override("run_dir", arguments.run_dir))
     return overrides
 
 

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from axsparse.models.layer import as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
 from axsparse.runtime.canonical_form import canonical
-from axsparse.runtime.errors import note_errors
+from axsparse.runtime.errors import ConfigError, note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_state import LayerState
 
@@ -209,13 +209,23 @@ class LayerRunner:
         writes = self._writes.get(self._module.training)
         if writes is not False:
             inputs = tuple(tensor.clone() for tensor in inputs)
-        versions = [tensor._version for tensor in inputs]
+        versions = [tensor._version for tensor in (*inputs, *self.parameters)]
         with note_errors(f"layer {self.name}"):
             outputs = as_tuple(self.name, self._run(inputs))
         if writes is None:
-            wrote = versions != [tensor._version for tensor in inputs]
-            self._writes[self._module.training] = wrote
+            now = [tensor._version for tensor in (*inputs, *self.parameters)]
+            self._reject_written_weights(versions[len(inputs) :], now[len(inputs) :])
+            self._writes[self._module.training] = versions[: len(inputs)] != now[: len(inputs)]
         return self._apart(outputs)
+
+    def _reject_written_weights(self, before: Sequence[int], now: Sequence[int]) -> None:
+        """ConfigError for a parameter that a forward has changed in place."""
+        for (name, _), old, new in zip(self._module.named_parameters(), before, now, strict=True):
+            if old != new:
+                raise ConfigError(
+                    f"layer {self.name}: its forward writes to parameter {name!r}, whose masters "
+                    "keep their values; compute with a changed copy (weight.clamp(…), not clamp_)"
+                )
 
     def _call(self, inputs: Tensors) -> object:
         """Call the module, with the parameters of normalisations as wide as their statistics."""

@@ -28,6 +28,10 @@ CTRL_C_ECHO_SECONDS = 0.5
 within milliseconds."""
 
 
+def _note(*_: object) -> None:
+    """The handler of the signals that a run takes: the thread that reads them does the work."""
+
+
 class StopRequest:
     """Whether this rank was asked to stop."""
 
@@ -65,7 +69,7 @@ class StopRequest:
         free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN))
         free[signal.SIGHUP] = (signal.SIG_DFL,)  # nohup ignores it
         self._before = {
-            number: signal.signal(number, lambda *_: None)
+            number: signal.signal(number, _note)
             for number in SIGNALS
             if number == signal.SIGINT or signal.getsignal(number) in free[number]
         }
@@ -82,7 +86,8 @@ class StopRequest:
             return
         signal.set_wakeup_fd(-1)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is _note:  # else the program has set its own since
+                signal.signal(number, handler)
         if self._thread is not None and self._thread.is_alive():  # it is not in a fork
             os.write(self._pipe[1], b"\0")  # this ends the thread, which closes the other end
             self._thread.join()
@@ -90,8 +95,9 @@ class StopRequest:
         self._pipe = self.reason = None
 
     def receive(self, number: int) -> None:
-        """Note that a signal has come; a second one that is no echo ends the process."""
-        if number not in SIGNALS:
+        """Note that a signal has come; a second one that is no echo ends the process. Signals that
+        the program handles are its own."""
+        if number not in SIGNALS or (self.is_listening and signal.getsignal(number) is not _note):
             return
         if self.reason is None:
             self.reason = signal.Signals(number).name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -284,8 +285,9 @@ def save_config(config: Config, run_dir: Path) -> None:
     head.append(f"git {checkout_commit() or 'unknown'}")
     text = "".join(f"# {line}\n" for line in head) + to_yaml(config)
     path = run_dir / CONFIG_FILE
-    with writing(f"{path}:", OTHER_RUN_DIR):
-        path.write_text(text, encoding="utf-8")
+    # Written anew: a copy by links keeps the older one.
+    with writing(f"{path}:", OTHER_RUN_DIR), new_path(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
 
 
 def config_text(run_dir: Path) -> str:
@@ -324,6 +326,10 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
     """
     if resume is None:
         return None, None
+    if not isinstance(resume, str | os.PathLike):
+        raise ConfigError(
+            f"resume: {resume!r} should be 'auto', the folder of a run or of a checkpoint, or None"
+        )
     if resume == AUTO:
         return last_run(config.run_dir, config.name), None
     named = Path(expanded(resume))

@@ -142,6 +142,18 @@ class Named(Both):
         return {"out": self.linear(x)}
 
 
+class Clamping(nn.Linear):
+    """A layer that keeps its weights small."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
 class Weighing(nn.Module):
     """A loss with a parameter."""
 

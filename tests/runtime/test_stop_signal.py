@@ -161,8 +161,14 @@ def test_signals_with_a_handler_of_the_program_stay_its_own(
     stop.listen()
     assert signal.getsignal(number) is handler
     assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL
+    signal.signal(signal.SIGUSR1, handler)  # in the middle of the run
+    for one in (number, signal.SIGUSR1, signal.SIGINT):
+        os.kill(os.getpid(), one)
+    wait_for(stop)
+    assert stop.reason == "SIGINT"
     stop.release()
     assert signal.getsignal(number) is handler
+    assert signal.getsignal(signal.SIGUSR1) is handler
 
 
 def test_a_run_takes_the_signals_of_one_that_was_left_open(stop: StopRequest) -> None:

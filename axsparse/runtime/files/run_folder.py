@@ -212,9 +212,11 @@ class RunLock:
         except OutputError as reason:
             if not isinstance(reason.__cause__, BlockingIOError):
                 raise
+            holder, way = _holder(path) or "another process", "wait for its end"
+            if holder.endswith(f"process {os.getpid()} on {socket.gethostname()}"):
+                holder, way = "a Trainer of this program", "close() it"
             raise InUseError(
-                f"{run_dir}: is in use by {_holder(path) or 'another process'}; wait for its end, "
-                f"or choose another {option}"
+                f"{run_dir}: is in use by {holder}; {way}, or choose another {option}"
             ) from reason
         if _is_foreign_lock(path) and not has_mark(run_dir):
             lock.release()

@@ -33,13 +33,16 @@ def test_a_holder_is_named_with_its_job(tmp_path: Path, monkeypatch: pytest.Monk
     RunMark.of(tmp_path)
     lock = RunLock(tmp_path)
 
-    with pytest.raises(OutputError) as caught:
-        RunLock(tmp_path)
-
-    assert str(caught.value) == (
-        f"{tmp_path}: is in use by job 4711, process {os.getpid()} on {socket.gethostname()}; "
-        "wait for its end, or choose another --run-dir"
-    )
+    process, here = os.getpid(), f"{tmp_path}: is in use by"
+    holders = {
+        process + 1: f"job 4711, process {process} on {socket.gethostname()}; wait for its end",
+        process: "a Trainer of this program; close() it",
+    }
+    for other, holder in holders.items():
+        monkeypatch.setattr(os, "getpid", lambda now=other: now)
+        with pytest.raises(OutputError) as caught:
+            RunLock(tmp_path)
+        assert str(caught.value) == f"{here} {holder}, or choose another --run-dir"
     (tmp_path / "run.lock").write_text("[]")
     with pytest.raises(OutputError, match="is in use by another process; wait"):
         RunLock(tmp_path)
