@@ -17,11 +17,10 @@ from axsparse.cli.prune_order import (
     Heal,
     PruneOrder,
     Schedule,
-    final_sparsity,
 )
 from axsparse.config.hf_config import BUNDLED
 from axsparse.config.model_config import HfConfig
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, final_sparsity
 from axsparse.runtime.console import format_count, format_seconds
 from axsparse.runtime.errors import ConfigError
 

@@ -18,7 +18,7 @@ from axsparse.cli.parser import override
 from axsparse.config.hf_config import BUNDLED, read_json
 from axsparse.config.load import configure
 from axsparse.config.messages import shorten
-from axsparse.config.schema import Config, PruningConfig, prunes, sample_length
+from axsparse.config.schema import Config, final_sparsity, prunes, sample_length
 from axsparse.models.start_weights import fingerprint, open_weights
 from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.files.atomic import new_path, remove_unfinished
@@ -131,8 +131,10 @@ class PruneOrder:
         """
         if not self.out.resolve().name:
             raise ConfigError(f"--out: {self.out} is no place for a folder; choose another one")
-        if self.out.resolve() == self.source.resolve():
-            raise ConfigError(f"--out: {self.out} is the model itself; choose another place")
+        out, source = self.out.resolve(), self.source.resolve()
+        if source in (out, *out.parents):
+            part = "the model itself" if out == source else "within the model's folder"
+            raise ConfigError(f"--out: {self.out} is {part}; choose another place")
         taken = ConfigError(
             f"--out: {self.out} is there already; remove it, or choose another place "
             f"(what was begun stays in {self.work})"
@@ -196,11 +198,3 @@ class PruneOrder:
             "--schedule": self.schedule,
             **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
         }
-
-
-def final_sparsity(pruning: PruningConfig) -> float:
-    """The sparsity that a pattern, or the settings, ask for."""
-    if pruning.pattern is None:
-        return pruning.sparsity
-    kept, of = map(int, pruning.pattern.split(":"))
-    return 1 - kept / of

@@ -63,6 +63,8 @@ OTHER_NAMES = {
     "schedule.decay": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
 }
 """Key -> names that other libraries have for the setting, and that look like no key of ours."""
+GENERAL = ("name", "path")
+"""Last words of keys that say nothing without their section."""
 FOREIGN_KEYS = {name: key for key, names in OTHER_NAMES.items() for name in names}
 _SUGGESTIONS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
 """Pydantic's error type -> the suggestion in YAML, where pydantic's text has none."""
@@ -145,6 +147,7 @@ def unknown_key(key: str, origin: str) -> ConfigError:
     key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
     leaves = {known.rpartition(".")[2]: known for known in FIELDS}
+    leaves = {name: known for name, known in leaves.items() if name not in GENERAL}
     near = [names[leaf] for names in (FOREIGN_KEYS, leaves) if leaf in names]
     # Where the section is right, only the rest distinguishes its keys.
     near += [

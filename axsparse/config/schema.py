@@ -321,6 +321,14 @@ def _as_yaml(value: object) -> str:
     return "null" if value is None else str(value)
 
 
+def final_sparsity(pruning: PruningConfig) -> float:
+    """The sparsity that a pattern, or the settings, ask for."""
+    if pruning.pattern is None:
+        return pruning.sparsity
+    kept, of = map(int, pruning.pattern.split(":"))
+    return 1 - kept / of
+
+
 def prunes(pruning: PruningConfig) -> bool:
     """Whether these settings prune anything at all."""
     return bool(pruning.sparsity > 0 or pruning.layers or pruning.pattern or pruning.mask)

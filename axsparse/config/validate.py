@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable, Iterator
 
 from axsparse.config.messages import show
 from axsparse.config.model_config import HfConfig
-from axsparse.config.schema import ONCE, Config, num_microbatches, prunes
+from axsparse.config.schema import ONCE, Config, final_sparsity, num_microbatches, prunes
 from axsparse.config.section import counted, one_of
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.files.run_folder import CONFIG_FILE
@@ -52,6 +53,7 @@ REPLACED = {
     "the optimizer of the program": (
         *("optimizer.name", "optimizer.momentum", "optimizer.nesterov"),
     ),
+    "pruning.pattern": ("pruning.sparsity",),
     "pruning.mask": (
         *("pruning.method", "pruning.sparsity", "pruning.pattern", "pruning.layers"),
         *("pruning.include", "pruning.exclude", "pruning.distribution", "pruning.at_step"),
@@ -180,7 +182,11 @@ def replaced(config: Config, given: Iterable[str]) -> Iterator[str]:
     """Lines about settings that have no effect; `given` are keys of `REPLACED`."""
     # The search of early-bird begins after the warm-up, under any learning rate.
     searches = config.pruning.method == "early-bird"
-    for one in (*given, *(["pruning.mask"] if config.pruning.mask is not None else [])):
+    pruning = config.pruning
+    chosen = ["pruning.mask"] if pruning.mask is not None else []
+    if not math.isclose(pruning.sparsity, final_sparsity(pruning)):
+        chosen.append("pruning.pattern")
+    for one in (*given, *chosen):
         keys = _set_keys(config, REPLACED[one])
         keys = [key for key in keys if not (searches and key == "schedule.warmup_steps")]
         if keys:

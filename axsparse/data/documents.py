@@ -44,7 +44,9 @@ TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json")
 DATA_SETS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 """Endings by which a folder holds a data set, whose other files are documents only where they have
 an ending of data, or of texts: not its card, its licence or its scripts, as `datasets` has it."""
-SPLIT = re.compile(r"(?:^|/)(train|validation|test)(-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.arrow$)")
+SPLIT = re.compile(
+    r"(?:^|/)(\w*(?:train|valid|test|dev|eval)\w*)(-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.arrow$)"
+)
 """Finds the split in a file's path, as `datasets` and the hub name it."""
 UNREADABLE = "unreadable"
 NO_DATA = "no data (next to files of data; name it to take it)"

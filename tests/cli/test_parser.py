@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 
-from axsparse.cli.parser import CommandParser, Work, run_command
+from axsparse.cli.parser import CommandParser, Work, overrides_of, run_command
+from axsparse.config.load import configure
 from axsparse.runtime.errors import MissingInputError
 
 
@@ -51,6 +52,12 @@ def test_an_interrupt_may_say_how_to_go_on(capsys: pytest.CaptureFixture[str]) -
         *(130, ""),
         "axsparse: error: start it again\n",
     )
+
+
+def test_a_run_directory_of_digits_is_a_name() -> None:
+    given = argparse.Namespace(overrides=["train.steps=3"], steps=None, run_dir="0042")
+
+    assert configure(None, overrides_of(given)).run_dir == "0042"
 
 
 def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:

@@ -73,6 +73,16 @@ def test_as_many_are_judged_as_calibrate_unless_a_configuration_says_it() -> Non
     assert order_of(Path()).implied(config, 4)[0] == "train.eval_steps=3"
 
 
+@pytest.mark.parametrize(
+    ("out", "why"), [("model", "the model itself"), ("model/b", "within the model's folder")]
+)
+def test_a_model_is_not_written_into_its_own_folder(out: str, why: str, tmp_path: Path) -> None:
+    order = replace(order_of(tmp_path), source=tmp_path / "model", out=tmp_path / out)
+
+    with pytest.raises(ConfigError, match=f"^--out: .* is {why}; choose another place"):
+        order.take()
+
+
 def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
     order = order_of(tmp_path)
     places = (".out", "out.run/.pruned", "out.run/.order.json", "out/.README.md")

@@ -57,6 +57,8 @@ OWN = [f"the {name} of the program" for name in ("model", "data", "learning rate
         (OWN[1:], ["schedule.warmup_steps=3", "pruning.method=early-bird"], []),
         (OWN, ["optimizer.name=sgd", "optimizer.eps=1e-3"], ["optimizer.name"]),
         ([], ["pruning.mask=x", "pruning.exclude=[a]"], ["pruning.exclude"]),
+        ([], ["pruning.pattern=2:4", "pruning.sparsity=0.7"], ["pruning.sparsity"]),
+        ([], ["pruning.pattern=2:4", "pruning.sparsity=0.5"], []),
         ([], ["model.num_layers=3", "data.source=tokens", "data.path=x"], []),
         (OWN, ["model.name=gpt", "data.source=stdlib"], []),
     ],

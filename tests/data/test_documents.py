@@ -156,6 +156,7 @@ def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -
     [
         ["train/a.txt", "test/b.txt"],
         ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
+        ["arxiv-00000-of-00001.parquet", "books-00000-of-00001.parquet"],
     ],
 )
 def test_folders_of_texts_and_parts_of_a_split_are_no_splits(
