@@ -149,10 +149,11 @@ def _pruned(job: Job, order: PruneOrder, asked: Config, seconds: Seconds) -> Fac
     def write() -> int:
         if not is_first:
             return 0
-        folder, dtype = order.out, _dtype_of(start)
+        named = _dtype_of(start)
+        folder, dtype = order.out, named
         if order.heal == "train":
             folder, dtype = order.work / PRUNED, lambda _: torch.float32
-        return export_folder(done.plan.config, done.plan.profile, read, folder, dtype)
+        return export_folder(done.plan.config, done.plan.profile, read, folder, dtype, named)
 
     with timed(seconds, "export"):
         nbytes = together(transport, write)

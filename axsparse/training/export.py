@@ -211,12 +211,14 @@ def export_folder(
     read: Callable[[str, str], Tensor | None],
     path: Path,
     dtype: Callable[[str], torch.dtype],
+    named: Callable[[str], torch.dtype],
 ) -> int:
     """Write a Hugging Face folder of a model that starts from one, and return its bytes.
 
     `read(layer, name)` gives the value of a parameter or buffer by its global name, or None for a
-    buffer that no file has; `dtype(name)` is the type in which a parameter is written. The other
-    files of the folder are copies. Raises what `export` raises.
+    buffer that no file has; `dtype(name)` is the type in which a parameter is written, and
+    `named(name)` that by which config.json names the type of most. The other files of the folder
+    are copies. Raises what `export` raises.
     """
 
     def value(layer: str, name: str, dtype: torch.dtype) -> Tensor:
@@ -234,7 +236,7 @@ def export_folder(
             tensor = read(layer.name, buffer.name)
             if tensor is not None:
                 known[buffer.name] = header_of(tensor), tensor.detach
-    types = Counter(known[name][0].dtype for name in profiled.shapes if name in known)
+    types = Counter(named(name) for name in profiled.shapes if name in known)
     files, _ = hf_files(config.model, types.most_common(1)[0][0], None)
     return _write(path.absolute(), _published(config.model, known), files, 0, force=True)
 

@@ -161,7 +161,7 @@ def test_the_newest_whole_ones_stay(
 ) -> None:
     saved(tmp_path, 10, 20, 30, 40, 50)
 
-    settings = CheckpointConfig(keep_last=keep_last, keep_every=keep_every)
+    settings = CheckpointConfig(every=10, keep_last=keep_last, keep_every=keep_every)
     progress = Progress.at_start(Config())
     assert outdated(tmp_path, settings, progress, all_but(*damaged)) == gone
 
