@@ -193,12 +193,14 @@ class ChatTemplate:
     def _left_out(self, messages: Messages, text: Callable[..., str]) -> str | None:
         """Names a message that the template leaves out, as it may one of a role it does not know:
         its text changes nothing."""
+        whole = None
         for number, message in enumerate(messages, 1):
             content, role = message.get("content"), message.get("role")
             if role in (USER, ASSISTANT) or not content or not isinstance(content, str):
                 continue
+            whole = whole or text(messages)
             other = {**message, "content": f"x{content}"}
-            if text([*messages[: number - 1], other, *messages[number:]]) == text(messages):
+            if text([*messages[: number - 1], other, *messages[number:]]) == whole:
                 return f"a chat that the template shortens (message {number}, of role {role!r})"
         return None
 

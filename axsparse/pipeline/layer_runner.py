@@ -209,19 +209,20 @@ class LayerRunner:
         writes = self._writes.get(self._module.training)
         if writes is not False:
             inputs = tuple(tensor.clone() for tensor in inputs)
-        versions = [tensor._version for tensor in (*inputs, *self.parameters)]
+        watched = () if writes is not None else (*self.parameters, *inputs)
+        versions = [tensor._version for tensor in watched]
         with note_errors(f"layer {self.name}"):
             outputs = as_tuple(self.name, self._run(inputs))
         if writes is None:
-            now = [tensor._version for tensor in (*inputs, *self.parameters)]
-            self._reject_written_weights(versions[len(inputs) :], now[len(inputs) :])
-            self._writes[self._module.training] = versions[: len(inputs)] != now[: len(inputs)]
+            changed = [old != each._version for old, each in zip(versions, watched, strict=True)]
+            self._reject_written_weights(changed)
+            self._writes[self._module.training] = any(changed[len(self.parameters) :])
         return self._apart(outputs)
 
-    def _reject_written_weights(self, before: Sequence[int], now: Sequence[int]) -> None:
-        """ConfigError for a parameter that a forward has changed in place."""
-        for (name, _), old, new in zip(self._module.named_parameters(), before, now, strict=True):
-            if old != new:
+    def _reject_written_weights(self, changed: Sequence[bool]) -> None:
+        """ConfigError for the first parameter that a forward has changed in place."""
+        for (name, _), is_changed in zip(self._module.named_parameters(), changed, strict=False):
+            if is_changed:
                 raise ConfigError(
                     f"layer {self.name}: its forward writes to parameter {name!r}, whose masters "
                     "keep their values; compute with a changed copy (weight.clamp(…), not clamp_)"

@@ -57,7 +57,7 @@ print(resident_memory_bytes() - before)
 # Of four blocks of a megabyte three are freed, which lie between the ones that stay.
 trimmer, stay = HeapTrimmer(), []
 trimmer.trim()
-for count in (100, 500):
+for count in (200, 600):
     blocks = [torch.ones(250_000) for _ in range(count)]
     stay += blocks[::4]
     del blocks
@@ -97,7 +97,7 @@ def test_holes_between_blocks_are_given_back_once_they_may_be_large(told: list[s
     few, many = map(int, told[11:])
 
     assert few == 0
-    assert many == pytest.approx(375e6, rel=0.3)
+    assert many == pytest.approx(450e6, rel=0.3)
 
 
 def test_the_peak_stands_in_where_the_system_does_not_say(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from axsparse.training.run_directory import (
     make_run_dir,
     open_run_dir,
     rewind_metrics,
+    save_config,
 )
 
 
@@ -51,6 +52,31 @@ def opened(source: Config, resume: str | None = "auto") -> RunDir:
     assert found.lock is not None
     found.lock.release()
     return found
+
+
+def test_a_run_that_cannot_begin_lets_go_of_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OutputError("the disk is full")
+
+    monkeypatch.setattr(RunDir, "begin", fail)
+    with pytest.raises(OutputError) as caught:
+        ran((1, 1), loaded(), tmp_path / "run")
+
+    RunLock(tmp_path / "run").release()
+    assert "the disk is full" in str(caught.value)
+
+
+def test_a_copy_by_links_keeps_its_own_settings(tmp_path: Path) -> None:
+    save_config(loaded(tmp_path), tmp_path)
+    before = (tmp_path / "config.yaml").read_text()
+    os.link(tmp_path / "config.yaml", tmp_path / "copy")
+
+    save_config(loaded(tmp_path, steps=12), tmp_path)
+
+    assert (tmp_path / "copy").read_text() == before
+    assert "steps: 12" in (tmp_path / "config.yaml").read_text()
 
 
 def checkpoint(run: Path, step: int) -> Path:

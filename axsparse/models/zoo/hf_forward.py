@@ -273,8 +273,8 @@ class Forward:
         raise unfit(problem)
 
     def _called(self, watch: Watch, at: int) -> list[str]:
-        """The modules beside the layers that are called behind so many of them, and nowhere else;
-        before all layers, those with tensors of the state dict."""
+        """The body's other modules that are called behind `at` layers, and nowhere else; before all
+        layers, those with tensors of the state dict."""
         places = {
             name: {number for number, call in watch.others if call.name == name}
             for name, child in self.owner.named_children()

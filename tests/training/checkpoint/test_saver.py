@@ -6,12 +6,14 @@ import errno
 import shutil
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.resuming import Ran, note_state, ran, same_state, settings
 from support.runs import FEW_MICROBATCHES, around_step, mlp, tiny_config, vector_data
 from torch import Tensor
@@ -132,7 +134,15 @@ def test_the_thread_and_its_work_have_ended_after_close() -> None:
     """One that frees tensors while the interpreter ends would abort the process."""
     others = threading.enumerate()
     background = Background()
-    done = background.do(lambda: sum(range(10**6)))
+    held = torch.ones(3)
+    gone = weakref.ref(held)
+    done = background.do(lambda copy=held: sum(range(10**6)) * copy[0].item())
+    del held
+    assert done.result()
+    until = time.monotonic() + 10
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.001)
+    assert gone() is None, "the work is forgotten once it is done"
 
     background.close()
 
