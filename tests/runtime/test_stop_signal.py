@@ -105,7 +105,7 @@ def test_released_signals_are_whose_they_were(stop: StopRequest) -> None:
 
     assert [*map(signal.getsignal, SIGNALS)] == before
     assert signal.set_wakeup_fd(-1) == -1
-    assert "axsparse signals" not in [thread.name for thread in threading.enumerate()]
+    assert not vars(stop)["_thread"].is_alive()
     stop.release()
 
 
