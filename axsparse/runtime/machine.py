@@ -35,7 +35,7 @@ itself, and where memory is kept."""
 HOLES_GIVEN_BACK = 256 << 20
 """The least growth of a process after which it gives back what is free between its blocks. A GPT
 of 16 layers of 1,024, with 2,048 tokens and weights sparse at rest, then takes 1.05 GB for 1.45;
-400,000 pages are cleared anew in its first step, for 1 % of the time."""
+400,000 pages are cleared anew in its first step, for less than 1 % of the time."""
 
 
 def peak_memory_bytes() -> int:
