@@ -38,6 +38,9 @@ TEMPLATE = "chat_template"
 WHY = 200
 """The length to which a template's reason to reject a chat is cut, in letters."""
 
+ANY_CHAT = {"role": USER, "content": "Is nothing of a chat in the words after it?"}
+"""A message whose text ends as a template ends every chat."""
+
 Messages = Sequence[dict[str, Any]]
 
 
@@ -76,8 +79,8 @@ def chatml(messages: Messages) -> list[dict[str, Any]]:
     return found
 
 
-def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
-    """The number of leading ids that two sequences share."""
+def common_prefix(ids: Sequence[object], others: Sequence[object]) -> int:
+    """The number of leading ids, or letters, that two sequences share."""
     pairs = enumerate(zip(ids, others, strict=False))
     return next((at for at, (id_, other) in pairs if id_ != other), min(len(ids), len(others)))
 
@@ -85,7 +88,8 @@ def common_prefix(ids: Sequence[int], others: Sequence[int]) -> int:
 def _before_first(message: dict[str, Any], alone: str, text: Callable[..., str]) -> str:
     """The text before an answer that is the first message, and `alone` with it. No template renders
     a chat without messages: the words that ask for an answer come after one."""
-    asking = text([message], add_generation_prompt=True).removeprefix(alone)
+    asking = text([message], add_generation_prompt=True)
+    asking = asking[common_prefix(asking, alone) :]
     head, found, _ = alone.partition(asking or str(message.get("content")).strip() or alone)
     return head + (asking or ("" if found else "no such place"))
 
@@ -210,8 +214,16 @@ class ChatTemplate:
         """The chat with the tokens that each message of the assistant of these weights adds to the
         text before it, and to the words that ask for an answer, as targets; a text says why that is
         impossible."""
-
         whole, turns = text(messages), []
+        encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = encoded["input_ids"], encoded["offset_mapping"]
+
+        def shared(part: str) -> int:
+            """Where the first token of `whole` begins that another text has not."""
+            others = self._tokenizer(part, add_special_tokens=False)["input_ids"]
+            same = common_prefix(others, ids)
+            return places[same - 1][1] if same else 0
+
         for number, message in enumerate(messages):
             if message["role"] == ASSISTANT and message.get(WEIGHT) in weights:
                 after = text(messages[: number + 1])
@@ -220,16 +232,22 @@ class ChatTemplate:
                     if number
                     else _before_first(messages[0], after, text)
                 )
-                if not (after.startswith(before) and whole.startswith(after)):
+                begin = len(before) if after.startswith(before) else shared(before)
+                end = len(after) if whole.startswith(after) else shared(after)
+                # The words that ask may begin what an answer has not, such as its reasoning, and a
+                # template may end every chat by words of its own. Nothing else may differ.
+                asked = begin == len(before) or (
+                    number
+                    and begin >= common_prefix(before, text(messages[:number]))
+                    and str(message.get("content")).strip() in after[begin:end]
+                )
+                ended = end == len(after) or text([ANY_CHAT]).endswith(after[end:])
+                if not (asked and ended and begin <= end):
                     return (
                         f"a chat that the template rewrites (message {number + 1} is another when "
                         "others follow, or with the words that ask for it, and no {% generation %} "
                         "marks answers)"
                     )
-                turns.append((len(before), len(after)))
-        encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
-        counts = [
-            any(begin < last and end > first for first, last in turns)
-            for begin, end in encoded["offset_mapping"]
-        ]
-        return Encoded(encoded["input_ids"], counts)
+                turns.append((begin, end))
+        counts = [any(at < end and to > begin for begin, end in turns) for at, to in places]
+        return Encoded(ids, counts)

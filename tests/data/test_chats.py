@@ -118,6 +118,55 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
     ]
 
 
+SHAPES = {
+    "ChatML": ("<|im_start|>{}\n", "<|im_end|>\n", "<|im_end|>\n", "", ""),
+    "DeepSeek-V3": ("<|{}|>", "", "<|end|>", "<|im_start|>", ""),
+    "Gemma": ("<start_of_turn>{}\n", "<end_of_turn>\n", "<end_of_turn>\n", "", ""),
+    "Llama-3": ("<|head|>{}<|/head|>\n\n", "<|eot_id|>", "<|eot_id|>", "", ""),
+    "Mistral": ("[{}] ", "[/INST]", "</s>", "", ""),
+    "Phi-3": ("<|{}|>\n", "<|end|>\n", "<|end|>\n", "", "<|endoftext|>"),
+    "Zephyr": ("<|{}|>\n", "<|endoftext|>\n", "<|endoftext|>\n", "", ""),
+}
+"""Templates as they are published: before each message, after it, after an answer, what only the
+words that ask for an answer say, and what ends a chat."""
+
+
+def published(shape: str, begin: str, end: str) -> str:
+    """The template of a shape, with these marks around the assistant's words."""
+    head, after, closed, promised, last = SHAPES[shape]
+    before, _, behind = head.partition("{}")
+    asked = json.dumps(before + "assistant" + behind)
+    other = f"{{{{ {json.dumps(before)} + m.role + {json.dumps(behind)} + m.content }}}}{after}"
+    answer = f"{{{{ {asked} }}}}{begin}{{{{ m.content + {json.dumps(closed)} }}}}{end}"
+    ends = f"{{% if messages[-1].role == 'assistant' %}}{begin}{last}{end}{{% else %}}{last}"
+    return (
+        "{% for m in messages %}{% if m.role == 'assistant' %}" + answer + "{% else %}" + other + ""
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ "
+        f"{asked} + {json.dumps(promised)} }}}}{{% else %}}{ends}{{% endif %}}{{% endif %}}"
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_turns_that_no_marks_enclose_count_as_if_marks_did(shape: str, tmp_path: Path) -> None:
+    folder = folder_of("none", tmp_path, chat_template=published(shape, "", ""))
+    given = given_tokenizer(folder)
+    marked = published(shape, "{% generation %}", "{% endgeneration %}")
+    first = {"role": "assistant", "content": "<b>"}
+    chats = [*CHATS, [*CHATS[0], *CHATS[0]], [CHATS[1][0], first, *CHATS[1]]]
+    if shape != "DeepSeek-V3":
+        chats.append([first, *CHATS[0]])
+
+    for chat in chats:
+        encoded = ChatTemplate(given).encode(Chat(chat))
+
+        theirs = given.loaded.apply_chat_template(
+            chat, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
+        )
+        assert isinstance(encoded, Encoded), encoded
+        assert encoded.ids == theirs["input_ids"]
+        assert encoded.counts == [*map(bool, theirs["assistant_masks"])]
+
+
 @pytest.mark.parametrize("turn", [TURN, "{{ m['content'] }}<|im_end|>"])
 def test_an_answer_that_is_the_first_message_is_a_target(turn: str, tmp_path: Path) -> None:
     folder = folder_of("none", tmp_path)
