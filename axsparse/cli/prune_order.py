@@ -22,6 +22,7 @@ from axsparse.config.schema import Config, final_sparsity, prunes, sample_length
 from axsparse.models.start_weights import fingerprint, open_weights
 from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.files.atomic import new_path, remove_unfinished
+from axsparse.runtime.files.paths import reject_within
 from axsparse.runtime.files.run_folder import RunLock
 from axsparse.training.checkpoint.verification import MEANS, START, flat, steps_in
 from axsparse.training.export import CARD, is_export
@@ -131,10 +132,7 @@ class PruneOrder:
         """
         if not self.out.resolve().name:
             raise ConfigError(f"--out: {self.out} is no place for a folder; choose another one")
-        out, source = self.out.resolve(), self.source.resolve()
-        if source in (out, *out.parents):
-            part = "the model itself" if out == source else "within the model's folder"
-            raise ConfigError(f"--out: {self.out} is {part}; choose another place")
+        reject_within(self.out, self.source, "the model")
         taken = ConfigError(
             f"--out: {self.out} is there already; remove it, or choose another place "
             f"(what was begun stays in {self.work})"

@@ -56,7 +56,7 @@ from axsparse.runtime.errors import (
     writing,
 )
 from axsparse.runtime.files.atomic import new_path, sync_folder, write_new
-from axsparse.runtime.files.paths import expanded, is_own
+from axsparse.runtime.files.paths import expanded, is_own, reject_within
 from axsparse.runtime.files.safetensors import (
     SPARSE_FILE,
     SUFFIX,
@@ -70,9 +70,9 @@ from axsparse.runtime.files.safetensors import (
     write_safetensors,
 )
 from axsparse.samo.precision import DTYPES
-from axsparse.training.checkpoint.checkpoint_folder import DataEntry, ParameterEntry
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, DataEntry, ParameterEntry
 from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE, CheckpointFiles
-from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
+from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, flat, verify
 
 Form = Literal["hf", "sparse", "torch"]
 WEIGHTS = re.compile(
@@ -136,7 +136,9 @@ def export(
     is_folder = form != "torch"
     if not is_folder and path.suffix != SUFFIX:
         raise ConfigError(f"--out: {str(path)!r} does not end in {SUFFIX}; add that")
-    path = path.absolute()
+    path, saved = path.absolute(), checkpoint.path.resolve().parent
+    reject_within(path, saved.parent if saved.name == CHECKPOINTS else checkpoint.path, "the run")
+    _reject_in_model(path, flat(checkpoint.manifest.config).get("model.from"))
     _reject_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
     tensors = weights.by_name(dtype)
@@ -163,6 +165,7 @@ def export_sparse(folder: Path, path: Path, *, force: bool) -> tuple[int, int]:
     folder.
     """
     path = path.absolute()
+    reject_within(path, folder, "the model")
     _reject_taken(path, is_folder=True, force=force)
     opened = open_weights(folder)
     whole: dict[str, tuple[TensorHeader, Value]] = {}
@@ -193,6 +196,7 @@ def save_folder(
     training data. Raises the errors of `export`.
     """
     path = path.absolute()
+    _reject_in_model(path, config.model.from_)
     _reject_taken(path, is_folder=True, force=force)
     held = {name: (header_of(one), one.detach) for name, one in weights.items()}
     configured_model(config, shapes, "save_hf")
@@ -365,6 +369,11 @@ class Weights:
 
 
 # -- where it appears -----------------------------------------------------------------------
+
+
+def _reject_in_model(path: Path, model_from: str | None) -> None:
+    if model_from is not None:
+        reject_within(path, Path(model_from), "the model")
 
 
 def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from axsparse.runtime.errors import ConfigError, OutputError
+from axsparse.runtime.errors import ConfigError, OutputError, writing
 
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{)")
 """Matches the remains of a variable that is not set."""
@@ -44,3 +44,12 @@ def reject_foreign(where: str, path: Path, mark: str) -> None:
             f"{where} {str(path)!r} is not what axsparse has written, and stays; choose another "
             "place"
         )
+
+
+def reject_within(path: Path, folder: Path, what: str) -> None:
+    """ConfigError if a place to write is a folder that is read, or within it; `what` is of it."""
+    with writing(f"--out: {path}", "choose another place"):
+        out, source = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    if source in (out, *out.parents):
+        part = f"{what} itself" if out == source else f"within {what}'s folder"
+        raise ConfigError(f"--out: {path} is {part}; choose another place")
