@@ -26,33 +26,56 @@ class Setting:
 
 
 OTHER_NAMES = {
+    "optimizer.name": ("optim", "optimizer_type", "optimizer_name"),
     "optimizer.learning_rate": ("lr", "max_lr"),
+    "optimizer.betas, both in one list such as [0.9, 0.95]": (
+        *("beta1", "beta2", "adam_beta1", "adam_beta2"),
+    ),
+    "optimizer.eps": ("epsilon", "adam_epsilon", "adam_eps"),
+    "optimizer.weight_decay": ("wd", "l2", "weight_decay_rate", "adam_weight_decay"),
     "optimizer.clip_norm": (
         *("max_grad_norm", "gradient_clip", "grad_clip", "clip_grad", "gradient_clip_val"),
-        "gradient_clipping",
+        *("gradient_clipping", "max_norm"),
     ),
+    "schedule.warmup_steps": ("warmup", "lr_warmup", "num_warmup_steps"),
+    "schedule.warmup_steps, a number of steps": ("warmup_ratio", "warmup_fraction"),
+    "schedule.final_ratio, a fraction of optimizer.learning_rate": (
+        *("min_lr", "lr_min", "eta_min"),
+    ),
+    "schedule.decay": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
     "train.steps": (
-        *("epochs", "max_epochs", "num_epochs", "num_train_epochs"),
-        *("max_steps", "num_steps", "iterations", "max_iters"),
+        *("max_steps", "num_steps", "total_steps", "iterations", "max_iters", "train_iters"),
+    ),
+    "train.steps, a number of steps": (
+        *("epoch", "epochs", "max_epochs", "num_epochs", "num_train_epochs"),
     ),
     "train.log_every": ("logging_steps", "log_interval", "print_every"),
     "train.eval_every": ("eval_interval", "evaluation_interval"),
     "batch.global_batch_size": ("batch_size", "train_batch_size"),
     "batch.microbatch_size": (
         *("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"),
+    ),
+    "batch.microbatch_size, the samples of a microbatch": (
         *("gradient_accumulation_steps", "accumulate_grad_batches"),
     ),
-    "pruning.sparsity": ("amount", "density", "ratio"),
+    "pruning.sparsity": ("amount", "ratio"),
+    "pruning.sparsity, 1 minus the density": ("density",),
     "model.sequence_length": ("max_position_embeddings", "n_positions", "n_ctx"),
     "model.hidden_size": ("n_embd", "d_model", "hidden_dim"),
     "model.num_layers": ("n_layer", "n_layers", "num_hidden_layers"),
     "model.num_heads": ("n_head", "n_heads", "num_attention_heads"),
     "model.tie_embeddings": ("tie_word_embeddings",),
-    "model.from": ("architectures", "model_type", "model_name_or_path"),
+    "model.from": ("model_name_or_path",),
+    "model.from, the model's folder": ("architectures", "model_type"),
     "data.sequence_length": (
         *("block_size", "max_length", "max_seq_len", "max_seq_length", "context_length"),
+        *("seq_len", "seqlen"),
     ),
-    "precision": ("bf16", "fp16", "dtype", "torch_dtype"),
+    "pipeline.checkpoint_activations, 1 for all layers": (
+        *("gradient_checkpointing", "activation_checkpointing", "recompute"),
+    ),
+    "precision": ("dtype", "torch_dtype"),
+    "precision, such as bf16": ("bf16", "fp16", "amp"),
     "run_dir": ("output_dir", "save_dir", "out_dir"),
     "checkpoint.every": ("save_every", "save_steps", "save_interval"),
     "layout.g_tensor": ("tensor_parallel", "tensor_parallel_size", "tp_size", "tp"),
@@ -60,9 +83,10 @@ OTHER_NAMES = {
         *("pipeline_stages", "pipeline_parallel", "pipeline_parallel_size", "pp_size", "pp"),
     ),
     "layout.g_data": ("data_parallel", "data_parallel_size", "dp_size", "dp"),
-    "schedule.decay": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
+    "seed": ("random_seed", "manual_seed"),
 }
-"""Key -> names that other libraries have for the setting, and that look like no key of ours."""
+"""Key -> names that other libraries have for the setting, and that look like no key of ours; with
+the key, what its value is where theirs is another one."""
 GENERAL = ("name", "path")
 """Last words of keys that say nothing without their section."""
 FOREIGN_KEYS = {name: key for key, names in OTHER_NAMES.items() for name in names}
@@ -100,7 +124,10 @@ def _said(problems: list[Any]) -> str:
     texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)
     texts = dict.fromkeys(text.replace("a valid tuple", "a list") for text in texts)
     suggestion = _SUGGESTIONS.get(kind, "") if len(problems) == 1 else ""
-    if kind == "tuple_type" and isinstance(value, str):
+    default = FIELDS.get(_key_of(problems[0]), {}).get("default")
+    if kind == "tuple_type" and isinstance(default, list) and default:
+        suggestion = f" such as {default}"
+    elif kind == "tuple_type" and isinstance(value, str):
         suggestion = f"; write [{value}]"
     if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
         suggestion = "; write it without quotes"
