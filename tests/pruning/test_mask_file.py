@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,8 +39,8 @@ LAYOUTS = [(3, 1), (2, 2)]
 # -- of runs --------------------------------------------------------------------------------
 
 
-def drawn(path: Path, config: Config, g_inter: int, g_data: int) -> list[Trainer]:
-    """Train, and have all ranks save their masks at the end."""
+def drawn(path: Path, config: Config, g_inter: int, g_data: int, **named: Any) -> list[Trainer]:
+    """Train, and have all ranks save their masks at the end; `named` is for `train_in_process`."""
     trainers: dict[int, Trainer] = {}
 
     def note(trainer: Trainer) -> None:
@@ -54,8 +55,8 @@ def drawn(path: Path, config: Config, g_inter: int, g_data: int) -> list[Trainer
 
         trainer._release = save_and_release  # type: ignore[method-assign]  # the last moment of a run
 
-    train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data(), before=note)
-    return [trainers[rank] for rank in range(g_inter * g_data)]
+    train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data(), before=note, **named)
+    return [trainers[rank] for rank in sorted(trainers)]
 
 
 def positions(trainers: list[Trainer]) -> dict[str, list[int]]:
@@ -99,6 +100,37 @@ def test_the_file_is_the_same_in_every_layout_and_gives_the_same_run(tmp_path: P
             assert_bitwise(trace, traces[0])
             for name, kept in positions([trainer]).items():
                 assert kept == masks[name], name
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "global"])
+def test_of_equal_scores_the_first_stay_in_every_layout_and_index(
+    distribution: str, tmp_path: Path
+) -> None:
+    files = []
+    layouts = {"int32": (1, 1, 1), "mask": (2, 2, 1), "auto": (1, 1, 2)}
+    for index, (g_inter, g_data, g_tensor) in layouts.items():
+        search = tiny_config(
+            pruning={
+                **{"method": "early-bird", "interval": 1, "until_step": 7, "include": "all"},
+                "distribution": distribution,
+            },
+            samo={"index": index},
+            schedule={"warmup_steps": 1},
+            batch=FEW_MICROBATCHES,
+        )
+        files.append(tmp_path / index)
+        named = {"g_tensor": g_tensor, "score": lambda _, weight: torch.zeros_like(weight)}
+        drawn(files[-1], search, g_inter, g_data, **named)
+
+    assert len({path.read_bytes() for path in files}) == 1
+    opened = open_masks(files[0])
+    in_part = 0
+    for name, entry in opened.entries.items():
+        mask = opened.mask(name, entry.shape)
+        assert torch.equal(mask, torch.arange(mask.numel()) < opened.kept[name]), name
+        in_part += 0 < opened.kept[name] < mask.numel()
+    # Of all tensors together, earlier ones stay.
+    assert in_part == len(opened.entries) if distribution == "uniform" else in_part <= 1
 
 
 # -- reading --------------------------------------------------------------------------------
