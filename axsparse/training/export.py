@@ -137,7 +137,7 @@ def export(
     if not is_folder and path.suffix != SUFFIX:
         raise ConfigError(f"--out: {str(path)!r} does not end in {SUFFIX}; add that")
     path, saved = path.absolute(), checkpoint.path.resolve().parent
-    reject_within(path, saved.parent if saved.name == CHECKPOINTS else checkpoint.path, "the run")
+    reject_within(path, saved if saved.name == CHECKPOINTS else checkpoint.path, "the checkpoint")
     _reject_in_model(path, flat(checkpoint.manifest.config).get("model.from"))
     _reject_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
