@@ -1,4 +1,4 @@
-"""The buffers of a module: their places, and which of them are running statistics."""
+"""The buffers of a module: their places, and which of them are running statistics; its modes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from axsparse.runtime.canonical_form import bytes_of
+from axsparse.runtime.errors import ConfigError
 
 _STATISTICS = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
 """Running statistics of torch's normalisations, and their start values."""
@@ -66,6 +69,22 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a module, then its buffers, by name."""
     yield from module.named_parameters()
     yield from ((slot.name, slot.tensor) for slot in slots(module))
+
+
+def switch_mode(layer: str, module: nn.Module, *, training: bool) -> None:
+    """Set the module of a layer to training or to evaluation; ConfigError if a `train` of its own
+    writes to a weight or buffer, as that of layers which merge weights for evaluations does."""
+    is_own = any(type(child).train is not nn.Module.train for child in module.modules())
+    before = [(name, one, one.detach().clone()) for name, one in named_tensors(module) if is_own]
+    module.train(training)
+    now = dict(named_tensors(module)) if is_own else {}
+    for name, tensor, value in before:
+        if now.get(name) is not tensor or not bytes_of(tensor.detach()).equal(bytes_of(value)):
+            raise ConfigError(
+                f"layer {layer}: its {'train' if training else 'eval'}() writes to {name!r}, and "
+                "masters and checkpoints would not follow; compute with a changed copy in the "
+                "forward (loralib: merge_weights=False)"
+            )
 
 
 def unfilled_attribute(module: nn.Module) -> str | None:

@@ -77,7 +77,7 @@ def from_module(
     with torch.no_grad(), preserved_rng(), replaced(buffers):
         try:
             if not any(mode for _, mode in modes):
-                module.train()  # as `is_in_evaluation` has it
+                _set_mode(module, training=True)  # as `is_in_evaluation` has it
             watch = _watched(module, inputs)
             _set_back(modes)
             layers, parts = _Split(module, watch, inputs).layers()
@@ -104,6 +104,11 @@ def from_module(
         start=OwnValues(tensors, module),
         container=module,
     )
+
+
+def _set_mode(module: nn.Module, *, training: bool) -> None:
+    """Set the mode of the user's modules, whose own `train` may change more."""
+    _set_back([(child, training) for child in module.modules()])
 
 
 def _set_back(modes: Sequence[tuple[nn.Module, bool]]) -> None:
@@ -428,7 +433,7 @@ def _reject_other_result(
 ) -> None:
     """ConfigError where the layers in a row give another result than the module in evaluation."""
     for each in (module, *parts):
-        each.eval()
+        _set_mode(each, training=False)
     values: Any = inputs
     try:
         for part in parts:

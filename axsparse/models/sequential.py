@@ -118,13 +118,13 @@ class OwnValues:
         self, tensors: Mapping[str, Tensor], modules: nn.Module | Iterable[nn.Module]
     ) -> None:
         """`tensors` has all tensors of the modules, by global name."""
-        self._tensors = tensors
+        self.tensors = tensors
         self._container = modules if isinstance(modules, nn.Module) else nn.ModuleList(modules)
         self._parts = _parts(self._container)
         self.fingerprint = f"modules {digest_of(tensors.items())}"
 
     def read(self, name: str) -> Tensor | None:
-        tensor = self._tensors.get(name)
+        tensor = self.tensors.get(name)
         return None if tensor is None else tensor.detach().cpu()
 
     def reject_replaced(self) -> None:
@@ -136,19 +136,20 @@ class OwnValues:
                 "was made, which keeps the old ones; replace it before, or make the model again"
             )
 
-    def snapshot(self) -> list[object]:
-        """The modules, and the values, by their hashes, hooks and modes of all tensors, to be
-        compared."""
-        parts = [*map(id, _parts(self._container))]
-        return parts + [
-            (
-                xxhash.xxh3_128_digest(bytes_of(each.detach().cpu()).numpy().data),
-                each.requires_grad,
-                *(_contents(vars(each)), [*map(id, (each._backward_hooks or {}).values())]),
-                [*map(id, (each._post_accumulate_grad_hooks or {}).values())],
-            )
-            for each in self._tensors.values()
-        ]
+    def contents(self) -> dict[str, object]:
+        """The numbers, texts, modes, hooks and submodules of the modules, by name, and what their
+        tensors have apart from values; other objects may change by use."""
+        found: dict[str, object] = {}
+        for path, child in self._container.named_modules():
+            found.update(_contents(f"{path}." if path else "", vars(child)))
+        modes = [name for name in found if name.rpartition(".")[2] == "training"]
+        if not any(found[name] for name in modes):  # `is_in_evaluation`
+            found.update(dict.fromkeys(modes, True))
+        for name, tensor in self.tensors.items():
+            found[f"{name}.requires_grad"] = tensor.requires_grad
+            hooks = {key: getattr(tensor, key) or {} for key in TENSOR_HOOKS}
+            found.update(_contents(f"{name}.", {**vars(tensor), **hooks}))
+        return found
 
 
 def _parts(module: nn.Module) -> list[object]:
@@ -222,7 +223,7 @@ def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
     if type(parameter) is not nn.Parameter and issubclass(type(parameter), nn.Parameter):
         made = Tensor._make_subclass(type(parameter), values, parameter.requires_grad)
     vars(made).update(vars(parameter))
-    for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for kind in TENSOR_HOOKS:
         hooks = getattr(parameter, kind)
         if hooks:
             setattr(made, kind, hooks.copy())
@@ -284,21 +285,57 @@ def given_module(layer: Layer) -> nn.Module | None:
     return build.args[0] if isinstance(build, partial) and is_copied else None
 
 
-def snapshot(model: Model) -> list[object]:
-    """Values, modes, hooks, numbers and submodules of the modules that a model copies, to be
-    compared; empty if it copies none."""
-    if not isinstance(model.start, OwnValues):
-        return []
-    return [*model.start.snapshot(), *(_contents(vars(child)) for child in _copied(model))]
+class Snapshot:
+    """The modules that a model copies, as they were when it copied them."""
+
+    def __init__(self, model: Model) -> None:
+        self._start = model.start if isinstance(model.start, OwnValues) else None
+        tensors = {} if self._start is None else self._start.tensors
+        self._values = {name: (_version(one), _digest(one)) for name, one in tensors.items()}
+        self._contents = {} if self._start is None else self._start.contents()
+        self._looks = 0
+
+    def change(self, may_have: Callable[[str, Tensor], bool]) -> str | None:
+        """The name of what has changed since; None if nothing has. `may_have(name, tensor)` says
+        whether a tensor may have its new values.
+
+        Torch does not count writes to `.data`, which the 1st, 2nd, 4th, 8th, … look finds.
+        """
+        if self._start is None:
+            return None
+        self._looks += 1
+        looks_at_all = self._looks & (self._looks - 1) == 0
+        for name, tensor in self._start.tensors.items():
+            version, digest = self._values[name]
+            if looks_at_all or _version(tensor) != version:
+                now = _digest(tensor)
+                if now != digest and not may_have(name, tensor):
+                    return name
+                self._values[name] = _version(tensor), now
+        before, contents = self._contents, self._start.contents()
+        names = () if contents == before else (*before, *contents)
+        return next((each for each in names if before.get(each) != contents.get(each)), None)
 
 
-def _contents(attributes: Mapping[Any, object]) -> list[object]:
-    """Numbers, texts and what mappings hold, by their names; other objects may change by use."""
-    return [
-        (name, value if isinstance(value, bool | int | float | str) else [*map(id, value.values())])
-        for name, value in attributes.items()
-        if isinstance(value, bool | int | float | str | Mapping)
-    ]
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(bytes_of(tensor.detach().cpu()).numpy().data)
+
+
+PLAIN = (bool, int, float, str)
+TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def _contents(prefix: str, attributes: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Numbers and texts among attributes by name, and which objects mappings have."""
+    for name, value in attributes.items():
+        if isinstance(value, PLAIN):
+            yield prefix + name, value
+        elif value and isinstance(value, dict):
+            yield prefix + name, [*map(id, value.values())]
 
 
 def _copied(model: Model) -> list[nn.Module]:

@@ -23,7 +23,13 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import as_tuple
-from axsparse.models.module_buffers import BufferSlot, replaced, slots, tracked_norms
+from axsparse.models.module_buffers import (
+    BufferSlot,
+    replaced,
+    slots,
+    switch_mode,
+    tracked_norms,
+)
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
@@ -120,8 +126,8 @@ class LayerRunner:
         Outputs and their gradients have the canonical form, as if they came from another stage.
         Here and in `evaluate`, the caller preserves the global generators.
         """
-        self._set_mode(training=True)
         self._expand()
+        self._set_mode(training=True)
         record = self.record
         if record is not None:
             inputs = record.begin(inputs, key, self._slots)
@@ -135,8 +141,8 @@ class LayerRunner:
 
     def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
         """The outputs of an evaluation, which must not change a buffer that is state."""
-        self._set_mode(training=False)
         self._expand()
+        self._set_mode(training=False)
         seed_all(*key, "evaluate")
         return self._own(inputs)
 
@@ -150,7 +156,7 @@ class LayerRunner:
         """Set the modes of all modules, if any differs: the check takes a hundredth of torch's
         time."""
         if any(each.training is not (training and trains) for each, trains in self._modes):
-            self._module.train(training)
+            switch_mode(self.name, self._module, training=training)
             for each, trains in self._modes:
                 each.training = each.training and trains
 

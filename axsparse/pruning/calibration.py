@@ -25,6 +25,7 @@ from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.models.layer import Layer, as_tuple
+from axsparse.models.module_buffers import switch_mode
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.healing import (
     FITTED,
@@ -226,7 +227,7 @@ class Calibration:
             build = layer.build
             layer = replace(layer, build=lambda: build().requires_grad_(False))
         [built] = build_layers([layer], self.pruning.ties, options)
-        built.module.eval()
+        switch_mode(built.spec.name, built.module, training=False)
         return built
 
     def _take_healed(self, built: BuiltLayer, masks: CalibratedMasks) -> bool:

@@ -24,6 +24,7 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
 from axsparse.models.losses import compiled
 from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
+from axsparse.models.module_buffers import switch_mode
 from axsparse.models.sequential import is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
 from axsparse.observe.out_of_memory import with_advice
@@ -572,7 +573,8 @@ def stage_of_layers(
         loss = compiled(loss)
     if is_in_evaluation(model):
         for layer in layers:
-            layer.module.train()
+            with layer.state.expanded():
+                switch_mode(layer.spec.name, layer.module, training=True)
     teacher = None
     if model.teacher is not None:
         runners = [

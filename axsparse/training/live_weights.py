@@ -10,7 +10,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from axsparse.models.module_buffers import slots
+from axsparse.models.module_buffers import named_tensors, slots
+from axsparse.models.sequential import PLAIN
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Collective, Op, Transport, wait
 from axsparse.runtime.exchange import gather_texts
@@ -18,10 +19,13 @@ from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.samo.layer_construction import BuiltLayer, given_value
 from axsparse.training.plan import RunPlan
 
+ROUNDED = 2.0**-7
+"""Relative difference of two values of which one is rounded to half precision."""
+
 
 @dataclass(eq=False)
 class LiveWeights:
-    """Gathers parameters and buffers of all stages; all ranks call the same methods together."""
+    """Gathers parameters and buffers of all stages; all ranks call `collect` together."""
 
     plan: RunPlan
     layers: Sequence[BuiltLayer]
@@ -65,6 +69,36 @@ class LiveWeights:
                 self._send(group, copies[name].view(-1).view(torch.uint8))
                 self.note_progress()
         return copies
+
+    def may_have(self, name: str, given: Tensor) -> bool:
+        """Whether a tensor has the values, perhaps rounded, that are trained under its name, or no
+        layer of this rank has that name: programs put trained weights into modules of theirs."""
+        for layer in self.layers:
+            shards = {tensor.full_name: tensor for tensor in layer.state.tensors}
+            with layer.state.expanded():
+                for local, own in named_tensors(layer.module):
+                    if layer.spec.full_name(local) == name:
+                        flat = given.detach().reshape(-1)
+                        flat = shards[name].of_full(flat) if name in shards else flat
+                        theirs, ours = flat.to(own), own.detach().reshape(-1)
+                        if own.is_floating_point():
+                            return torch.allclose(theirs, ours, ROUNDED, equal_nan=True)
+                        return torch.equal(theirs, ours)
+        return True
+
+    def place_of(self, name: str) -> str:
+        """The place where a program may set a number or buffer that is trained under a name; empty
+        if this rank has none."""
+        for number, layer in enumerate(self.layers):
+            path, _, key = layer.spec.local_name(name).rpartition(".")
+            module = dict(layer.module.named_modules()).get(path)
+            if module is None or not name.startswith(layer.spec.full_name("")):
+                continue
+            is_number = key != "training" and isinstance(vars(module).get(key), PLAIN)
+            if is_number or key in module._buffers:
+                at = f".get_submodule({path!r})" if path else ""
+                return f"trainer.layers[{number}].module{at}.{key}"
+        return ""
 
     def _own(
         self, *, caches: bool

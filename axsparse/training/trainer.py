@@ -26,7 +26,7 @@ from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
-from axsparse.models.sequential import plain_model, reject_dotted_names, snapshot
+from axsparse.models.sequential import Snapshot, plain_model, reject_dotted_names
 from axsparse.models.teacher import with_teacher
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import with_advice
@@ -366,7 +366,7 @@ class Trainer:
         """Whether the program has closed this, and wants only weights of it."""
         self._handled: BaseException | None = None
         """The exception that the program was handling when it made the last call."""
-        self._given = snapshot(plan.model)
+        self._given = Snapshot(plan.model)
         self._is_ended = False
         """Whether a callback has asked to end the run."""
         self._is_ready = False
@@ -528,18 +528,25 @@ class Trainer:
         if not self._is_ready:
             with self._ending_on_failure():
                 if self not in self._job.in_progress:
-                    together(self.transport, self._reject_late_values)
+                    together(self.transport, self._reject_late_changes)
                     self._job.in_progress.append(self)
                     self._heed_signal()
+                elif self._under_way != "train":  # which looks after each callback
+                    self._reject_late_changes()
                 self._is_ready = self._between_steps()
         return self._is_ready
 
-    def _reject_late_values(self) -> None:
-        if snapshot(self.plan.model) != self._given:
-            raise ConfigError(
-                "model: its values, modes or hooks have changed since the Trainer was made, which "
-                "trains copies; change them before"
-            )
+    def _reject_late_changes(self) -> None:
+        """ConfigError if the program has changed the modules that it gave, of which copies train,
+        by more than trained weights."""
+        if self._is_over or (name := self._given.change(self._live_weights.may_have)) is None:
+            return
+        place = self._live_weights.place_of(name)
+        way = "change it before, or the weights by an optimizer of your own (optimizer=)"
+        raise ConfigError(
+            f"model: {name} has changed since the Trainer was made, which trains copies; "
+            f"{f'change {place} instead' if place else way}"
+        )
 
     @contextmanager
     def _ending_on_failure(self) -> Iterator[None]:
@@ -860,6 +867,7 @@ class Trainer:
             # A callback may switch gradients off: the end of the block switches them on again.
             with note_errors(f"{name} {when} {step}"), torch.enable_grad(), self._within(name):
                 answer = callback(step, value)
+                self._reject_late_changes()
             kind = str(getattr(answer, "dtype", type(answer).__name__))
             ends = kind in ("bool", "torch.bool") and bool(answer)
             if meet(self.transport, f"returns from {name}", value=ends) and not self._is_over:

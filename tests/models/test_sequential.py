@@ -101,28 +101,89 @@ def doubled(modules: nn.Sequential) -> None:
     modules.load_state_dict({key: 2 * value for key, value in modules.state_dict().items()})
 
 
-LATE: dict[str, Callable[[Any], object]] = {
-    "values": doubled,
-    "data": lambda modules: modules[0].weight.data.fill_(1.0),
-    "frozen": lambda modules: modules[0].requires_grad_(False),
-    "hook": lambda modules: modules[0].register_forward_hook(lambda *_: None),
-    "gradients": lambda modules: modules[0].weight.register_hook(lambda gradient: gradient),
-    "evaluation": lambda modules: modules[1].eval(),
-    "attribute": lambda modules: setattr(modules[3][1], "p", 0.5),
-    "layer": lambda modules: modules.append(nn.Dropout(0.1)),
-    "module": lambda modules: setattr(modules[3], "1", nn.Dropout(0.1)),
+COPY = "change trainer.layers[{}].module.{} instead"
+BEFORE = "change it before, or the weights by an optimizer of your own (optimizer=)"
+LATE: dict[str, tuple[Callable[[Any], object], str, str]] = {
+    "values": (doubled, "first.weight", BEFORE),
+    "data": (lambda net: net[0].weight.data.fill_(1.0), "first.weight", BEFORE),
+    "frozen": (lambda net: net[0].requires_grad_(False), "first.weight.requires_grad", BEFORE),
+    "hook": (
+        *(lambda net: net[0].register_forward_hook(lambda *_: None), "first._forward_hooks"),
+        BEFORE,
+    ),
+    "gradients": (
+        *(lambda net: net[0].weight.register_hook(lambda gradient: gradient),),
+        *("first.weight._backward_hooks", BEFORE),
+    ),
+    "evaluation": (lambda net: net[1].eval(), "norm.training", BEFORE),
+    "attribute": (
+        *(lambda net: setattr(net[3][1], "p", 0.5), "second.1.p"),
+        COPY.format(3, "get_submodule('1').p"),
+    ),
+    "new attribute": (lambda net: setattr(net[2], "scale", 0), "relu.scale", BEFORE),
+    "buffer": (
+        *(lambda net: net[1].running_mean.fill_(9.0), "norm.running_mean"),
+        COPY.format(1, "running_mean"),
+    ),
+    "layer": (lambda net: net.append(nn.Dropout(0.1)), "_modules", BEFORE),
+    "module": (lambda net: setattr(net[3], "1", nn.Dropout(0.1)), "second._modules", BEFORE),
+    "parameter": (
+        *(lambda net: setattr(net[0], "bias", nn.Parameter(torch.ones(WIDTH))),),
+        *("first._parameters", BEFORE),
+    ),
 }
 
 
-@pytest.mark.parametrize("change", LATE.values(), ids=LATE)
-def test_what_is_set_after_the_trainer_is_made_is_refused(change: Callable[[Any], object]) -> None:
-    modules = sequential()
+def trainer_of(modules: nn.Sequential, **settings: Any) -> ax.Trainer:
     model = from_sequential(modules, summed_loss)
+    sizes = {"steps": 6, "global_batch_size": 6, "quiet": True}
+    return ax.Trainer(model, vector_data(), **{**sizes, **settings})
 
-    with pytest.raises(ConfigError, match=r"modes or hooks have changed since .* change them bef"):
-        train_in_process(
-            *(1, 1, model, image_config(), vector_data()), before=lambda _: change(modules)
-        )
+
+@pytest.mark.parametrize(
+    ("kind", "when"), [*((kind, "callback") for kind in LATE), ("data", "before"), ("data", "loop")]
+)
+def test_what_is_set_after_the_trainer_is_made_is_refused(kind: str, when: str) -> None:
+    modules = sequential()
+    trainer = trainer_of(modules)
+    change, name, way = LATE[kind]
+    after = 0 if when == "before" else 3
+
+    def later(step: int, _: object = None) -> None:
+        if step == after:
+            change(modules)
+
+    with pytest.raises(ConfigError) as raised:
+        later(0)
+        for step in trainer if when == "loop" else ():
+            trainer.step()
+            later(step)
+        trainer.train(later)
+
+    text = f"model: {name} has changed since the Trainer was made, which trains copies; {way}"
+    assert (str(raised.value), trainer.steps_done) == (text, after)
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "sparsity": 0.5}])
+def test_a_program_may_put_the_trained_weights_into_its_own_module(
+    settings: dict[str, Any],
+) -> None:
+    modules, losses = sequential(), list[float]()
+    trainer = trainer_of(modules, **settings)
+
+    def on_step(step: int, result: Any) -> None:
+        losses.append(result.loss)
+        modules.load_state_dict(trainer.state_dict() or {})
+        modules.eval()(torch.ones(2, WIDTH))
+
+    trainer.train(on_step)
+
+    expected = list[float]()
+    trainer_of(sequential(), **settings).train(lambda _, result: expected.append(result.loss))
+    assert losses == expected
+    with pytest.raises(ConfigError, match=r"first\.weight has changed"):
+        trainer = trainer_of(modules)
+        trainer.train(lambda step, _: modules.load_state_dict(sequential().state_dict()) and None)
 
 
 class Watching(nn.Module):
