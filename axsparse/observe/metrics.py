@@ -225,7 +225,7 @@ class MetricsFile:
     def write(self, record: Record) -> None:
         """Append one line of strict JSON, with null for numbers that are not finite, and flush it.
 
-        A file that was moved or removed meanwhile is opened anew, with a warning. Raises
+        A file that was moved, removed or emptied meanwhile is opened anew, with a warning. Raises
         OutputError if that fails, or if the directory is no run's any more.
         """
         finite = {
@@ -240,8 +240,8 @@ class MetricsFile:
                 self._file.close()
                 self._file = self._place.open("a", encoding="utf-8")
                 write_line(
-                    f"warning: {self._path}: was moved or removed while the run trained; its "
-                    "records from now on are in a new file"
+                    f"warning: {self._path}: was moved, removed or emptied while the run "
+                    "trained; it has the records from now on alone"
                 )
             self._file.write(line + "\n")
             self._file.flush()
@@ -257,7 +257,9 @@ class MetricsFile:
 
     def _is_in_place(self) -> bool:
         with suppress(FileNotFoundError):
-            return os.path.samestat(os.fstat(self._file.fileno()), self._place.stat())
+            there = self._place.stat()
+            is_same = os.path.samestat(os.fstat(self._file.fileno()), there)
+            return is_same and there.st_size >= self._file.tell()
         return False
 
     def _writing(self) -> AbstractContextManager[None]:

@@ -153,12 +153,15 @@ def test_what_is_set_after_the_trainer_is_made_is_refused(kind: str, when: str) 
         if step == after:
             change(modules)
 
-    with pytest.raises(ConfigError) as raised:
+    def run() -> None:
         later(0)
         for step in trainer if when == "loop" else ():
             trainer.step()
             later(step)
         trainer.train(later)
+
+    with pytest.raises(ConfigError) as raised:
+        run()
 
     text = f"model: {name} has changed since the Trainer was made, which trains copies; {way}"
     assert (str(raised.value), trainer.steps_done) == (text, after)
@@ -181,9 +184,9 @@ def test_a_program_may_put_the_trained_weights_into_its_own_module(
     expected = list[float]()
     trainer_of(sequential(), **settings).train(lambda _, result: expected.append(result.loss))
     assert losses == expected
+    trainer = trainer_of(modules)
     with pytest.raises(ConfigError, match=r"first\.weight has changed"):
-        trainer = trainer_of(modules)
-        trainer.train(lambda step, _: modules.load_state_dict(sequential().state_dict()) and None)
+        trainer.train(lambda *_: modules.load_state_dict(sequential().state_dict()))
 
 
 class Watching(nn.Module):

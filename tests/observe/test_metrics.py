@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import fields, replace
 from pathlib import Path
@@ -95,20 +96,28 @@ def test_metrics_are_keys_of_their_own_and_what_is_not_finite_is_null(
     assert written(tmp_path, record) == [line]
 
 
-@pytest.mark.parametrize("kept", [None, "old.jsonl"])
-def test_records_go_on_in_a_new_file_where_theirs_was_moved_or_removed(
-    kept: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "lose",
+    [
+        Path.unlink,
+        lambda path: path.rename(path.with_name("old")),
+        lambda path: path.write_text(""),
+    ],
+    ids=["removed", "moved", "emptied"],
+)
+def test_records_go_on_where_theirs_were_moved_removed_or_emptied(
+    lose: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     RunMark.of(tmp_path)
     with closing(MetricsFile(path)) as metrics:
         metrics.write(STEP_RECORD)
-        path.unlink() if kept is None else path.rename(tmp_path / kept)
+        lose(path)
         for step in (2, 3):
             metrics.write(replace(STEP_RECORD, step=step))
 
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [2, 3]
-    assert capsys.readouterr().err.count(f"warning: {path}: was moved or removed while") == 1
+    assert capsys.readouterr().err.count(f"warning: {path}: was moved, removed or emptied") == 1
 
 
 def test_records_go_into_no_directory_that_took_the_place_of_the_runs(tmp_path: Path) -> None:
