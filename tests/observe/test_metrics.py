@@ -96,15 +96,14 @@ def test_metrics_are_keys_of_their_own_and_what_is_not_finite_is_null(
     assert written(tmp_path, record) == [line]
 
 
-@pytest.mark.parametrize(
-    "lose",
-    [
-        Path.unlink,
-        lambda path: path.rename(path.with_name("old")),
-        lambda path: path.write_text(""),
-    ],
-    ids=["removed", "moved", "emptied"],
-)
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "removed": Path.unlink,
+    "moved": lambda path: path.rename(path.with_name("old")),
+    "emptied": lambda path: os.truncate(path, 0),
+}
+
+
+@pytest.mark.parametrize("lose", LOSSES.values(), ids=LOSSES)
 def test_records_go_on_where_theirs_were_moved_removed_or_emptied(
     lose: Callable[[Path], object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
