@@ -73,7 +73,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def switch_mode(layer: str, module: nn.Module, *, training: bool) -> None:
     """Set the module of a layer to training or to evaluation; ConfigError if a `train` of its own
-    writes to a weight or buffer, as that of layers which merge weights for evaluations does."""
+    writes to a weight or buffer, as layers do that merge their weights for evaluations."""
     is_own = any(type(child).train is not nn.Module.train for child in module.modules())
     before = [(name, one, one.detach().clone()) for name, one in named_tensors(module) if is_own]
     module.train(training)

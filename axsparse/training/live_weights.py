@@ -86,8 +86,8 @@ class LiveWeights:
                         return torch.equal(theirs, ours)
         return True
 
-    def place_of(self, name: str) -> str:
-        """The place where a program may set a number or buffer that is trained under a name; empty
+    def path_to_copy(self, name: str) -> str:
+        """Where a program may set the number or buffer that has this name in the layers; empty
         if this rank has none."""
         for number, layer in enumerate(self.layers):
             path, _, key = layer.spec.local_name(name).rpartition(".")

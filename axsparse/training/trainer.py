@@ -541,11 +541,11 @@ class Trainer:
         by more than trained weights."""
         if self._is_over or (name := self._given.change(self._live_weights.may_have)) is None:
             return
-        place = self._live_weights.place_of(name)
+        copy = self._live_weights.path_to_copy(name)
         way = "change it before, or the weights by an optimizer of your own (optimizer=)"
         raise ConfigError(
             f"model: {name} has changed since the Trainer was made, which trains copies; "
-            f"{f'change {place} instead' if place else way}"
+            f"{f'change {copy} instead' if copy else way}"
         )
 
     @contextmanager
