@@ -99,8 +99,8 @@ def _add_tokenizer(arguments: CommandParser) -> None:
 def _add_reading(add: Callable[..., object]) -> None:
     """The options that say how files are split into documents; `add` is `add_argument`."""
     text = (
-        "key of the text, chat or ids in a record or row (default %(default)s; without it, "
-        "messages, conversations, input_ids, or prompt with completion)"
+        "key of the text, chat or ids in a record or row (default: the first of input_ids, "
+        "messages, conversations, prompt with completion, text that is there)"
     )
     add("--jsonl-field", metavar="NAME", default=Reading.jsonl_field, help=text)
     text = (

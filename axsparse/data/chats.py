@@ -74,7 +74,7 @@ def chatml(messages: Messages) -> list[dict[str, Any]]:
             {"from": "role", "value": "content"}.get(key, key): message[key] for key in message
         }
         if "from" in message:
-            renamed["role"] = ROLES.get(message["from"], message["from"])
+            renamed["role"] = ROLES.get(str(message["from"]), message["from"])
         found.append(renamed)
     return found
 
@@ -137,7 +137,7 @@ class ChatTemplate:
 
         try:
             arguments = chat.arguments()
-        except ValueError as reason:
+        except (ValueError, RecursionError) as reason:
             return f"{TOOLS} or {KWARGS} that cannot be read ({reason})"[:WHY]
         taken = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
         if settled := sorted(taken & arguments.keys() - {TOOLS, TEMPLATE, "documents", "kwargs"}):

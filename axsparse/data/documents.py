@@ -67,10 +67,10 @@ class Reading:
     """How text files are divided. `none`: a file is a document; `blank-line`: documents are
     separated by blank lines, which belong to none; `lines:N`: every N lines are a document;
     `regex:PATTERN`: a document begins at each line in which the pattern is found."""
-    jsonl_field: str = "text"
+    jsonl_field: str = ""
     """How JSONL files and tables are divided: each record, or row, is a document, and this is the
-    key of its text, its token ids, or the messages of a chat. Without it, `messages`,
-    `conversations` or `input_ids` are taken, or `prompt` and `completion`. Next to token ids,
+    key of its text, its token ids, or the messages of a chat. Without it, or where a record lacks
+    it, the first of `KINDS` is taken that the record has. Next to token ids,
     `labels` are -100, and `completion_mask` and `assistant_masks` 0, for tokens that are no
     targets, and `attention_mask` is 0 for padding. Next to messages, `tools` and
     `chat_template_kwargs` go to the template, and `system` is their first message."""
@@ -93,7 +93,7 @@ Content = list[int] | Chat | Completion
 
 
 class Piece(NamedTuple):
-    """A document, or a part of a long one; a reader gives the first five fields."""
+    """A document, or a part of a long one; a reader gives the first five fields and the last."""
 
     line: int
     """The line of the file, or the row of a table, at which the document begins, from 1 on."""
@@ -111,6 +111,8 @@ class Piece(NamedTuple):
     """Whether the document is held out for validation."""
     read: int = 0
     """Bytes of the file that have been read so far."""
+    choice: str = ""
+    """What of a record was taken, and what left out, where it could be several documents."""
 
 
 Reader = Callable[[BinaryIO, Reading], Iterator[Piece]]
@@ -166,9 +168,9 @@ def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
 
 def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> Iterator[Piece]:
     """The rows of a file of Arrow or Parquet: each is a document."""
-    contents = {reading.jsonl_field, *OTHER_FIELDS}
-    names, rows = open_table(file, {*contents, *PAIR, *OTHER_COLUMNS}, parquet=parquet)
-    if not ({*names} & contents or {*PAIR} <= {*names}):
+    kinds = _kinds(reading.jsonl_field)
+    names, rows = open_table(file, {*OTHER_COLUMNS}.union(*kinds), parquet=parquet)
+    if not any({*kind} <= {*names} for kind in kinds):
         yield Piece(1, "", problem=_missing(names, reading.jsonl_field))
         return
     for number, row in enumerate(rows, 1):
@@ -206,10 +208,15 @@ def _reject_archive(_: BinaryIO) -> NoReturn:
     raise OSError(0, "an archive; unpack it")
 
 
-OTHER_FIELDS = ("messages", "conversations", "input_ids")
-"""Keys of documents that are no text, for records without the key of a text."""
+TEXT = ("text",)
 PAIR = ("prompt", "completion")
-"""Keys of two texts, or of messages, for records without these."""
+"""Keys of two texts, or of messages."""
+KINDS: Sequence[tuple[str, ...]] = (
+    *(("input_ids",), ("messages",), ("conversations",)),
+    *(PAIR, TEXT),
+)
+"""Keys of documents. A record that has several is the first that can be read, as in TRL: a chat
+whose ids, or whose text, were added to it keeps its targets."""
 LABELS = "labels"
 """The column of targets next to token ids."""
 MASKS = ("completion_mask", "assistant_masks")
@@ -300,22 +307,45 @@ def _document(number: int, given: object, field: str) -> Piece:
     except (ValueError, RecursionError):
         return Piece(number, "", problem="malformed JSON")
     record = record if isinstance(record, dict) else {}
-    values = [record.get(key) for key in (field, *OTHER_FIELDS)]
-    value = next((value for value in values if value is not None), None)
-    if value is None and all(record.get(key) is not None for key in PAIR):
-        return _completion(number, record)
+    named, kinds = (field,), _kinds(field)
+    found = [kind for kind in kinds if all(record.get(key) is not None for key in kind)]
+    if not found:
+        return Piece(number, "", problem=_missing(record, field))
+    fit = [kind for kind in found if kind == named or _fits(kind, record)]
+    taken, *others = fit or found[:1]
+    if taken == PAIR:
+        piece = _completion(number, record)
+    else:
+        piece = _single(number, record, taken[0], is_text=taken == (named if field else TEXT))
+    if not others or taken == named:
+        return piece
+    names = [" with ".join(kind) for kind in (taken, *others)]
+    return piece._replace(choice=f"{names[0]} taken, {', '.join(names[1:])} left out")
+
+
+def _kinds(field: str) -> Sequence[tuple[str, ...]]:
+    """The keys of documents in their order, where the user names one, or none."""
+    return ((field,), *(kind for kind in KINDS[:-1] if kind != (field,))) if field else KINDS
+
+
+def _fits(kind: tuple[str, ...], record: dict[str, Any]) -> bool:
+    """Whether values have a type that this kind of document has, and are not empty."""
+    types = {PAIR: (list, str, bytes), TEXT: (str, bytes, list)}.get(kind, list)
+    return all(record[key] and isinstance(record[key], types) for key in kind)
+
+
+def _single(number: int, record: dict[str, Any], key: str, *, is_text: bool) -> Piece:
+    """The document of one key; only where it `is_text`, it may be a text."""
+    value = record[key]
     if _are_messages(value):
         return _chat(number, record, value)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
         return _ids(number, value, record)
-    if value is None:
-        return Piece(number, "", problem=_missing(record, field))
-    if not isinstance(value, str | bytes) or values[0] is None:  # A chat or ids are no text.
-        key = (field, *OTHER_FIELDS)[next(n for n, one in enumerate(values) if one is not None)]
+    if not isinstance(value, str | bytes) or not is_text:
         parts = {type(one).__name__ for one in value} if isinstance(value, list) else ()
         found = f"{type(value).__name__}{' of ' if parts else ''}{' and '.join(sorted(parts))}"
         wanted = "a list of messages or of whole numbers"
-        wanted = f"a text, {wanted}" if key == field else wanted
+        wanted = f"a text, {wanted}" if is_text else wanted
         return Piece(number, "", problem=f"{key} that cannot be read ({found}; give {wanted})")
     text = _text(value)
     if text is None:
@@ -342,6 +372,8 @@ def _chat(number: int, record: dict[str, Any], given: Messages, prompt: int | No
     """The document of messages, after the record's `system` if it has one, as in ShareGPT; the
     first `prompt` messages are no targets."""
     messages, system = chatml(given), record.get(SYSTEM)
+    if not all(isinstance(message.get("role", ""), str) for message in messages):
+        return Piece(number, "", problem="a role that is no text")
     text = _text(system) if isinstance(system, str | bytes) else None
     if system and text is None:
         return Piece(number, "", problem=f"{SYSTEM} that is no text")
@@ -368,7 +400,7 @@ def _completion(number: int, record: dict[str, Any]) -> Piece:
 
 
 def _missing(found: Iterable[str], field: str) -> str:
-    wanted = ", ".join(dict.fromkeys((field, *OTHER_FIELDS, " with ".join(PAIR))))
+    wanted = ", ".join(map(" with ".join, _kinds(field)))
     names = sorted(found)
     some = f"{', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"[:WHY]
     return f"missing field (it has {some or 'none'}, and {wanted} are read)"

@@ -143,6 +143,8 @@ class PreparationProgress(BaseModel):
     """Number of documents left out, by reason."""
     examples: list[str] = []
     """The first of these: file, line at which the document begins, reason."""
+    choices: dict[str, int] = {}
+    """Number of records that could be several documents, by what was taken and left out."""
 
     @property
     def reasons(self) -> str:
@@ -482,6 +484,11 @@ class _Run:
                 console.line(f"  {example}")
             if total > EXAMPLES:
                 console.line(f"  and {total - EXAMPLES} more")
+        for choice, number in progress.choices.items():
+            console.line(
+                f"{_count(number, 'record')} with several contents: {choice}; `axsparse data "
+                "prepare --jsonl-field KEY` takes another"
+            )
         for split, tokens in progress.tokens.items():
             count = _count(progress.documents[split], "document")
             console.line(f"{split}: {count}, {format_count(tokens)} tokens")
@@ -650,6 +657,8 @@ class _Writer:
         else:
             self._write(split, self._encoder.end(piece, ids))
             progress.documents[split] += 1
+            if piece.choice:
+                progress.choices[piece.choice] = progress.choices.get(piece.choice, 0) + 1
         self._begin = None
         if self._unsaved >= SAVED:
             self.save()

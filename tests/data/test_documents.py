@@ -180,8 +180,8 @@ def test_tables_of_text_are_rows_as_datasets_reads_them(name: str, tmp_path: Pat
     problems = [piece.problem and piece.problem.partition(" (")[0] for piece in found]
     assert problems == [None, "missing field", "more cells than columns", "not UTF-8", None]
     assert found[1].problem == (
-        "missing field (it has id, text, and text, messages, conversations, input_ids, prompt with "
-        "completion are read)"
+        "missing field (it has id, text, and input_ids, messages, conversations, prompt with "
+        "completion, text are read)"
     )
 
 
@@ -189,7 +189,7 @@ TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
 SYSTEM = {"role": "system", "content": "s"}
 OLDER = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
 IDS = {"input_ids": [5, 6, 7, 8, 9]}
-LACKS = "missing field (it has {}, and text, messages, conversations, input_ids, prompt with com"
+LACKS = "missing field (it has {}, and input_ids, messages, conversations, prompt with completio"
 PACKED = "several documents packed into a record: name the data before it was packed"
 
 
@@ -200,7 +200,12 @@ class Unusable(str):
 RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({"text": "a\nb", "id": 1}, "a\nb"),
     ('{"text": "é"}'.encode(), "é"),
-    ({"input_ids": [5], "text": "a"}, "a"),
+    # Of several the first that can be read.
+    ({"text": "a", **IDS, "labels": [-100, 6, 7, 8, 9]}, [-6, 6, 7, 8, 9]),
+    ({"text": "a", "messages": TURNS}, Chat(TURNS)),
+    ({"text": "a", "prompt": "x", "completion": "y"}, Completion("x", "y")),
+    ({"text": "a", "messages": [], "conversations": "x", "input_ids": 5}, "a"),
+    ({"text": "", "prompt": "x", "completion": "", "messages": []}, Unusable("empty")),
     ({"id": 1}, Unusable(LACKS.format("id"))),
     ({"prompt": "x", "chosen": "y"}, Unusable(LACKS.format("chosen, prompt"))),
     ({"text": None}, Unusable(LACKS.format("text"))),
@@ -214,14 +219,16 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({"text": ["a"]}, Unusable("text that cannot be read (list of str; give a text")),
     ({"text": [1, "a"]}, Unusable("text that cannot be read (list of int and str; give a text")),
     ({"messages": "[]"}, Unusable("messages that cannot be read (str; give a list of mess")),
+    ({"conversations": [{"from": ["human"], "value": "x"}]}, Unusable("a role that is no text")),
+    ({"messages": [*TURNS, {"role": 5, "content": "x"}]}, Unusable("a role that is no text")),
     ({"messages": "hello", "text": None}, Unusable("messages that cannot be read")),
     ({"input_ids": "5"}, Unusable("input_ids that cannot be read")),
     ({"input_ids": [1.0]}, Unusable("input_ids that cannot be read (list of float; give a li")),
     ({"input_ids": []}, Unusable("empty")),
     # Token ids and messages, as TRL means them.
     ({"input_ids": [5, 6]}, [5, 6]),
-    ({"text": [5, 6], "input_ids": [7]}, [5, 6]),
-    ({"messages": TURNS, "input_ids": [5]}, Chat(TURNS)),
+    ({"text": [5, 6]}, [5, 6]),
+    ({"messages": TURNS, "input_ids": [5]}, [5]),
     ({"conversations": OLDER, "id": 3}, Chat(TURNS)),
     ({"messages": OLDER, "tools": []}, Chat(TURNS, [])),
     ({"conversations": [{"from": "tool", "value": "x"}]}, Chat([{**TURNS[0], "role": "tool"}])),
@@ -277,8 +284,11 @@ def test_each_record_is_its_document_or_says_why_it_is_none() -> None:
             assert str(piece.problem).startswith(expected), record
         else:
             assert (piece.content or piece.text, piece.problem) == (expected, None), record
-    (named,) = read_json_lines(io.BytesIO(b'{"text": 1, "b": "x"}'), Reading(jsonl_field="b"))
-    assert named.text == "x"
+    record = b'{"input_ids": [1], "text": "a", "b": "x"}'
+    (named,) = read_json_lines(io.BytesIO(record), Reading(jsonl_field="b"))
+    assert (named.text, named.choice) == ("x", "")
+    (taken,) = read_json_lines(io.BytesIO(record), Reading())
+    assert (taken.content, taken.choice) == ([1], "input_ids taken, text left out")
 
 
 def test_a_huge_line_is_passed_over_and_the_next_record_is_found(
@@ -330,7 +340,7 @@ def test_each_row_is_a_document_and_named_by_its_row(
     assert [piece.place for piece in found] == [f"{path}, row {row}" for row in (1, 2, 3, 4)]
     [missing] = pieces_of(path, Reading(jsonl_field="words"))
     assert missing.place == f"{path}, row 1"
-    assert str(missing.problem).startswith("missing field (it has other, text, and words, messages")
+    assert str(missing.problem).startswith("missing field (it has other, text, and words, input_i")
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.mpirun import LONGEST_SECONDS
-from support.preparing import LINE, make_library, outputs, requested, run
+from support.preparing import LINE, make_library, outputs, requested, run, write_jsonl
 
 from axsparse.data import preparation
 from axsparse.data.documents import Reading
@@ -158,6 +158,21 @@ def test_what_is_left_out_is_counted_on_the_screen_and_in_the_sidecar(
     for example in sidecar.sources.examples:
         assert f"  {example}\n" in screen
     assert re.search(r"^train: \d{3} documents, \S+k tokens$", screen, re.MULTILINE)
+
+
+def test_of_records_that_are_several_documents_the_screen_says_which_is_taken(
+    tmp_path: Path,
+) -> None:
+    records = [{"text": "a", "input_ids": [65, 66]}] * 2 + [{"text": "b", "messages": "none"}]
+    path = write_jsonl(tmp_path / "a.jsonl", records)
+
+    _, screen = run(Request((path,), tmp_path / "o"))
+    _, named = run(Request((path,), tmp_path / "text", reading=Reading(jsonl_field="text")))
+
+    assert documents_of(tmp_path / "o") == ["AB", "AB", "b"]
+    assert "2 records with several contents: input_ids taken, text left out; `axsparse" in screen
+    assert documents_of(tmp_path / "text") == ["a", "a", "b"]
+    assert "several contents" not in named
 
 
 def test_a_long_document_with_a_bad_byte_is_left_out_whole(
