@@ -10,7 +10,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -125,8 +125,24 @@ class ChatTemplate:
                 "folder of a model for chats, or put its chat_template.jinja there"
             )
         self._tokenizer.model_max_length = sys.maxsize  # Samples are cut later: no warning here.
+        self.templates: str | dict[str, str] = templates
+        """The template, or several by name."""
         told = json.dumps(templates, sort_keys=True).encode() + given.json
         self.digest = hashlib.blake2b(told, digest_size=16).hexdigest()
+
+    def ends(self, chats: Iterable[Chat]) -> tuple[int, ...]:
+        """The ids that end an answer: the folder's end of a text, and the special token that is the
+        last target of the first chat that can be used, but for white space."""
+        special = {id_ for id_, one in self._tokenizer.added_tokens_decoder.items() if one.special}
+        found = [self._tokenizer.eos_token_id]
+        for encoded in map(self.encode, chats):
+            if isinstance(encoded, Encoded) and any(encoded.counts):
+                pairs = zip(encoded.ids, encoded.counts, strict=True)
+                targets = (id_ for id_, counts in reversed([*pairs]) if counts)
+                words = (id_ for id_ in targets if self._tokenizer.decode([id_]).strip())
+                found += {next(words, None)} & special
+                break
+        return tuple(dict.fromkeys(id_ for id_ in found if id_ is not None))
 
     def encode(self, chat: Chat) -> Encoded | str:
         """The tokens of a chat, or why it cannot be used.

@@ -112,7 +112,7 @@ class Piece(NamedTuple):
     read: int = 0
     """Bytes of the file that have been read so far."""
     choice: str = ""
-    """What of a record was taken, and what left out, where it could be several documents."""
+    """The keys of a record that were taken and left out, where it could be several documents."""
 
 
 Reader = Callable[[BinaryIO, Reading], Iterator[Piece]]

@@ -177,8 +177,8 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
         with _locked(out, console):
             sources, left_out = find_sources(request.inputs, request.validation, out)
             firsts = [*first_contents(sources, request.reading)]
-            has_chats = any(isinstance(content, Chat) for content in firsts)
-            template = ChatTemplate(given) if has_chats else None
+            chats = [content for content in firsts if isinstance(content, Chat)]
+            template = ChatTemplate(given) if chats else None
             if template is not None:
                 settings["chat_template"] = template.digest
             if any(map(has_marks, firsts)):
@@ -190,7 +190,7 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
             else:
                 _reject_foreign(request)
                 folder, marked = out / f"{PARTIAL}{key}", "marked" in settings
-                run = _Run(request, sources, folder, console, given, template, marked)
+                run = _Run(request, sources, folder, console, given, template, chats, marked)
                 files = f"{_count(len(sources), 'file')}, {format_bytes(run.size)}"
                 console.line(f"{files} · {settings['tokenizer']} → {out}")
                 set_threads(threads)
@@ -319,6 +319,8 @@ class _Run:
     given: GivenTokenizer | None
     template: ChatTemplate | None
     """Makes tokens of chats; there if the sources hold some."""
+    chats: Sequence[Chat]
+    """The first ones."""
     marked: bool
     """Whether tokens may be no targets."""
 
@@ -368,6 +370,8 @@ class _Run:
             inner_separators=inner,
             dtype=dtype,
             marked=self.marked,
+            chat_template="" if self.template is None else self.template.templates,
+            chat_ends=() if self.template is None else self.template.ends(self.chats),
             train=records["train"],
             validation=records.get("validation"),
             sources=SourceCounts(

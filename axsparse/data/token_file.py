@@ -97,6 +97,10 @@ class Sidecar(Record):
     marked: bool = False
     """Whether the highest bit of an id says that the token is no target: all words of a chat but
     the assistant's."""
+    chat_template: str | dict[str, str] = ""
+    """The template that chats were put together by, or several by name."""
+    chat_ends: tuple[NonNegativeInt, ...] = ()
+    """The ids that end an answer in a chat."""
     train: SplitRecord
     validation: SplitRecord | None
     sources: SourceCounts

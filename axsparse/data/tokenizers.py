@@ -4,7 +4,8 @@ A run's tokenizer continues texts, and is exported as files for transformers:
 
     tokenizer.json           the tokenizer itself
     tokenizer_config.json    which of its tokens begins and ends a text, and how long one may be
-    generation_config.json   the ids of that token
+    generation_config.json   the ids of that token, and of those that end an answer
+    chat_template.jinja      the template of the chats in the data; others have a folder
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,9 +44,11 @@ SEPARATOR = "<|endoftext|>"
 """The token that is written after each document, unless another is asked for."""
 LEAST_BPE = 257
 """The smallest vocabulary of byte-pair encoding: the 256 bytes and the separator."""
+JINJA, MORE_JINJA = "chat_template.jinja", "additional_chat_templates"
+"""The file of a chat template, and the folder of others, as transformers names them."""
 SETTINGS_FILES = (
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"),
-    "chat_template.jinja",
+    JINJA,
 )
 """Files next to a tokenizer.json from which transformers takes settings of its tokenizer."""
 PROBE = "The cat's  12,345\n\n  \u00c9te\u0301 \ufb01\t "
@@ -323,6 +326,7 @@ BLEND = "blend of "
 """The beginning of the name of a blend."""
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
+EOS = "eos_token_id"
 
 
 def split_name(split: str) -> str:
@@ -345,11 +349,27 @@ class ExportedTokenizer:
     begin_id: int
     split_special_tokens: bool = False
     """Whether special tokens in a text are letters."""
+    chat_template: str | Mapping[str, str] = ""
+    """The template of the chats in the training data, or several by name."""
+    chat_ends: Sequence[int] = ()
+    """The ids that end an answer in them."""
 
     @property
     def ids(self) -> dict[str, int]:
         """The token ids for config.json and generation_config.json."""
-        return {"bos_token_id": self.begin_id, "eos_token_id": self.end_id}
+        return {"bos_token_id": self.begin_id, EOS: self.end_id}
+
+    def template_files(self) -> dict[str, bytes]:
+        """The contents of the files of chat templates, by their paths."""
+        one = self.chat_template
+        named = {"default": one} if isinstance(one, str) else one
+        return {
+            JINJA
+            if name == "default"
+            else f"{MORE_JINJA}/{PurePath(name).name}.jinja": text.encode()
+            for name, text in named.items()
+            if text
+        }
 
     def files(self, length: int) -> dict[str, dict[str, Any]]:
         """The contents of all files, by name; `length` is the longest text of the model."""
@@ -363,8 +383,16 @@ class ExportedTokenizer:
                 "clean_up_tokenization_spaces": False,
                 "split_special_tokens": self.split_special_tokens,
             },
-            GENERATION: self.ids,
+            GENERATION: with_ends(self.ids, self.chat_ends),
         }
+
+
+def with_ends(generation: Mapping[str, Any], ends: Sequence[int]) -> dict[str, Any]:
+    """A generation_config.json that stops at these ids too."""
+    there = generation.get(EOS)
+    known = there if isinstance(there, list) else [] if there is None else [there]
+    new = [id_ for id_ in ends if id_ not in known]
+    return {**generation, EOS: [*known, *new]} if new else dict(generation)
 
 
 def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> ExportedTokenizer | None:
@@ -382,8 +410,9 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
     folders = [Path(path) for path, _ in token_sources(data)]
     if data.source != "tokens" or not folders or (data.blend and not name.startswith(BLEND)):
         return None
-    folder = next((path for path in folders if (path / SIDECAR).is_file()), folders[0])
-    sidecar = read_sidecar(folder, WHERE)
+    prepared = [path for path in folders if (path / SIDECAR).is_file()] or folders[:1]
+    folder, sidecars = prepared[0], [read_sidecar(path, WHERE) for path in prepared]
+    sidecar = sidecars[0]
     if not data.blend and sidecar.train.digest != fingerprint:
         return None
     if sidecar.tokenizer.kind == "bytes":
@@ -399,6 +428,8 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
     bare = {"truncation": None, "padding": None}  # The preparation neither cuts nor fills up.
     made = Subwords(path, sidecar.tokenizer, end)
     begin = int(made.first[0]) if made.first.size else sidecar.separator
+    of_chats = [one for one in sidecars if one.chat_template and one.tokenizer == sidecar.tokenizer]
+    chats = of_chats[0] if of_chats else sidecar
     return ExportedTokenizer(
         json.loads(path.read_bytes()) | bare,
         end,
@@ -406,6 +437,8 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
         begin=end if begin == sidecar.separator else made.decode([begin]),
         begin_id=begin,
         split_special_tokens=sidecar.tokenizer.split_special_tokens,
+        chat_template=chats.chat_template,
+        chat_ends=chats.chat_ends,
     )
 
 

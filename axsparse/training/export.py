@@ -40,7 +40,15 @@ from axsparse.config.hf_config import (
 )
 from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.config.schema import Config
-from axsparse.data.tokenizers import ExportedTokenizer, exported_tokenizer
+from axsparse.data.tokenizers import (
+    EOS,
+    GENERATION,
+    JINJA,
+    SETTINGS,
+    ExportedTokenizer,
+    exported_tokenizer,
+    with_ends,
+)
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.stand_ins import tied_names
@@ -476,9 +484,10 @@ def hf_files(
 ) -> tuple[dict[str, bytes | Path], list[str]]:
     """The files next to weights of type `dtype`, by name, and remarks about them for the user.
 
-    They are copies of the files of `model.from` as long as its folder is there; otherwise they are
-    made from the settings and from the tokenizer of the training data. ConfigError if the folder of
-    `model.from` has other settings meanwhile, DataError if its config.json cannot be read.
+    They are copies of the files of `model.from` as long as its folder is there, but for another
+    template of the chats in the training data; otherwise they are made from the settings and from
+    the tokenizer of the training data. ConfigError if the folder of `model.from` has other settings
+    meanwhile, DataError if its config.json cannot be read.
     """
     named, notes = str(dtype).removeprefix("torch."), []
     source = None if config.from_ is None else Path(config.from_)
@@ -492,17 +501,38 @@ def hf_files(
         text = (source / CONFIG_FILE).read_bytes() if same else _json(typed)
         files = _companions(source)
         files.pop(CARD, None)
+        if tokenizer is not None and tokenizer.chat_template:
+            files |= _learnt_chats(source, theirs, tokenizer)
         return {**files, CONFIG_FILE: text}, []
+    files = {}
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
     if tokenizer is not None:
         texts[CONFIG_FILE] |= tokenizer.ids
         texts |= tokenizer.files(config.sequence_length)
+        files = dict(tokenizer.template_files())
     elif source is not None:
         notes = [
             f"model.from {config.from_} is there no more: there are no files of a tokenizer; copy "
             "them"
         ]
-    return {name: _json(text) for name, text in texts.items()}, notes
+    return {**files, **{name: _json(text) for name, text in texts.items()}}, notes
+
+
+def _learnt_chats(
+    source: Path, config: Mapping[str, Any], tokenizer: ExportedTokenizer
+) -> dict[str, bytes]:
+    """The files of the training data's chat template and of the tokens that end an answer, unless
+    the folder `source`, with this config.json, has the same."""
+    settings, generation = (
+        read_json(source / name) if (source / name).is_file() else {}
+        for name in (SETTINGS, GENERATION)
+    )
+    same = settings.get("chat_template") == tokenizer.chat_template
+    files = {} if same and not (source / JINJA).exists() else tokenizer.template_files()
+    ids = ("bos_token_id", EOS, "pad_token_id")
+    generation = generation or {key: config[key] for key in ids if key in config}
+    stops = with_ends(generation, tokenizer.chat_ends)
+    return files if stops == generation else {**files, GENERATION: _json(stops)}
 
 
 def _has_type(source: Path, dtype: torch.dtype) -> bool:

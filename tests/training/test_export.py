@@ -15,6 +15,8 @@ import torch
 from support.allocated import peak_of
 from support.hf import SMALL_LLAMA, config_from, saved_with_pictures, write_llama
 from support.images import assert_equal_tensors, image_data, small_cnn, write_safetensors
+from support.preparing import MARKED, TURN, folder_of, template_of, write_jsonl
+from support.preparing import run as prepare
 from support.resuming import dense_state, ran
 from support.runs import (
     FEW_MICROBATCHES,
@@ -25,7 +27,9 @@ from support.runs import (
 )
 from torch import Tensor, nn
 
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, DataConfig
+from axsparse.data.preparation import Request
+from axsparse.data.tokenizers import exported_tokenizer
 from axsparse.models.layer import Model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
@@ -35,6 +39,7 @@ from axsparse.runtime.errors import (
     MissingInputError,
     OutputError,
 )
+from axsparse.runtime.files.atomic import write_new
 from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.training import export as exporting
 from axsparse.training.checkpoint.checkpoint_folder import CheckpointManifest, manifest_bytes
@@ -376,6 +381,52 @@ def test_a_config_of_pictures_and_text_says_the_type_that_is_written(
     assert isinstance(text, bytes)
     said = json.loads(text)
     assert (said["dtype"], said["text_config"]["dtype"]) == ("float32", "float32")
+
+
+SAID = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+NAMED = [{"name": "default", "template": template_of(TURN)}, {"name": "rag", "template": "{{ 1 }}"}]
+
+
+@pytest.mark.parametrize("base", [None, "bare", "other", "same"])
+@pytest.mark.parametrize("template", [template_of(TURN), template_of(MARKED), NAMED])
+def test_the_template_that_chats_were_learnt_by_goes_out_and_their_end_ends_a_text(
+    base: str | None, template: Any, transformers: Any, tmp_path: Path
+) -> None:
+    """Without a folder that the model begins at, with one without chats, with others, and its
+    own."""
+    chats = folder_of("plain", tmp_path, chat_template=template)
+    source = write_jsonl(tmp_path / "chats.jsonl", [{"messages": SAID}])
+    sidecar, _ = prepare(Request((source,), tmp_path / "tokens", tokenizer=chats))
+    data = DataConfig(source="tokens", path=str(tmp_path / "tokens"))
+    settings = {**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], "eos_token_id": 0}}
+    if base is not None:
+        start = tmp_path / "start"
+        write_llama(start)
+        (start / "config.json").write_text(json.dumps(settings["hf"]))
+        kind = {"bare": "none", "other": "refuses"}.get(base)
+        folder = chats if kind is None else folder_of(kind, tmp_path)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(folder / name, start)
+        settings["from"] = str(start)
+        if base == "same":
+            (start / "generation_config.json").write_text('{"eos_token_id": [0, 257], "top_k": 3}')
+
+    made = exported_tokenizer(data, "tokens", sidecar.train.digest)
+    files, _ = hf_files(config_of(model=settings).model, torch.float32, made)
+
+    out = tmp_path / "out"
+    for name, content in files.items():
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        write_new(out / name, content)
+    theirs, ours = map(transformers.AutoTokenizer.from_pretrained, (str(chats), str(out)))
+    assert ours.chat_template == theirs.chat_template
+    assert ours.apply_chat_template(SAID) == theirs.apply_chat_template(SAID)
+    ends = transformers.GenerationConfig.from_pretrained(str(out))
+    assert ends.eos_token_id == [0, 257]
+    assert ends.bos_token_id == (None if base == "same" else 0 if base is None else 1)
+    if base == "same" and isinstance(template, str):
+        assert files["generation_config.json"] == tmp_path / "start" / "generation_config.json"
+        assert "chat_template.jinja" not in files
 
 
 def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
