@@ -9,10 +9,13 @@ from __future__ import annotations
 import copy
 import faulthandler
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from axsparse.runtime.communication import (
@@ -25,7 +28,12 @@ from axsparse.runtime.communication import (
 )
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.machine import SleepingBackoff, own_share, share_cores
-from axsparse.runtime.process import exit_at_once, flush_streams
+from axsparse.runtime.process import (
+    LAUNCHER_VARIABLES,
+    SIZE_VARIABLES,
+    exit_at_once,
+    flush_streams,
+)
 from axsparse.runtime.shared_segments import remove_own
 
 if TYPE_CHECKING:
@@ -37,6 +45,19 @@ if TYPE_CHECKING:
 START_SECONDS = 600.0
 """How long a rank waits for all others to start MPI. MPICH's mpirun does not notice a process
 that ends before it has started MPI, and all others would wait for ever."""
+NOTICE_SECONDS = 30.0
+"""How long it waits before it says so."""
+_SPEAKER = """
+import select, sys
+for number in (1, 2):
+    if select.select([0], [], [], float(sys.argv[number]))[0]:
+        break
+    sys.stderr.write(f"axsparse: {sys.argv[number + 2]}\\n")
+    sys.stderr.flush()
+"""
+"""A program that says a line after some seconds, and another one, until its stdin is closed."""
+SPEAKERS = ("0", "1")
+"""The ranks that say that they wait: rank 1 where rank 0 is missing."""
 FORWARDED_SECONDS = 0.3
 """How long a launcher has to pass on a last line. It drops output that it has not read by the
 abort, as MPICH's did on a machine with more to do than cores."""
@@ -144,15 +165,47 @@ def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
 
 
 def wait_until_all_ranks_have_started() -> None:
-    """Start MPI; after `START_SECONDS` this process ends with a traceback that shows this name."""
+    """Start MPI; after `START_SECONDS` this process ends, with a line or with a traceback."""
     if "mpi4py.MPI" in sys.modules:
         return
-    # Its timer is a thread of C, which runs while MPI holds the interpreter.
-    faulthandler.dump_traceback_later(START_SECONDS, exit=True)
-    try:
-        from mpi4py import MPI  # noqa: F401 - importing it starts it
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    rank = next((os.environ[name] for name in LAUNCHER_VARIABLES if name in os.environ), "")
+    with _announced_wait(rank), Path(os.devnull).open("w") as nowhere:
+        out = nowhere if rank in SPEAKERS else sys.stderr
+        # Its timer is a thread of C, which runs while MPI holds the interpreter.
+        faulthandler.dump_traceback_later(START_SECONDS + 2.0, exit=True, file=out)
+        try:
+            from mpi4py import MPI  # noqa: F401 - importing it starts it
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+
+@contextmanager
+def _announced_wait(rank: str) -> Iterator[None]:
+    """Say meanwhile, by another process, that this rank waits for others to start MPI."""
+    if rank not in SPEAKERS:
+        yield
+        return
+    import subprocess  # a hundredth of a second, which commands without ranks do not need
+
+    size = next((os.environ[name] for name in SIZE_VARIABLES if name in os.environ), "")
+    who = f"rank {rank} on {socket.gethostname()}"
+    lines = [
+        f"{who} waits for all {size} ranks to start MPI, as a first Trainer does; after "
+        f"{START_SECONDS:g} s the job ends",
+        f"error: {who}: not all {size} ranks have started MPI within {START_SECONDS:g} s; see what "
+        "the missing ones do before their first Trainer",
+    ]
+    seconds = (str(NOTICE_SECONDS), str(START_SECONDS - NOTICE_SECONDS))
+    speaker: AbstractContextManager[object] = nullcontext()
+    with suppress(OSError):  # the limit of processes may be reached
+        speaker = subprocess.Popen(  # noqa: S603 - the program is ours
+            [sys.executable, "-IS", "-c", _SPEAKER, *seconds, *lines],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    with speaker:
+        yield
 
 
 def mpi_library() -> str:
