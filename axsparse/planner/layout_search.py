@@ -27,7 +27,6 @@ from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 
 if TYPE_CHECKING:
-    from axsparse.planner.baselines import Baseline
     from axsparse.planner.profiled_model import ProfiledModel
 
 
@@ -181,7 +180,6 @@ class Plan:
     taken: Mapping[str, object] = field(default_factory=dict)
     """Settings in addition to the layout that the plan chose, as the configuration says nothing of
     them."""
-    baselines: Sequence[Baseline] = ()
 
     @property
     def recommended(self) -> Candidate:

@@ -17,7 +17,6 @@ from axsparse.models.model_profile import profile
 from axsparse.models.teacher import with_teacher
 from axsparse.models.zoo.model_registry import model_without_weights
 from axsparse.planner.auto_layout import has_costs, run_request
-from axsparse.planner.baselines import baselines
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import NoLayoutError, Plan, plan
 from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
@@ -105,12 +104,9 @@ class PlannedModel:
             except NoLayoutError as error:
                 failed = error
                 continue
-            best = found.recommended
             before, after = own.by_key(), tried.config.by_key()
             return replace(
-                found,
-                taken={key: after[key] for key in after if after[key] != before[key]},
-                baselines=baselines(tried.dense, best.layout, best.loads, request),
+                found, taken={key: after[key] for key in after if after[key] != before[key]}
             )
         # The least memory is that of weights which are sparse at rest, where that is open.
         *_, model = request.model, *request.others.values()
@@ -121,9 +117,8 @@ class PlannedModel:
         refusal = Refusal(
             request=request,
             rejected=failed.rejected,
-            least=least,
+            least_bytes=least,
             fewest=fewest_devices(request) if own.layout.g_data == "auto" else None,
-            baselines=baselines(tried.dense, least.layout, least.loads, request),
         )
         raise DoesNotFitError(refusal) from None
 

@@ -8,8 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from axsparse.config.section import counted
-from axsparse.planner.baselines import PAPER, Baseline
-from axsparse.planner.layout_search import WAYS, Candidate, Layout, Plan, Rejection, SearchRequest
+from axsparse.planner.layout_search import WAYS, Candidate, Plan, Rejection, SearchRequest
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_cost import STEP_PHASES
 from axsparse.planner.what_fits import RECOMPUTED, Refusal, short
@@ -17,9 +16,8 @@ from axsparse.planner.what_fits import RECOMPUTED, Refusal, short
 MOST_ROWS = 12
 MOST_STAGES = 8
 """The memory of so many stages is printed: the first ones, the fullest and the last."""
-STATE = "bytes of state a parameter"
 _LEFT = frozenset(
-    {STATE, "layout", "weights", "stage", "layers", "method", "backward", "tensor", ""}
+    {"layout", "weights", "stage", "layers", "method", "backward", "tensor", ""}
     | {"name", "unit", "table", "cluster", "worst row", "a miss by"}
 )
 
@@ -27,14 +25,6 @@ _LEFT = frozenset(
 def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
     for plan in plans:
         yield f"{plan.request.method}: " * (len(plans) > 1) + answer(plan)
-    last = plans[-1]
-    if last.baselines:
-        own = [
-            (f"{plan.request.method}, {plan.recommended.layout.grid}", plan.recommended.most_bytes)
-            for plan in plans
-        ]
-        yield ""
-        yield from _baseline_lines(own, last.baselines, last.recommended.layout, last.request)
     for plan in plans:
         yield ""
         yield from _of_one(plan)
@@ -46,11 +36,7 @@ def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
 
 
 def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
-    least, request = refusal.least, refusal.request
     yield refusal.answer
-    yield ""
-    own = [(f"{request.method}, {least.layout.grid}", least.nbytes)]
-    yield from _baseline_lines(own, refusal.baselines, least.layout, request)
     yield ""
     yield "rejected, with the work of the stages balanced:"
     yield from rejections(refusal.rejected)
@@ -65,31 +51,6 @@ def answer(plan: Plan) -> str:
     recomputed = RECOMPUTED * plan.request.model.recomputes
     stored = f", {WAYS[best.weights]}" if WAYS[best.weights] else ""
     return f"fits: {best.layout.grid}, {used} of {rank_budget} GB{stored}{recomputed}"
-
-
-def _baseline_lines(
-    own: Sequence[tuple[str, float]],
-    others: Sequence[Baseline],
-    layout: Layout,
-    request: SearchRequest,
-) -> Iterator[str]:
-    """The memory of a device by `own` plans and by other ways of training."""
-    budget, overhead = request.rank_budget, gigabytes(request.cluster.overhead_bytes)
-    named = [(name, "by plan", nbytes) for name, nbytes in own]
-    named += [(each.name, each.formula, each.nbytes) for each in others]
-    yield from table(
-        {
-            "": name,
-            "GB a device": gigabytes(nbytes),
-            f"fits {short(budget)}": "yes" if nbytes <= budget else "no",
-            STATE: formula,
-        }
-        for name, formula, nbytes in named
-    )
-    yield (
-        f"dense: formulas of the ZeRO paper ({PAPER}), activations of microbatches of "
-        f"{layout.microbatch_size} and {overhead} GB of overhead; no buffers"
-    )
 
 
 def _of_one(plan: Plan) -> Iterator[str]:
@@ -252,7 +213,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     cluster = plan.request.cluster
     return {
         "answer": answer(plan),
-        **_request_json(plan.request, plan.rejected, plan.baselines),
+        **_request_json(plan.request, plan.rejected),
         "taken": dict(plan.taken),
         "because": because(plan),
         "rows": [_row_json(plan, row) for row in plan.rows],
@@ -266,15 +227,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def refusal_json(refusal: Refusal) -> dict[str, Any]:
     return {
         "answer": refusal.answer,
-        **_request_json(refusal.request, refusal.rejected, refusal.baselines),
-        "least_bytes": refusal.least.nbytes,
+        **_request_json(refusal.request, refusal.rejected),
+        "least_bytes": refusal.least_bytes,
         "fewest_devices": refusal.fewest,
     }
 
 
-def _request_json(
-    request: SearchRequest, rejected: Sequence[Rejection], baselines: Sequence[Baseline]
-) -> dict[str, Any]:
+def _request_json(request: SearchRequest, rejected: Sequence[Rejection]) -> dict[str, Any]:
     return {
         "method": request.method,
         "model": request.model.name,
@@ -284,15 +243,6 @@ def _request_json(
         "memory_bytes": request.rank_budget,
         "recomputes": request.model.recomputes,
         "rejected": list(map(asdict, rejected)),
-        "baselines": [
-            {
-                "name": each.name,
-                "formula": each.formula,
-                "bytes": each.nbytes,
-                "fits": each.nbytes <= request.rank_budget,
-            }
-            for each in baselines
-        ],
     }
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import cache
 
 from axsparse.config.section import counted
-from axsparse.planner.baselines import Baseline
 from axsparse.planner.layout_search import Layout, Rejection, SearchRequest, split_layers
 from axsparse.planner.stage_memory import StageLoad
 from axsparse.runtime.errors import ConfigError
@@ -18,33 +17,23 @@ from axsparse.runtime.grid import Grid
 RECOMPUTED = ", recomputing activations"
 
 
-@dataclass(frozen=True)
-class Least:
-    """The layout that needs least memory of a number of devices."""
-
-    nbytes: float
-    """Memory of a device with which a plan finds a layout, rounded up as it is shown."""
-    layout: Layout
-    loads: Sequence[StageLoad]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
     """The reason why no layout fits, and sufficient memory or devices."""
 
     request: SearchRequest
     rejected: Sequence[Rejection]
-    least: Least
+    least_bytes: float
+    """Memory of a device with which a plan finds a layout, rounded up as it is shown."""
     fewest: int | None
     """The fewest devices of this memory that would do; None if no number does, or if the number of
     replicas is given, so that no others were tried."""
-    baselines: Sequence[Baseline]
 
     @property
     def answer(self) -> str:
         request = self.request
         said = f"does not fit: {counted(request.gpus, 'device')} would do with "
-        said += f"{short(self.least.nbytes)} GB"
+        said += f"{short(self.least_bytes)} GB"
         if self.fewest is not None:
             said += f", {self.fewest} with {short(request.rank_budget)}"
         return said + RECOMPUTED * request.model.recomputes
@@ -58,15 +47,14 @@ class DoesNotFitError(ConfigError):
         self.refusal = refusal
 
 
-def least_memory(request: SearchRequest) -> Least | None:
-    """The least memory that the devices of the request need; None if they have no layout."""
+def least_memory(request: SearchRequest) -> float | None:
+    """The bytes that each device of the request needs; None if they have no layout."""
     layouts = list(_layouts(request, request.gpus))
     if not layouts:
         return None
 
-    def fitting(rank_budget: float) -> tuple[Layout, Sequence[StageLoad]] | None:
-        tried = ((layout, _loads(request, layout, rank_budget)) for layout in layouts)
-        return next(((layout, loads) for layout, loads in tried if loads is not None), None)
+    def fits(rank_budget: float) -> bool:
+        return any(_loads(request, layout, rank_budget) is not None for layout in layouts)
 
     overhead = request.cluster.overhead_bytes
     enough = min(
@@ -77,10 +65,7 @@ def least_memory(request: SearchRequest) -> Least | None:
     # Two digits are shown, and gigabytes without fractions.
     unit = min(1e9, 10.0 ** (math.floor(math.log10(enough)) - 1))
     units = range(1, math.ceil(enough / unit))
-    least = 1 + bisect_left(units, True, key=lambda number: fitting(number * unit) is not None)
-    found = fitting(least * unit)
-    assert found is not None, "it was tried"
-    return Least(least * unit, *found)
+    return unit * (1 + bisect_left(units, True, key=lambda number: fits(number * unit)))
 
 
 def fewest_devices(request: SearchRequest) -> int | None:

@@ -59,16 +59,11 @@ def test_a_cluster_file_to_begin_with_is_printed(axsparse: Axsparse, tmp_path: P
     assert replace(load_cluster(str(mine)), name="a100-pod") == load_cluster("a100-pod")
 
 
-def test_the_first_line_is_the_answer_and_a_table_follows(plan: Axsparse) -> None:
+def test_the_first_line_is_the_answer(plan: Axsparse) -> None:
     code, screen, _ = plan("--gpus", "4", "--memory", "2")
-    first, blank, heads, own, *others = screen.splitlines()[:8]
 
-    assert (code, first, blank) == (0, "fits: 1 stage × 4 replicas, 0.4 of 2 GB", "")
-    assert heads.split("  ")[-1] == "bytes of state a parameter"
-    assert own.startswith("samo, 1 stage × 4 replicas ") and own.endswith("yes  by plan")
-    assert [row.split("  ")[0] for row in others[:3]] == [
-        *("dense, DDP", "dense, ZeRO-1", "dense, ZeRO-3 or FSDP")
-    ]
+    assert code == 0
+    assert screen.splitlines()[:2] == ["fits: 1 stage × 4 replicas, 0.4 of 2 GB", ""]
 
 
 def test_where_nothing_fits_it_says_what_would_and_both_figures_are_true(plan: Axsparse) -> None:

@@ -120,13 +120,13 @@ def rejected(gpus: int, rank_budget: float, **sections: Any) -> Refusal | None:
 def test_where_nothing_fits_both_figures_are_the_least_that_do(gpus: int) -> None:
     nothing = rejected(gpus, 1.0)
     assert nothing is not None
-    least = nothing.least.nbytes
+    least = nothing.least_bytes
     less = least - 0.1e6  # two digits are shown
 
     assert rejected(gpus, least) is None
     found = rejected(gpus, less)
     assert found is not None and found.fewest is not None
-    assert found.least.nbytes == least
+    assert found.least_bytes == least
     assert rejected(found.fewest, less) is None
     for fewer in range(gpus, found.fewest):
         assert rejected(fewer, less) is not None
