@@ -185,11 +185,11 @@ class Calibration:
             dense[number] = self._forward(built, first + number, inputs)
         if self.healed is None or not self._take_healed(built, masks):
             # Without a name here, the inputs of the samples go as their outputs come below.
-            errors = self._prune(built, flow[: len(self.samples)], dense, targets, masks)
+            self._prune(built, flow[: len(self.samples)], dense, targets, masks)
             names = {tensor.name for tensor in built.state.owned}
             kept = {key: it for key, it in masks.drawn.items() if key.partition(" ")[2] in names}
             if self.healed is not None and kept:
-                self.healed.write(layer.name, kept, errors)
+                self.healed.write(layer.name, kept)
         for number, inputs in enumerate(flow):
             flow[number] = self._forward(built, number, inputs)
         for tensor in built.state.owned if self.forgets else ():
@@ -203,8 +203,8 @@ class Calibration:
         dense: Sequence[Tensors],
         targets: Sequence[Tensors],
         masks: CalibratedMasks,
-    ) -> tuple[float, float] | None:
-        """Draw one layer's masks and fit its kept weights; returns the errors of the last fit."""
+    ) -> None:
+        """Draw one layer's masks and fit its kept weights."""
 
         def pass_samples() -> None:
             for number, inputs in enumerate(samples):
@@ -212,13 +212,12 @@ class Calibration:
 
         self.pruning.draw(built, pass_samples, masks)
         if self.fit is None:
-            return None
+            return
         differences = self._differences(built, samples, dense)
-        errors = self._heal(self.fit, "error of a token", built, differences, masks)
+        self._heal(self.fit, "error of a token", built, differences, masks)
         if built.spec.name == self.pruned[-1]:
             losses = self._losses(built, samples, targets)
-            errors = self._heal(self.fit.by_loss, "loss of a target", built, losses, masks)
-        return errors
+            self._heal(self.fit.by_loss, "loss of a target", built, losses, masks)
 
     def _built(self, layer: Layer) -> BuiltLayer:
         alone = replace(self.options, replicas=ALONE, sharding=None, expansion=None)
@@ -250,8 +249,8 @@ class Calibration:
         built: BuiltLayer,
         errors_of: Errors,
         masks: CalibratedMasks,
-    ) -> tuple[float, float] | None:
-        """Fit a pruned layer; returns the errors before and after, which `what` names."""
+    ) -> None:
+        """Fit a pruned layer, and say the errors before and after, which `what` names."""
         name, module = built.spec.name, built.module
         shared = {*self.pruning.ties, *self.pruning.ties.values()}
         owned = {
@@ -266,7 +265,7 @@ class Calibration:
                 mask = masks.mask(tensor.name, shape, tensor.parameter.cpu).view(shape)
                 pruned[local] = mask.to(tensor.parameter.device)
         if not pruned:
-            return None
+            return
         masters = {}
         for local, tensor in owned.items():
             values = built.state.dense_master(tensor.name).to(tensor.parameter.device)
@@ -280,8 +279,7 @@ class Calibration:
             fitted = masks.drawn.get(f"{FITTED}{tensor.name}")
             if fitted is not None:
                 masters[local].copy_(fitted)
-        errors = fit.heal(module, masters, pruned, errors_of, len(self.samples))
-        before, after = errors
+        before, after = fit.heal(module, masters, pruned, errors_of, len(self.samples))
         if not math.isfinite(before):
             raise TrainingError(
                 f"pruning.heal: {name} puts out numbers in {self.options.stored.weight} that are "
@@ -298,7 +296,6 @@ class Calibration:
             else:
                 masks.drawn[f"{FITTED}{tensor.name}"] = masters[local].cpu().clone()
         self.says(f"heal: {name}: {what} {before:.4f} before, {after:.4f} after")
-        return errors
 
     def _differences(
         self, built: BuiltLayer, flow: Sequence[Tensors], wanted: Sequence[Tensors]

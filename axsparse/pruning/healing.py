@@ -17,7 +17,6 @@ block by block is from "A Free Lunch in LLM Compression" (arXiv 2510.14444).
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -194,25 +193,17 @@ class HealedLayers:
             return None
         return file if file.metadata.get(_FINGERPRINT) == self.fingerprint else None
 
-    def write(
-        self, layer: str, tensors: Mapping[str, Tensor], errors: tuple[float, float] | None = None
-    ) -> None:
-        """Write a layer's file, with its errors before and after; OutputError if that fails."""
+    def write(self, layer: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write a layer's file; OutputError if that fails."""
         if not self.writes:
             return
         headers = {name: header_of(tensor) for name, tensor in tensors.items()}
-        said = {_FINGERPRINT: self.fingerprint, _ERRORS: json.dumps(errors)}
+        said = {_FINGERPRINT: self.fingerprint}
         with writing(f"{self._path(layer)}: what is healed", "free the disk"):
             self.folder.mkdir(parents=True, exist_ok=True)
             remove_unfinished(self._path(layer))
             with new_path(self._path(layer)) as unfinished:
                 write_safetensors(unfinished, headers, iter(tensors.values()), said)
-
-    def errors(self, layer: str) -> tuple[float, float] | None:
-        """The error of a layer before and after it was fitted; None if it was not."""
-        file = self.read(layer)
-        found = None if file is None else json.loads(file.metadata[_ERRORS])
-        return None if found is None else (found[0], found[1])
 
     def value(self, layer: str, name: str, value: Tensor) -> Tensor:
         """The value of a parameter, by its global name, of a layer that is pruned; `value` is the
@@ -232,7 +223,7 @@ MASK, KEPT, FITTED = "mask ", "kept ", "fitted "
 """Prefixes of tensor names in the file of a layer, before the global names: masks in one bit an
 entry, the kept weights of matrices whose weights have changed, and the values of fitted parameters
 that are not pruned."""
-_FINGERPRINT, _ERRORS = "axsparse healed by", "errors"
+_FINGERPRINT = "axsparse healed by"
 
 
 def changed_value(
