@@ -310,7 +310,5 @@ def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:
 
 
 def test_a_card_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(
-        OutputError, match=r"^--out: the model card in .*/none cannot be written"
-    ):
+    with pytest.raises(OutputError, match=r"^--out: the model card in .*/none cannot be written"):
         write_card(tmp_path / "none", "text")
