@@ -30,7 +30,7 @@ from axsparse.data.token_file import (
     stored,
     token_path,
 )
-from axsparse.data.tokenizers import BLEND, STDLIB_SEPARATOR, split_name
+from axsparse.data.tokenizers import BLEND, STDLIB_SEPARATOR, check_tokenizers, split_name
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
 
 
@@ -56,12 +56,13 @@ def _token_datasets(config: Config) -> Datasets:
     The validation data are `data.validation`, else the validation parts of all sources.
     """
     data, asks = config.data, config.train.eval_steps != 0
-    where = "data.sources" if data.blend else "data.path"
+    where = "data.blend" if data.blend else "data.path"
     # The validation parts that `data.validation` replaces are not opened.
     validates = asks and data.validation is None
     splits: tuple[Split, ...] = ("train", "validation") if validates else ("train",)
     weights = dict(token_sources(data))
     opened = [_tokens_at(config, Path(path), where, splits) for path in weights]
+    check_tokenizers(config)
     training: Dataset = opened[0]["train"]
     if data.blend:
         training = Blend([parts["train"] for parts in opened], [*weights.values()])

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
@@ -30,10 +30,16 @@ from axsparse.data.token_file import (
     digest_of,
     read_sidecar,
 )
-from axsparse.runtime.errors import ConfigError, DataError, printable, reading
+from axsparse.runtime.errors import (
+    ConfigError,
+    DataError,
+    MissingInputError,
+    printable,
+    reading,
+)
 
 if TYPE_CHECKING:
-    from axsparse.config.schema import DataConfig
+    from axsparse.config.schema import Config, DataConfig
 
 
 Tokens = NDArray[np.unsignedinteger[Any]]
@@ -440,6 +446,65 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
         chat_template=chats.chat_template,
         chat_ends=chats.chat_ends,
     )
+
+
+def check_tokenizers(config: Config) -> None:
+    """ConfigError if the folder of the model or of its teacher, or one of the folders of tokens,
+    has another tokenizer than the first of them.
+
+    Tokenizers are the same if no id is another word in each. Special and added words may differ: a
+    model for chats calls some of them otherwise. Folders without a tokenizer.json can be of any.
+    """
+    named = {"model.from": config.model.from_, "train.teacher": config.train.teacher}
+    places = [(key, Path(folder)) for key, folder in named.items() if folder is not None]
+    key = "data.blend" if config.data.blend else "data.path"
+    places += [(key, Path(path)) for path, _ in token_sources(config.data)]
+    if config.data.validation is not None:
+        places.append(("data.validation", Path(config.data.validation)))
+    known: tuple[Path, bytes] | None = None
+    for key, folder in places:
+        text = _tokenizer_text(folder)
+        if text is None or (known is not None and known[1] == text):
+            continue
+        if known is None:
+            known = folder, text
+            continue
+        first, words, theirs = known[0], _ordinary_words(known[1]), _ordinary_words(text)
+        for id_ in words.keys() & theirs.keys():
+            if words[id_] != theirs[id_]:
+                way = "name one that has the same"
+                if key not in named and (first / TOKENIZER).is_file():
+                    way = f"prepare it by `axsparse data prepare --tokenizer {first}`"
+                raise ConfigError(
+                    f"{config.where(key)}: {folder} has another tokenizer than {first} (token "
+                    f"{id_} is {theirs[id_]!r} here and {words[id_]!r} there); {way}"
+                )
+
+
+def _tokenizer_text(folder: Path) -> bytes | None:
+    """The tokenizer.json of a folder of a model or of tokens, also where tokens are bytes."""
+    with suppress(OSError, DataError, MissingInputError):
+        if (folder / SIDECAR).is_file():
+            sidecar = read_sidecar(folder, WHERE)
+            if sidecar.tokenizer.kind == "bytes":
+                return json.dumps(byte_tokenizer(sidecar.separator).tokenizer).encode()
+        return (folder / TOKENIZER).read_bytes()
+    return None
+
+
+def _ordinary_words(text: bytes) -> dict[int, str]:
+    """The words of a tokenizer.json by their ids, but for added ones; none of another format."""
+    with suppress(ValueError, KeyError, TypeError, AttributeError):
+        content = json.loads(text)
+        words = content["model"]["vocab"]
+        added = {one["id"] for one in content["added_tokens"]}
+        by_id = (
+            dict(enumerate(word for word, _ in words))
+            if isinstance(words, list)
+            else {id_: word for word, id_ in words.items()}
+        )
+        return {id_: word for id_, word in by_id.items() if id_ not in added}
+    return {}
 
 
 def byte_tokenizer(separator: int) -> ExportedTokenizer:

@@ -113,10 +113,13 @@ def test_a_blend_goes_on_where_it_was_and_a_changed_source_is_refused(
 
     whole = go("whole", (1, 1))
     go("cut", (2, 1), stop_after=2)
+    for ending in ("bin", "idx"):
+        (tmp_path / f"third.{ending}").rename(tmp_path / f"moved.{ending}")
+    loaded = loaded_of(blend.replace("/third=", "/moved="), "train.steps=5")
     rest = go("cut", (1, 2), resume="auto")
     assert rest.losses == {step: whole.losses[step] for step in (3, 4, 5)}
 
-    file = tmp_path / "third.bin"
+    file = tmp_path / "moved.bin"
     file.write_bytes(b"\x08" + file.read_bytes()[1:])
     with pytest.raises(DataError, match=r"data: blend of .* has fingerprint \w+, checkpoint"):
         go("cut", (1, 1), resume="auto")

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.preparing import LINE, run
 
+from axsparse.config.load import configure
 from axsparse.config.schema import DataConfig
 from axsparse.data import tokenizers
 from axsparse.data.preparation import Request
@@ -27,6 +29,7 @@ from axsparse.data.tokenizers import (
     LongText,
     Subwords,
     byte_tokenizer,
+    check_tokenizers,
     exported_tokenizer,
     given_tokenizer,
     import_tokenizers,
@@ -331,3 +334,34 @@ def test_data_of_ones_own_have_no_tokenizer(tmp_path: Path) -> None:
     assert exported_tokenizer(data, name, "of other data") is None
     assert exported_tokenizer(DataConfig(), "random", "0") is None
     assert exported_tokenizer(DataConfig(), *OF_STDLIB) is not None
+
+
+def tokenizer_json(words: Any, added: list[int]) -> str:
+    return json.dumps({"model": {"vocab": words}, "added_tokens": [{"id": id_} for id_ in added]})
+
+
+@pytest.mark.parametrize(
+    ("other", "is_same"),
+    [
+        (tokenizer_json([["a", -1.0], ["b", -2.0], ["<s>", 0.0]], []), True),
+        (tokenizer_json({"a": 0, "b": 1, "<s>": 2, "c": 3}, []), True),
+        (tokenizer_json({"a": 0, "b": 1}, []), True),
+        (tokenizer_json({"a": 0, "b": 1, "<bos>": 2}, [2]), True),
+        (tokenizer_json({"a": 0, "b": 1, "c": 2}, []), True),  # which the first one has renamed
+        ('{"model": {"vocab": ["a"]}}', True),
+        ("no tokenizer", True),
+        (tokenizer_json({"b": 0, "a": 1}, []), False),
+        (tokenizer_json([["a", -1.0], ["c", -2.0]], []), False),
+        (tokenizer_json(byte_tokenizer(0).tokenizer["model"]["vocab"], [0]), False),
+    ],
+)
+def test_tokens_are_of_another_tokenizer_if_an_ordinary_id_is_another_word(
+    other: str, is_same: bool, tmp_path: Path
+) -> None:
+    for name, text in (("a", tokenizer_json({"a": 0, "b": 1, "<s>": 2}, [2])), ("b", other)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(text)
+    blend = f"data.blend=[{tmp_path / 'a'}=1, {tmp_path / 'b'}=1]"
+
+    with nullcontext() if is_same else pytest.raises(ConfigError, match="has another tokenizer"):
+        check_tokenizers(configure(None, ["data.source=tokens", blend]))

@@ -209,7 +209,7 @@ MEANS = (
 )
 """Beginnings of keys that say where and how a run computes: at most, the order of sums."""
 FREE = (
-    *(*MEANS, "data.sources", "data.validation", "train.steps", "train.eval_"),
+    *(*MEANS, "data.blend", "data.validation", "train.steps", "train.eval_"),
     "pruning.calibration_samples",
 )
 """Keys, or prefixes of keys, whose values may change in a resumed run."""
