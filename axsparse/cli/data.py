@@ -96,13 +96,18 @@ def _add_tokenizer(arguments: CommandParser) -> None:
     )
 
 
-def _add_reading(add: Callable[..., object]) -> None:
-    """The options that say how files are split into documents; `add` is `add_argument`."""
+def add_jsonl_field(add: Callable[..., object]) -> None:
+    """The option that names the field of records that has the text."""
     text = (
         "key of the text, chat or ids in a record or row (default: the first of input_ids, "
         "messages, conversations, prompt with completion, text that is there)"
     )
     add("--jsonl-field", metavar="NAME", default=Reading.jsonl_field, help=text)
+
+
+def _add_reading(add: Callable[..., object]) -> None:
+    """The options that say how files are split into documents; `add` is `add_argument`."""
+    add_jsonl_field(add)
     text = (
         "documents of a text file: none (the file is one), blank-line (blank lines separate "
         "them), lines:N (every N lines are one), regex:PATTERN (each line that matches begins "

@@ -8,18 +8,23 @@ import sys
 from functools import partial
 from typing import Literal
 
-from axsparse.cli.parser import CommandParser, add_checkpoint, integer, say
+from axsparse.cli.parser import CommandParser, add_checkpoint, add_set, integer, say
 from axsparse.runtime.console import make_console
+from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
 Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is
-taken, or one checkpoint in it; the data of its configuration must still be there:
+taken, or one checkpoint in it; --set says where its data are now, or names other validation data:
 
   axsparse evaluate runs/my_run
   axsparse evaluate runs/my_run --step 500 --batches 4
+  axsparse evaluate runs/my_run --set data.path=moved/tokens
 
 One process computes it on the CPU, in the precision and with the microbatches of the run.
 """
+
+PLACES = ("data.path", "data.blend", "data.validation")
+"""The settings of a run that may be others here."""
 
 
 def parser() -> CommandParser:
@@ -27,6 +32,7 @@ def parser() -> CommandParser:
     add_checkpoint(arguments.add_argument)
     text = "global batches of validation data, as train.eval_steps (default %(default)s)"
     arguments.add_argument("--batches", metavar="N|all", type=_batches, default="all", help=text)
+    add_set(arguments.add_argument, "data.path, data.blend or data.validation; may be repeated")
     return arguments
 
 
@@ -36,14 +42,20 @@ def _batches(text: str) -> int | Literal["all"]:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
+    from axsparse.config.load import configure
     from axsparse.data.sources import open_datasets
     from axsparse.observe.metrics import perplexity
     from axsparse.training.evaluation import evaluate_saved, open_saved_model
 
     saved = open_saved_model(arguments.run, arguments.step)
+    config, given = saved.config, arguments.overrides
+    if other := [each for each in given if each.partition("=")[0].strip() not in PLACES]:
+        raise ConfigError(f"--set: {other[0]} is the run's own; set one of {', '.join(PLACES)}")
+    there = {f"data.{key}": value for key, value in config.data.model_dump(mode="json").items()}
     # A run without evaluations does not open its validation data.
-    train = saved.config.train.model_copy(update={"eval_steps": "all"})
-    datasets = open_datasets(saved.config.model_copy(update={"train": train}))
+    train = config.train.model_copy(update={"eval_steps": "all"})
+    data = configure(there, given).data
+    datasets = open_datasets(config.model_copy(update={"data": data, "train": train}))
     with contextlib.closing(make_console(sys.stderr)) as console:
         show = partial(console.progress, text="batches")
         evaluation = evaluate_saved(saved, datasets, arguments.batches, show)

@@ -270,14 +270,13 @@ def add_configuration(add: Callable[..., object]) -> None:
         help="a path, or the name of a bundled configuration such as quickstart.yaml; without it, "
         "the defaults (a training run then needs a --set)",
     )
-    add(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="override one key, such as layout.g_inter=2; may be repeated",
-    )
+    add_set(add, "override one key, such as layout.g_inter=2; may be repeated")
+
+
+def add_set(add: Callable[..., object], text: str) -> None:
+    """The option that overrides keys of a configuration."""
+    metavar = "KEY=VALUE"
+    add("--set", metavar=metavar, action="append", default=[], dest="overrides", help=text)
 
 
 def add_checkpoint(add: Callable[..., object]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from axsparse.cli.data import add_jsonl_field
 from axsparse.cli.parser import (
     CommandParser,
     add_configuration,
@@ -70,6 +71,7 @@ def parser() -> CommandParser:
     add("--data", metavar="INPUT", nargs="+", type=Path, help="files and folders of text")
     text = "the token after each document (default: the tokenizer's eos_token)"
     add("--separator", metavar="TOKEN", help=text)
+    add_jsonl_field(add)
     text = "files and folders of text to evaluate on (default: a twentieth of --data)"
     add("--validation", metavar="INPUT", nargs="+", type=Path, default=[], help=text)
     text = (
@@ -152,6 +154,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             schedule=arguments.schedule,
             method=arguments.method,
             separator=arguments.separator,
+            jsonl_field=arguments.jsonl_field,
         )
         prune_folder(job, order)
 

@@ -8,6 +8,7 @@ reports the result. A second start with the same arguments skips the steps that 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -28,6 +29,7 @@ from axsparse.config.hf_config import read_json
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config
 from axsparse.data.dataset import Datasets
+from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
 from axsparse.data.token_file import read_sidecar
@@ -36,7 +38,7 @@ from axsparse.models.start_weights import FromFile
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.observe.metrics import perplexity
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import StoppedError, writing
+from axsparse.runtime.errors import AxsparseError, writing
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.job import Job
@@ -53,6 +55,28 @@ UNTRAINED = (
 """Settings of a model that is evaluated or saved, and makes no step: state without moments."""
 
 
+OPTIONS = {
+    "--resume auto": "the same command",
+    "another --run-dir": "another --out",
+    "--tokenizer": "--from",
+}
+"""Options in errors of data and of training, and their names in this command."""
+
+
+@contextlib.contextmanager
+def own_options() -> Iterator[None]:
+    """Have errors name the options of this command."""
+    try:
+        yield
+    except AxsparseError as error:
+        said = str(error)
+        for there, here in OPTIONS.items():
+            said = said.replace(there, here)
+        error.args = (said,)
+        raise
+
+
+@own_options()
 def prune_folder(job: Job, order: PruneOrder) -> None:
     """Do all that `axsparse prune` without `--dry-run` promises; all ranks call this together."""
     transport = job.transport
@@ -63,11 +87,7 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     together(transport, lambda: _prepare(order) if is_first else None)
     order, asked = together(transport, partial(_with_settings, order))
     together(transport, lambda: order.adopt(asked) if is_first else None)
-    try:
-        facts = (_trained if order.heal == "train" else _pruned)(job, order, asked)
-    except StoppedError as stopped:
-        saved = str(stopped).partition("; ")[0]
-        raise StoppedError(f"{saved}; the same command continues") from None
+    facts = (_trained if order.heal == "train" else _pruned)(job, order, asked)
 
     def write() -> None:
         if not is_first:
@@ -245,6 +265,7 @@ def _prepare(order: PruneOrder) -> None:
         validation_fraction=0.0 if order.validation else 0.05,
         tokenizer=order.source,
         separator=order.separator,
+        reading=Reading(jsonl_field=order.jsonl_field),
     )
     prepare_and_show(request, len(os.sched_getaffinity(0)))
 

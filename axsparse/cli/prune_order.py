@@ -19,6 +19,7 @@ from axsparse.config.hf_config import BUNDLED, read_json
 from axsparse.config.load import configure
 from axsparse.config.messages import shorten
 from axsparse.config.schema import Config, final_sparsity, prunes, sample_length
+from axsparse.data.documents import Reading
 from axsparse.models.start_weights import fingerprint, open_weights
 from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.files.atomic import new_path, remove_unfinished
@@ -68,6 +69,8 @@ class PruneOrder:
     """The value of `pruning.method`; None also if a configuration has it."""
     separator: str | None = None
     """The token after each document; None for the tokenizer's end of a text."""
+    jsonl_field: str = Reading.jsonl_field
+    """The key of the text, chat or ids in a record."""
 
     @property
     def work(self) -> Path:

@@ -76,7 +76,7 @@ def _token_datasets(config: Config) -> Datasets:
         raise ConfigError(
             f"{config.where(where)}: {', '.join(weights)} has no validation part, which "
             "train.eval_steps asks for; prepare it with --validation or --validation-fraction, "
-            "name other tokens in data.validation, or set train.eval_steps=0"
+            "name other tokens in data.validation, or set train.eval_steps=0 to train without"
         )
     if len(held_out) == 1:
         return Datasets(training, held_out[0])

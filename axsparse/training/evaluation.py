@@ -187,7 +187,8 @@ def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
     data = DataEntry(
         name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0
     )
-    reject_other_data(saved.checkpoint, data)
+    way = "evaluate on data of a program by ax.Trainer(…, resume=RUN).evaluate()"
+    reject_other_data(saved.checkpoint, data, way)
     if validation is None:
         raise ConfigError(f"evaluate: {training.name} has no validation data; nothing to do")
     check_data(

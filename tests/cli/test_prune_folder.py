@@ -247,7 +247,7 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
     assert stopped.returncode == EXIT_SAVED and killed.returncode == -signal.SIGKILL
     assert re.search(
         r"^axsparse: stopped after step \d+, saved in cut\.run/run/checkpoints; the same command "
-        "continues$",
+        "goes on$",
         stopped.stdout,
         re.MULTILINE,
     )

@@ -35,6 +35,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import axsparse as ax
 from axsparse.__main__ import main
+from axsparse.cli.prune_folder import prune_folder
+from axsparse.cli.prune_order import PruneOrder
 from axsparse.config import load, validate
 from axsparse.config.load import configure
 from axsparse.config.schema import Config, WatchdogConfig
@@ -413,6 +415,30 @@ def chats(kind: str, turns: int = 1, chat_template: Any = None, **columns: Any) 
     said = [{"role": role, "content": role} for role in ("user", "assistant")] * turns
     source = preparing.write_jsonl(Path("chats.jsonl"), [{"messages": said, **columns}])
     preparing.run(preparation.Request((source,), Path("out"), tokenizer=folder))
+
+
+def trained_on_moved_tokens() -> None:
+    """A run `mine`, whose tokens were in `out` and are in `moved` now."""
+    if Path("moved").exists():
+        return
+    prepare(b"a text of words " * 99, validation_fraction=0.2)
+    data = {"source": "tokens", "path": "out"}
+    config = tiny_config(data=data, model={"vocab_size": 256}, train={"steps": 1})
+    ran((1, 1), config, Path("mine"), data=sources.token_datasets(Path("out"), 12)["train"])
+    Path("out").rename("moved")
+
+
+def pruned(field: str, chat_template: str | None = None, **order: Any) -> None:
+    """Prune a folder by texts in a field of records."""
+    folder = preparing.folder_of("none", Path(), chat_template=chat_template)
+    gpt2_folder(folder, small_gpt().model_copy(update={"vocab_size": 258}))
+    said = "a text of words " * 40
+    value = [{"role": "user", "content": said}] if field == "messages" else said
+    texts = preparing.write_jsonl(Path("texts.jsonl"), [{field: value}] * 40)
+    given = [folder, (texts,), (), Path("pruned"), "prune_llama.yaml"]
+    few = ["batch.global_batch_size=8", "pruning.calibration_samples=8", "train.eval_steps=1"]
+    asked = PruneOrder(*given, tuple(few), "none", **order)
+    prune_folder(Job(LocalTransport(LocalWorld[object](1), 0)), asked)
 
 
 def megatron(*number: Any, **sizes: int) -> None:

@@ -223,6 +223,8 @@ START = ("model.from", "model.weights", "model.new", "train.teacher")
 """Keys of the first weights, which a checkpoint replaces by its own, and of the teacher, whose
 weights are compared; changes are printed."""
 
+OTHER_RUN = "start another run"
+
 
 def reject_other_model(checkpoint: Checkpoint, profile: ModelProfile) -> None:
     """DataError if the parameters or layers of the model differ from the checkpoint's."""
@@ -252,15 +254,16 @@ def reject_other_model(checkpoint: Checkpoint, profile: ModelProfile) -> None:
         )
 
 
-def reject_other_data(checkpoint: Checkpoint, data: DataEntry) -> None:
-    """DataError if the training data differ from the checkpoint's; their path may differ."""
+def reject_other_data(checkpoint: Checkpoint, data: DataEntry, way: str = OTHER_RUN) -> None:
+    """DataError if the training data differ from the checkpoint's; their path may differ. `way` is
+    what else there is to do."""
     there = checkpoint.manifest.data
     for what in ("samples", "fingerprint"):
         if getattr(there, what) != getattr(data, what):
             raise DataError(
                 f"data: {data.name} has {what} {getattr(data, what)}, checkpoint {checkpoint.path} "
                 f"was trained on {what} {getattr(there, what)}; give the run its data back, or "
-                "start another run"
+                f"{way}"
             )
 
 
