@@ -327,7 +327,7 @@ class Weights:
             key = ".".join(map(str, reason.errors(include_url=False)[0]["loc"]))[:100]
             raise DataError(
                 f"checkpoint {self.checkpoint.path}: {key!r} of its configuration is none of this "
-                "axsparse; export it with the version that wrote it"
+                "axsparse; use the version that wrote it"
             ) from reason
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:

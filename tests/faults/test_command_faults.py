@@ -117,12 +117,12 @@ def remove_manifest(saved: Path) -> None:
 
 
 DAMAGES: dict[Callable[[Path], None], tuple[int, str]] = {
-    truncate: (65, f"{FILE} has 100 bytes, its manifest says {{size}}; resume from another one"),
-    flip: (65, f"{FILE} has another hash than its manifest says; resume from another one"),
-    remove: (66, f"{FILE} cannot be read (No such file or directory); resume from another one"),
+    truncate: (65, f"{FILE} has 100 bytes, its manifest says {{size}}; take another one"),
+    flip: (65, f"{FILE} has another hash than its manifest says; take another one"),
+    remove: (66, f"{FILE} cannot be read (No such file or directory); take another one"),
     remove_manifest: (
         66,
-        "manifest.json cannot be read (No such file or directory); resume from another one",
+        "manifest.json cannot be read (No such file or directory); take another one",
     ),
 }
 

@@ -216,8 +216,8 @@ def test_a_configuration_of_another_version_is_told(run: Path, tmp_path: Path) -
     (folder / "manifest.json").write_bytes(manifest_bytes(rewrite(newest(run).manifest)))
 
     assert rejected(DataError, newest(run), "hf", tmp_path / "out") == (
-        f"checkpoint {folder}: 'tomorrow' of its configuration is none of this axsparse; export it "
-        "with the version that wrote it"
+        f"checkpoint {folder}: 'tomorrow' of its configuration is none of this axsparse; use "
+        "the version that wrote it"
     )
     export(newest(run), "torch", tmp_path / "out.safetensors")
 

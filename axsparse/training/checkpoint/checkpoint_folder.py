@@ -152,7 +152,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
     """The manifest of a checkpoint; MissingInputError without one, DataError if it is damaged."""
     path = folder / MANIFEST_FILE
     where = f"checkpoint {folder}: {MANIFEST_FILE}"
-    with reading(where, "resume from another one"), open_plain(path) as file:
+    with reading(where, "take another one"), open_plain(path) as file:
         # Python reserves as many bytes as are asked for.
         data = file.read(min(os.fstat(file.fileno()).st_size, MAX_BYTES) + 1)
     try:
@@ -160,7 +160,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             raise ValueError(f"has more than {MAX_BYTES} bytes")
         return parse_manifest(data)
     except ValueError as wrong:
-        raise DataError(f"{where} {wrong}; resume from another one") from wrong
+        raise DataError(f"{where} {wrong}; take another one") from wrong
 
 
 def open_plain(path: Path) -> BinaryIO:

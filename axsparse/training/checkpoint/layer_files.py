@@ -265,7 +265,7 @@ def thawed_and_frozen(checkpoint: Checkpoint, profile: ModelProfile) -> list[str
     return [f"{what}: {some_of(names)}" for what, names in lines.items() if names]
 
 
-ANOTHER = "resume from another one"
+ANOTHER = "take another one"
 OWN_OPTIMIZER = "go on with the optimizer that it has"
 
 

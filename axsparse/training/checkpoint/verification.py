@@ -78,12 +78,12 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
         if entry.bytes != entries[name].bytes:
             raise DataError(
                 f"checkpoint {checkpoint.path}: {name} has {entry.bytes} bytes, its manifest says "
-                f"{entries[name].bytes}; resume from another one"
+                f"{entries[name].bytes}; take another one"
             )
         if entry.xxh3 != entries[name].xxh3:
             raise DataError(
                 f"checkpoint {checkpoint.path}: {name} has another hash than its manifest says; "
-                "resume from another one"
+                "take another one"
             )
 
 
@@ -94,7 +94,7 @@ def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntr
     """
     digest = xxhash.xxh3_128()
     with (
-        reading(f"checkpoint {folder}: {name}", "resume from another one"),
+        reading(f"checkpoint {folder}: {name}", "take another one"),
         open_plain(folder / name) as file,
     ):
         size = os.fstat(file.fileno()).st_size

@@ -83,13 +83,13 @@ def shorten(kind: str) -> Callable[[dict[str, torch.Tensor]], None]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (flip, "'master/.*' is float32 .*, this run has float32 .*; resume from another one"),
-        (shorten("mask"), "'mask/.*' is uint8 .*, this run has uint8 .*; resume from another one"),
-        (shorten("master"), "'master/.*' is float32 .*, this run has float32 .*; resume"),
+        (flip, "'master/.*' is float32 .*, this run has float32 .*; take another one"),
+        (shorten("mask"), "'mask/.*' is uint8 .*, this run has uint8 .*; take another one"),
+        (shorten("master"), "'master/.*' is float32 .*, this run has float32 .*; take"),
         (shorten("exp_avg"), "'exp_avg/.*' is float32 .*, this run has float32 "),
         (
             lambda tensors: tensors.pop(f"master/{NAME}"),
-            f"safetensors lacks 'master/{NAME}'; resume from another one",
+            f"safetensors lacks 'master/{NAME}'; take another one",
         ),
     ],
 )
