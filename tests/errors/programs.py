@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import json
 import os
 import shlex
@@ -428,16 +429,17 @@ def trained_on_moved_tokens() -> None:
     Path("out").rename("moved")
 
 
-def pruned(field: str, chat_template: str | None = None, **order: Any) -> None:
+def pruned(field: str, **order: Any) -> None:
     """Prune a folder by texts in a field of records."""
-    folder = preparing.folder_of("none", Path(), chat_template=chat_template)
+    gc.collect()  # of the lock of a prune that failed
+    folder = preparing.folder_of("none", Path())
     gpt2_folder(folder, small_gpt().model_copy(update={"vocab_size": 258}))
     said = "a text of words " * 40
     value = [{"role": "user", "content": said}] if field == "messages" else said
     texts = preparing.write_jsonl(Path("texts.jsonl"), [{field: value}] * 40)
-    given = [folder, (texts,), (), Path("pruned"), "prune_llama.yaml"]
-    few = ["batch.global_batch_size=8", "pruning.calibration_samples=8", "train.eval_steps=1"]
-    asked = PruneOrder(*given, tuple(few), "none", **order)
+    few = ("batch.global_batch_size=8", "pruning.calibration_samples=8", "train.eval_steps=1")
+    given = folder, (texts,), (), Path("pruned"), "prune_llama.yaml", few
+    asked = PruneOrder(*given, "none", **order)
     prune_folder(Job(LocalTransport(LocalWorld[object](1), 0)), asked)
 
 
