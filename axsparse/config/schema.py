@@ -223,12 +223,8 @@ class PruningConfig(Section):
     """Global batches of validation data on which the loss is taken before and after each pruning
     (all but early-bird), for `metrics.jsonl` and reports."""
     threshold: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """early-bird: the mask is drawn once five distances between masks in a row are below it."""
-    metric: Literal["churn", "hamming"] = "churn"
-    """early-bird: how masks differ. `churn`: fraction of the kept entries that is replaced;
-    `hamming`: fraction of all entries, by which at high sparsity even random masks are close."""
-    on_no_convergence: Literal["error", "prune"] = "error"
-    """early-bird: the reaction if no mask has converged by `until_step`."""
+    """early-bird: the mask is drawn once five times in a row less than this fraction of the kept
+    entries has been replaced between two masks. The run ends if none is by `until_step`."""
     rewind_step: Natural | Literal["auto", "never"] = "auto"
     """Step whose weights the kept entries return to after each pruning; warm-up and decay of the
     learning rate then begin anew. 0: the initial weights; any other step costs 4 bytes an entry
@@ -406,24 +402,12 @@ class OptimizerConfig(Section):
 
 
 class LossScaleConfig(Section):
-    """The reaction to a loss or gradients that are not finite; the scale itself is for fp16."""
+    """The factor of losses in fp16, which falls where they or gradients are not finite."""
 
     initial: Annotated[float, Field(ge=1.0, le=1e38)] = 65536.0
     """Loss scale of the first fp16 step; rounded down to a power of two."""
     growth_interval: Count = 1000
     """Good steps in a row after which the scale doubles."""
-    floor: Annotated[float, Field(ge=1.0, le=1e38)] = 1.0
-    """The scale never falls below it."""
-    patience: Count = 10
-    """Skipped steps in a row at the floor (in bf16 and fp32: any) after which the run ends."""
-
-    def broken_rules(self) -> Iterator[tuple[str, str]]:
-        if self.initial < self.floor:
-            yield (
-                "initial",
-                f"{self.initial:g} is below loss_scale.floor {self.floor:g}, so that an overflow "
-                f"would raise it; choose at least {self.floor:g}",
-            )
 
 
 class ScheduleConfig(Section):
@@ -499,9 +483,6 @@ class CheckpointConfig(Section):
     keep_best: bool = False
     """Whether an evaluation of lower loss than all before saves a checkpoint, which is kept until
     another one is better. Evaluations before a change of the masks do not count after it."""
-    staging_memory: Annotated[float, Field(gt=0.0)] = 1.0
-    """GB (10⁹ bytes) of each rank's memory for copies on their way to the disk; a step waits for
-    the disk only if a rank has more to save."""
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         if self.every and self.keep_every % self.every:
@@ -522,8 +503,6 @@ class WatchdogConfig(Section):
     forward or backward, and than your own work between two steps. 0 never ends a run."""
     slow_ratio: Annotated[float, Field(gt=1.0)] | None = 1.5
     """A rank that computes so many times as long as the others is reported; null never warns."""
-    slow_steps: Count = 20
-    """Steps whose compute times are added up for `slow_ratio`."""
 
 
 class LoggingConfig(Section):

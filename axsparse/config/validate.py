@@ -20,6 +20,9 @@ BY_HAND = ("Trainer", "config", "--set")
 """The origins of settings that somebody has written for this run alone; files serve several."""
 DISTANCES = 5
 """Distances between masks in a row that have to be small before an Early-Bird mask is drawn."""
+STAGING_BYTES = 1e9
+"""Memory of each rank for copies of a checkpoint on their way to the disk; a step waits for the
+disk only if a rank has more to save."""
 
 
 ONLY_WITH = (
@@ -28,14 +31,13 @@ ONLY_WITH = (
     ("schedule.decay", ("cosine", "linear"), ("decay_steps", "final_ratio")),
     ("schedule.decay", ("step",), ("step_every", "step_factor")),
     ("pruning.method", ("early-bird", "gradual", "iterative"), ("interval", "until_step")),
-    ("pruning.method", ("early-bird",), ("threshold", "metric", "on_no_convergence")),
+    ("pruning.method", ("early-bird",), ("threshold",)),
     ("pruning.method", ("gradual",), ("initial_sparsity",)),
     ("pruning.heal", ("blocks",), ("heal_passes", "heal_batch", "heal_rate")),
     ("train.teacher", (), ("distillation_weight", "distillation_temperature")),
     ("train.eval_steps", (), ("eval_every", "eval_first")),
     ("samo.enabled", (), ("index", "weights", "sparse_products")),
     ("precision", ("fp16",), ("loss_scale.initial", "loss_scale.growth_interval")),
-    ("precision", ("fp16",), ("loss_scale.floor",)),
 )
 """A setting, the values with which others have an effect (if none are listed, all but null, 0 and
 false, without which others that are 0 or false say the same), and these others, of its section or

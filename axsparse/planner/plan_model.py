@@ -223,8 +223,8 @@ def _notes(
     if cluster.host_memory_bytes is not None:
         yield (
             f"of the host's {gigabytes(cluster.host_memory_bytes)} GB a rank takes up to "
-            f"{gigabytes(copied_bytes(config))} GB for copies of checkpoints "
-            "(checkpoint.staging_memory), and messages under way where they go through it"
+            f"{gigabytes(copied_bytes(config))} GB for copies of checkpoints, "
+            "and messages under way where they go through it"
         )
 
 

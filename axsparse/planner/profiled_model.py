@@ -11,6 +11,7 @@ from typing import TypeAlias
 import torch
 
 from axsparse.config.schema import Config
+from axsparse.config.validate import STAGING_BYTES
 from axsparse.models.layer import Model, TensorShard
 from axsparse.models.layer_cost import NO_SUMS, Activations
 from axsparse.models.model_profile import LayerInfo, ModelProfile
@@ -179,7 +180,7 @@ def copied_bytes(config: Config) -> float:
     """Bytes of host memory that a rank's checkpoint copies may take while training continues."""
     saves = config.checkpoint
     saves_before_the_end = 0 < saves.every < config.train.steps
-    return saves.staging_memory * 1e9 if saves_before_the_end else 0.0
+    return STAGING_BYTES if saves_before_the_end else 0.0
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from axsparse.pruning.methods.pruner import MaskUpdate
 from axsparse.samo.optim.optimizer import LearningRate, learning_rate, own_learning_rate
 
 FACTOR = 2.0
+LOWEST = 1.0
 HIGHEST = 2.0**24
 """The loss scale stops growing here: beyond it a loss of 1 overflows long before it underflows."""
 
@@ -93,7 +94,7 @@ class Progress(_Counters):
             masks_changed=None,
             evaluated=False,
             masked=False,
-            loss_scale=_scale(config, config.loss_scale.initial),
+            loss_scale=_first_scale(config),
             good_steps=0,
             skipped_at_floor=0,
         )
@@ -145,8 +146,8 @@ class Progress(_Counters):
     def rescale(self, config: Config, *, finite: bool, loss_is_finite: bool = True) -> None:
         """Adapt the loss scale to how a step went: `finite` if all gradients and the loss were.
 
-        A loss that is not finite itself counts as if the scale were at the floor: the scale does
-        not enter the forward, so a lower one does not help.
+        A loss that is not finite itself counts as if the scale were the lowest: the scale does not
+        enter the forward, so a lower one does not help.
         """
         if finite:
             self.skipped_at_floor = 0
@@ -156,11 +157,10 @@ class Progress(_Counters):
                 self.good_steps = 0
                 self.loss_scale = min(self.loss_scale * FACTOR, HIGHEST)
             return
-        floor = _scale(config, config.loss_scale.floor)
         self.good_steps = 0
-        if self.loss_scale <= floor or not loss_is_finite:
+        if self.loss_scale <= LOWEST or not loss_is_finite:
             self.skipped_at_floor += 1
-        self.loss_scale = max(self.loss_scale / FACTOR, floor)
+        self.loss_scale = max(self.loss_scale / FACTOR, LOWEST)
 
     def look(self, loss: float) -> None:
         """Take note of the loss of an evaluation here; among equal losses the first is best.
@@ -179,6 +179,7 @@ class Progress(_Counters):
         return self.best is not None and self.best.step == self.step
 
 
-def _scale(config: Config, setting: float) -> float:
-    """A setting of the loss scale as a power of two; 1 for types with the range of fp32."""
-    return 2.0 ** math.floor(math.log2(setting)) if config.precision == "fp16" else 1.0
+def _first_scale(config: Config) -> float:
+    """The loss scale of the first step, a power of two; 1 for types with the range of fp32."""
+    initial = config.loss_scale.initial
+    return 2.0 ** math.floor(math.log2(initial)) if config.precision == "fp16" else 1.0

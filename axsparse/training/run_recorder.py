@@ -27,6 +27,8 @@ from axsparse.training.plan import RunPlan
 from axsparse.training.run_directory import METRICS_FILE
 from axsparse.training.run_sources import Data
 
+SLOW_STEPS = 20
+"""Steps whose compute times are added up for `watchdog.slow_ratio`."""
 LONG_ENOUGH = 0.3
 """Seconds of products, at least two, after which the peak is known."""
 
@@ -75,7 +77,7 @@ def make_recorder(
             [sum(profile.shares_of_work[layer] for layer in stage) for stage in plan.stages],
             gather_texts(transport.world, transport.backoff, socket.gethostname()),
             ratio=watched.slow_ratio,
-            steps=watched.slow_steps,
+            steps=SLOW_STEPS,
         )
     if run_dir is None or transport.rank != 0:
         return Recorder(transport.world, transport.backoff, figures, None, None)

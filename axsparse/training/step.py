@@ -50,6 +50,9 @@ from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.plan import RunPlan
 from axsparse.training.progress import FirstBad, Progress
 
+PATIENCE = 10
+"""Skipped steps in a row at the lowest loss scale, which bf16 and fp32 always have, after which the
+run ends."""
 MOST_NAMED = 4
 """A warning names at most this many parameters."""
 
@@ -449,7 +452,7 @@ class SkippedSteps:
 
         TrainingError on all ranks once the smallest scale has failed too often.
         """
-        progress, patience = self.progress, self.plan.config.loss_scale.patience
+        progress = self.progress
         progress.rescale(
             self.plan.config, finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss)
         )
@@ -457,10 +460,10 @@ class SkippedSteps:
             progress.first_bad = None
         elif progress.first_bad is None:
             progress.first_bad = FirstBad(step=step, what=self._culprit(verdict))
-        if progress.skipped_at_floor < patience:
+        if progress.skipped_at_floor < PATIENCE:
             return
         first, run = progress.first_bad, self.run_dir
-        assert first is not None, "patience is 1 or more"
+        assert first is not None, "steps were skipped"
         way = "lower optimizer.learning_rate, or look at the data"
         # A later checkpoint may hold ruined weights, from which a run would end again at once.
         steps = [] if run is None else saved_steps(run / CHECKPOINTS)
@@ -472,8 +475,8 @@ class SkippedSteps:
             )
         raise everywhere(
             TrainingError(
-                f"step {first.step}: {first.what}, and no step could update for {patience} in a "
-                f"row, up to step {step} (loss_scale.patience); {way}"
+                f"step {first.step}: {first.what}, and no step could update for {PATIENCE} in a "
+                f"row, up to step {step}; {way}"
             )
         )
 

@@ -45,6 +45,7 @@ from axsparse.runtime.files import safetensors
 from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
+from axsparse.training import run_recorder
 from axsparse.training.checkpoint import saver as save
 from axsparse.training.trainer import Trainer, build
 
@@ -234,10 +235,10 @@ def main(job: Job) -> None:
         train={"steps": int(steps)},
         checkpoint={"every": 2, "keep_last": 2},
         pruning={"method": "gradual", "interval": 2, "until_step": 9},
-        watchdog={"timeout": TIMEOUT, "slow_steps": 4, "slow_ratio": 2.0}
-        if kind in WATCHED
-        else {},
+        watchdog={"timeout": TIMEOUT, "slow_ratio": 2.0} if kind in WATCHED else {},
     )
+    if kind == "slow":
+        run_recorder.SLOW_STEPS = 4
     trainer = build(
         job,
         mlp(),

@@ -208,11 +208,11 @@ def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> 
     assert predicted(machine, checkpoint={"every": 1}).memory_bytes == found.memory_bytes
 
 
-@pytest.mark.parametrize(("every", "expected"), [(0, 0), (5, 2e9), (19, 2e9), (20, 0)])
+@pytest.mark.parametrize(("every", "expected"), [(0, 0), (5, 1e9), (19, 1e9), (20, 0)])
 def test_a_checkpoint_takes_memory_of_training_unless_it_is_the_last(
     every: int, expected: float
 ) -> None:
-    config = tiny_config(train={"steps": 20}, checkpoint={"every": every, "staging_memory": 2.0})
+    config = tiny_config(train={"steps": 20}, checkpoint={"every": every})
 
     assert copied_bytes(config) == expected
     [load] = unpruned(config).stages(1, 1) or []

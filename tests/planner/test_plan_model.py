@@ -181,14 +181,14 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
 
 
 def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
-    saves = {"train": {"steps": 20}, "checkpoint": {"every": 5, "staging_memory": 2.0}}
+    saves = {"train": {"steps": 20}, "checkpoint": {"every": 5}}
     config = tiny_config(**saves)
     gpus = cluster(peak_bf16=1e12, host_memory_bytes=64e9)
 
     there = planned_model(config.with_origins("tiny", {}), gpus, tiny_gpt(config))
     assert there.notes == [
-        "of the host's 64.0 GB a rank takes up to 2.0 GB for copies of checkpoints "
-        "(checkpoint.staging_memory), and messages under way where they go through it"
+        "of the host's 64.0 GB a rank takes up to 1.0 GB for copies of checkpoints, "
+        "and messages under way where they go through it"
     ]
     assert there.plan("start", gpus, 2).recommended.memory[0].checkpoint == 0
     assert planned(2, **saves).recommended.memory[0].checkpoint > 0

@@ -36,11 +36,7 @@ from axsparse.samo.state_bytes import StateFormat, WeightKind, stage_bytes
 MODEL = profiled()
 CLUSTER = load_cluster("dgx-h100")
 CUT: dict[str, Any] = {"layout": {"split": [1, 3]}}
-
-
-def saving(buffer: float) -> dict[str, Any]:
-    """Settings that save every step, through a buffer of so many bytes; 0: none in the way."""
-    return {"checkpoint": {"every": int(buffer > 0), "staging_memory": max(buffer, 1.0) / 1e9}}
+SAVING: dict[str, Any] = {"checkpoint": {"every": 1}}
 
 
 def loads_of(
@@ -96,21 +92,22 @@ FROZEN = 7 * 2
     ],
 )
 def test_copies_for_a_checkpoint_are_what_a_rank_writes_or_what_the_buffer_lets_in(
-    buffer: float, writers: int, expected: float
+    buffer: float, writers: int, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loads = loads_of(2, writers, **CUT, **saving(buffer))
+    monkeypatch.setattr("axsparse.planner.profiled_model.STAGING_BYTES", buffer)
+    loads = loads_of(2, writers, **CUT, checkpoint={"every": int(buffer > 0)})
 
     assert loads[1].saved == pytest.approx(expected)
 
 
 def test_more_replicas_have_less_to_save_each_and_a_tied_weight_is_saved_once() -> None:
-    (alone,), (third,) = (loads_of(1, writers, **saving(1e6)) for writers in (1, 3))
+    (alone,), (third,) = (loads_of(1, writers, **SAVING) for writers in (1, 3))
     tied = replace(MODEL.profile, ties={"d.weight": "a.weight"})
 
     assert third.saved < alone.saved
-    loads = loads_of(2, profile=tied, **CUT, **saving(1e6))
+    loads = loads_of(2, profile=tied, **CUT, **SAVING)
     assert loads[1].saved == 12 * 60 + 3 * FROZEN
-    loads = loads_of(2, profile=replace(tied, start="values in fp32"), **CUT, **saving(1e6))
+    loads = loads_of(2, profile=replace(tied, start="values in fp32"), **CUT, **SAVING)
     assert loads[1].saved == 12 * 60 + 3 * 2 * FROZEN
 
 

@@ -67,9 +67,9 @@ PRUNING: dict[str, dict[str, Any]] = {
         "rewind_step": 1,
     },
     "early-bird": {"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.4},
-    "early-bird by hamming, rewound": {
-        **{"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.2},
-        **{"metric": "hamming", "rewind_step": 0},
+    "early-bird, rewound": {
+        **{"method": "early-bird", "interval": 1, "until_step": 8, "threshold": 0.4},
+        **{"rewind_step": 0},
     },
 }
 """Every pruning method, in runs of ten steps that change their masks."""

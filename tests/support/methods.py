@@ -70,8 +70,6 @@ class MethodOracle(Oracle):
         if self.last:
             changed = sum(int((masks[name] != self.last[name]).sum()) for name in masks)
             of = 2 * sum(int(mask.sum()) for mask in masks.values())
-            if pruning.metric == "hamming":
-                of = sum(mask.numel() for mask in masks.values())
             self.queue.append(changed / of)
         self.last = masks
         if len(self.queue) == 5 and max(self.queue) < pruning.threshold:

@@ -15,8 +15,8 @@ from axsparse.training.progress import HIGHEST, BestEntry, Progress
 
 
 def scaled(scale: float = 8.0, precision: str = "fp16") -> tuple[Config, Progress]:
-    """A floor of 2, and three good steps that double the scale."""
-    rule = {"initial": scale, "floor": 2.0, "growth_interval": 3, "patience": 2}
+    """Three good steps double the scale."""
+    rule = {"initial": scale, "growth_interval": 3}
     config = tiny_config(precision=precision, loss_scale=rule)
     return config, Progress.at_start(config)
 
@@ -36,7 +36,7 @@ def scales(scale: float, verdicts: str, precision: str = "fp16") -> list[float]:
     [
         (8.0, "-+++++-+++", [4, 4, 4, 8, 8, 8, 4, 4, 4, 8]),  # three good steps double it
         (8.0, "++-++-++", [8, 8, 4, 4, 4, 2, 2, 2]),  # an overflow starts their number anew
-        (4.0, "---", [2, 2, 2]),
+        (4.0, "---", [2, 1, 1]),
         (HIGHEST, "+++", [HIGHEST] * 3),
     ],
 )
@@ -46,8 +46,8 @@ def test_overflows_halve_the_scale_and_runs_of_good_steps_double_it_between_its_
     assert scales(start, verdicts) == expected
 
 
-def test_steps_that_are_skipped_at_the_floor_are_counted_until_one_is_good() -> None:
-    config, progress = scaled(4.0)
+def test_steps_that_are_skipped_at_the_lowest_scale_are_counted_until_one_is_good() -> None:
+    config, progress = scaled(2.0)
     counts = []
     for verdict in "--+---":
         progress.rescale(config, finite=verdict == "+")

@@ -31,13 +31,13 @@ def ruined_after(step: int) -> Callable[[Trainer], None]:
 
 @pytest.mark.parametrize("every", by_default([1], [1, 2]))
 def test_steps_that_are_skipped_leave_a_checkpoint_from_before_which_the_error_names(
-    every: int, tmp_path: Path
+    every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("axsparse.training.step.PATIENCE", 5)
     config = tiny_config(
         train={"steps": STEPS, "log_every": 1},
         batch=FEW_MICROBATCHES,
         checkpoint={"every": every, "keep_last": 1},
-        loss_scale={"patience": 5},
     )
     with pytest.raises(TrainingError) as first:
         ran((2, 1), config, tmp_path / "run", look=ruined_after(4))

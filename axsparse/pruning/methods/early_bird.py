@@ -9,7 +9,8 @@ summed over stages:
     churn   = mismatched / (2 · kept)
 
 The Hamming distance is at most twice the density: at 95 % sparsity even independent masks are
-within 0.1 of each other. Churn is the share of kept entries that was exchanged, at any density.
+within 0.1 of each other. Churn is the share of kept entries that was exchanged, at any density,
+and decides.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ KIND = "search"
 
 Outcome: TypeAlias = Literal["search", "draw", "exhausted"]
 """The outcome of one round. `draw`: the mask has settled. `search`: rounds are left. `exhausted`:
-none is left before `max_steps`; the caller decides whether to fail or to draw anyway."""
+none is left before `max_steps`."""
 
 
 @dataclass
 class MaskConvergence:
-    """Decides on one rank whether masks have converged: the last `DISTANCES` distances are below
+    """Decides on one rank whether masks have converged: the last `DISTANCES` churns are below
     `threshold`.
 
     If a round is `due`, call `compare` for each tensor of the rank, sum the counts over stages,
@@ -52,11 +53,10 @@ class MaskConvergence:
     start_step: int
     max_steps: int
     threshold: float
-    metric: Literal["churn", "hamming"]
     masks: dict[str, Tensor] = field(default_factory=dict)
     """The bit-packed masks of the last round, by name of this rank's tensors."""
     queue: deque[float] = field(default_factory=lambda: deque(maxlen=DISTANCES))
-    """The last distances, oldest first; the same on all ranks."""
+    """The last churns, oldest first; the same on all ranks."""
     last_step: int | None = None
     """How many steps had succeeded at the last round; None before the first round."""
 
@@ -86,7 +86,7 @@ class MaskConvergence:
         distances: dict[str, float] = {}
         if not first:
             distances = {"churn": mismatched / max(2 * kept, 1), "hamming": mismatched / total}
-            self.queue.append(distances[self.metric])
+            self.queue.append(distances["churn"])
             if len(self.queue) == DISTANCES and max(self.queue) < self.threshold:
                 return "draw", distances
         last_round = successful_steps + self.interval > self.max_steps
@@ -94,21 +94,13 @@ class MaskConvergence:
 
 
 class EarlyBirdSearch:
-    """Draws a mask at intervals of successful steps, and prunes once `search` finds it settled."""
+    """Draws a mask at intervals of successful steps, and prunes once `search` finds it settled;
+    TrainingError if none does."""
 
-    def __init__(
-        self,
-        live: LiveMasks,
-        criterion: Criterion,
-        search: MaskConvergence,
-        *,
-        fails_unconverged: bool,
-    ) -> None:
-        """If no mask settles, `fails_unconverged` ends the run; else the last mask is taken."""
+    def __init__(self, live: LiveMasks, criterion: Criterion, search: MaskConvergence) -> None:
         self._live = live
         self._criterion = criterion
         self._search = search
-        self._fails = fails_unconverged
         self._is_done = False
 
     @property
@@ -128,19 +120,18 @@ class EarlyBirdSearch:
         said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
         if outcome == "search":
             return MaskUpdate(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
-        if outcome == "exhausted" and self._fails:
+        if outcome == "exhausted":
             raise everywhere(
                 TrainingError(
                     f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
-                    f"(last: {said}, pruning.threshold is above); search longer, raise the "
-                    "threshold, or set pruning.on_no_convergence to prune"
+                    f"(last: {said}, pruning.threshold is above); search longer, or raise the "
+                    "threshold"
                 )
             )
         self._is_done = True
         self._live.prune(masks)
-        how = "draws" if outcome == "draw" else "draws an unsettled mask"
         figures |= self._live.figures()
-        return MaskUpdate(f"early-bird {how}: {said}", figures, is_final=True)
+        return MaskUpdate(f"early-bird draws: {said}", figures, is_final=True)
 
     def _decide(self, masks: ScoredMasks, updates: int) -> tuple[Outcome, dict[str, float]]:
         """Compare these masks with the masks of the last round, over all stages."""

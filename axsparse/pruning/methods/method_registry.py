@@ -40,11 +40,8 @@ def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until
             start_step=max(pruning.at_step, config.schedule.warmup_steps),
             max_steps=until,
             threshold=pruning.threshold,
-            metric=pruning.metric,
         )
-        return EarlyBirdSearch(
-            live, criterion, search, fails_unconverged=pruning.on_no_convergence == "error"
-        )
+        return EarlyBirdSearch(live, criterion, search)
     if pruning.method in ("gradual", "iterative"):
         rounds = PruningRounds(pruning.at_step, pruning.interval, until)
         return GradualPruning(

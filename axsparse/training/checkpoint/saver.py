@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import xxhash
 from torch import Tensor
 
+from axsparse.config.validate import STAGING_BYTES
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.pruning.methods.pruner import MethodState, Pruner, PrunerState
 from axsparse.runtime.communication import Transport
@@ -155,7 +156,7 @@ class Saver:
         together(self._transport, make_folder)
         folder = folders.unfinished_path_of(self.folder, step)
         files = {name: file for layer in dealt for name, file in layer.files.items()}
-        queue = CopyQueue(self._settings.staging_memory * 1e9)
+        queue = CopyQueue(STAGING_BYTES)
         self._pending = _PendingCheckpoint(
             progress.copied(),
             pruner.method_state,

@@ -197,7 +197,7 @@ def test_replicas_write_a_part_each(
 def test_memory_for_what_is_on_its_way_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By `checkpoint.staging_memory`, and a tensor that is being written; not by the state."""
+    """By `STAGING_BYTES`, and a tensor that is being written; not by the state."""
     limits: list[float] = []
     most = 0
 
@@ -212,8 +212,9 @@ def test_memory_for_what_is_on_its_way_is_bounded(
             most = max(most, self._held)
 
     monkeypatch.setattr(save, "CopyQueue", Watched)
+    monkeypatch.setattr(save, "STAGING_BYTES", 20_000.0)
 
-    ran((1, 1), config_of(every=6, staging_memory=2e-5), tmp_path)
+    ran((1, 1), config_of(every=6), tmp_path)
 
     assert limits == [20_000.0]
     assert 0 < most <= 20_000
@@ -311,13 +312,15 @@ def test_what_cannot_be_saved_ends_the_run(
     assert saved(tmp_path) == left
 
 
-def test_a_run_that_loses_its_way_keeps_what_it_was_saving(tmp_path: Path) -> None:
+def test_a_run_that_loses_its_way_keeps_what_it_was_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The third step of the first epoch meets a sample that is no number."""
     data = vector_data(infinite=int(samples_of_step(30, 12, 2, 11)[0]))
-    config = settings(config_of(), loss_scale={"patience": 1})
+    monkeypatch.setattr("axsparse.training.step.PATIENCE", 1)
 
     with pytest.raises(TrainingError, match="no step could update"):
-        ran((2, 1), config, tmp_path, model=lambda config: mlp(), data=data)
+        ran((2, 1), config_of(), tmp_path, model=lambda config: mlp(), data=data)
 
     assert saved(tmp_path) == [2] and is_complete(tmp_path / "checkpoints" / "step-2")
 
