@@ -24,13 +24,14 @@ from statistics import fmean, median, stdev
 from typing import NamedTuple
 
 import torch
+import yaml
 
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.config.section import counted
 from axsparse.data.sources import open_datasets
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.planner.cluster import Cluster, Kind, Origin, Precision, to_yaml
+from axsparse.planner.cluster import Cluster, Kind, Origin, Precision
 from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.stage_memory import SMALL_BLOCKS, StageLoad
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
@@ -404,6 +405,16 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     if slope <= 0 or latency < 0:
         return 0.0, 1 / fmean(y / x for x, y in points)
     return latency, 1 / slope
+
+
+def to_yaml(cluster: Cluster) -> str:
+    """Write the text of a cluster file, which `load_cluster` reads back as an equal cluster."""
+    lines = []
+    for name, origin in cluster.origins.items():
+        source = yaml.safe_dump(origin.source, width=math.inf, default_style='"').strip()
+        value = getattr(cluster, name)
+        lines.append(f"{name}: {{value: {value!r}, kind: {origin.kind}, source: {source}}}")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ Each constant says where it comes from. Cluster files are YAML; some are bundled
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
@@ -13,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, get_args
 
-import yaml
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -29,7 +27,6 @@ DEFAULT_CLUSTER = "laptop"
 Positive = Annotated[float, Field(gt=0)]
 FromZero = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-Flag = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -63,9 +60,6 @@ class Cluster:
     included. The sender and the receiver are each busy for this time."""
     intra_node_latency: FromZero
     """Seconds from the end of sending to the arrival, in which neither is busy."""
-    message_overhead: FromZero | None = None
-    """Seconds that sending or receiving a message takes from a stage whatever its bytes, as its
-    host waits for the device before it launches the next kernels."""
     inter_node_bandwidth: Positive
     inter_node_latency: FromZero
     nic_bandwidth: Positive
@@ -89,14 +83,6 @@ class Cluster:
     traffic: FromZero | None = None
     """Bytes that kernels move, relative to the count of `benchmarks/published/transformer.py`; None
     where `efficiency` carries that time as well."""
-    fused_attention: Flag | None = None
-    """1 if the cluster's usual software computes attention without storing scores, 0 or None if
-    not."""
-    overlapped_messages: Flag | None = None
-    """1 if messages travel while their sender and receiver compute, 0 or None if both wait."""
-    scattered_messages: Flag | None = None
-    """1 if the devices that share a layer each send their part of a message to the next stage, 0
-    or None if each sends all of it."""
     compression_rate: Positive
     """κ: dense gradient entries a second that a backward compresses."""
     overhead_bytes: FromZero
@@ -190,16 +176,6 @@ def _missing(file: str, key: str) -> ConfigError:
         f"cluster file {file}: {key} is missing; give every constant of "
         f"{', '.join(CONSTANTS)} (of the peaks those that there are)"
     )
-
-
-def to_yaml(cluster: Cluster) -> str:
-    """Write the text of a cluster file; `parse_cluster` reads it back as an equal cluster."""
-    lines = []
-    for name, origin in cluster.origins.items():
-        value = getattr(cluster, name)
-        source = yaml.safe_dump(origin.source, width=math.inf, default_style='"').strip()
-        lines.append(f"{name}: {{value: {value!r}, kind: {origin.kind}, source: {source}}}")
-    return "\n".join(lines) + "\n"
 
 
 def _reject_unknown(name: str, where: str) -> None:

@@ -91,7 +91,7 @@ class Check:
 def checked(row: RunRow, cluster: Cluster) -> CheckedRow:
     """A run and its prediction."""
     seconds = predict_step(row, cluster).seconds
-    memory = predict_memory(row, cluster)
+    memory = predict_memory(row)
     predicted, published = rates(row, seconds)
     unit, _ = published_rate(row)
     return CheckedRow(
@@ -129,7 +129,7 @@ def rates(row: RunRow, seconds: float) -> tuple[float, float | None]:
         return samples / seconds, published
     if unit == "tokens/s/GPU":
         return samples * row.model.sequence_length / seconds / row.devices, published
-    model = transformer(row, fused=False)
+    model = transformer(row)
     counted = row.published.flops or ("megatron" if row.training.recompute == "full" else "model")
     flops = model.megatron_flops if counted == "megatron" else model.model_flops
     return samples * flops / seconds / row.devices / 1e12, published

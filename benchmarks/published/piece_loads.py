@@ -12,12 +12,12 @@ from published.run_file import RunRow
 from published.transformer import Transformer, Work
 
 
-def transformer(row: RunRow, *, fused: bool) -> Transformer:
-    """The model of a run; `fused` says what the cluster's software does where the run does not."""
+def transformer(row: RunRow) -> Transformer:
+    """The model of a run."""
     sizes, asked = row.model, row.training.attention
     head_dim = sizes.head_dim or sizes.hidden_size // sizes.num_heads
     is_llama = sizes.family == "llama"
-    is_fused = asked == "fused" or (asked is None and (is_llama or fused))
+    is_fused = asked == "fused" or (asked is None and is_llama)
     by_sequence = row.training.sequence_parallel
     if by_sequence is None:
         # Selective recomputation and sequence parallelism came with one version of Megatron-LM.

@@ -77,7 +77,8 @@ class RunTraining(Section):
     sparsity: Rate = 0.0
     """Of the blocks' matrices, with SAMO's compressed state."""
     attention: Literal["fused", "standard"] | None = None
-    """Whether scores are stored; null: fused for llama, else what the cluster's software had."""
+    """Whether scores are stored; null: fused for llama alone, as Megatron-LM of 2021 and 2022
+    stored them."""
     sequence_parallel: bool | None = None
     """Whether norms and dropouts are divided over the tensor group; null: with fused attention and
     with selective recomputation."""

@@ -7,7 +7,7 @@ For each microbatch on a device, with the flops and bytes of `transformer`:
     within a layer  an all-reduce of 2 b s h bytes over the tensor group, in the open
     message      2 b s h bytes, of which the sender and the receiver each have the cost; where t
                  devices share a layer, each sends its part and the receivers gather them, if the
-                 cluster's software does so (`scattered_messages`)
+                 cluster's software does so (`SOFTWARE`)
 
 and once a step, over D replicas: an all-reduce of the gradients (or under ZeRO-1 a reduce-scatter
 of the gradients and an all-gather of the weights), the sum of a tied weight's two gradients, the
@@ -33,6 +33,29 @@ from published.piece_loads import NodePlacement, PieceLoad, pieces, stage_pieces
 from published.run_file import RunRow
 from published.transformer import Work
 
+
+@dataclass(frozen=True)
+class Software:
+    """The software by which runs on a cluster were published."""
+
+    message_overhead: float = 0.0
+    """Seconds that sending or receiving a message takes from a stage whatever its bytes, as its
+    host waits for the device before it launches the next kernels."""
+    scattered_messages: bool = False
+    """Whether the devices that share a layer each send their part of a message to the next stage;
+    else each sends all of it."""
+
+
+SOFTWARE = {
+    # Megatron-LM waits for the device after each exchange with a neighbour, which is the usual time
+    # of launching onto an idle device, and scatters (Narayanan et al., 2021, section 4.1).
+    "selene-a100": Software(2e-4, scattered_messages=True),
+    "a100-roce": Software(2e-4, scattered_messages=True),
+    # Not reported; three layouts of DLPerf's report ask for it: docs/reference/scoreboard.md.
+    "v100-edr": Software(2e-4),
+}
+"""By the name of the cluster; for others, messages cost their bytes alone."""
+
 UPDATE_BYTES = 2 * (4 + 4 + 4) + 4
 """Bytes an entry for AdamW: masters and both moments are read and written, gradients read."""
 GRADIENT_PASSES = 4 + 8 + 4 + 8
@@ -55,7 +78,7 @@ class RunCosts:
 
 def run_costs(row: RunRow, cluster: Cluster) -> RunCosts:
     """The seconds of all parts of a run."""
-    model = transformer(row, fused=bool(cluster.fused_attention))
+    model = transformer(row)
     layout = row.layout
     loads = [PieceLoad(model, piece, row) for piece in pieces(row, model)]
     stages = stage_pieces(loads, layout.pipeline)
@@ -191,10 +214,10 @@ def _edges(
 ) -> list[MessageCost]:
     """The cost of a message on each edge of a replica's pipeline."""
     tensor, nbytes = row.layout.tensor, _activation_bytes(row)
-    gather, share = 0.0, nbytes
-    if tensor > 1 and transformer(row, fused=bool(cluster.fused_attention)).sequence_parallel:
+    gather, share, software = 0.0, nbytes, SOFTWARE.get(cluster.name, Software())
+    if tensor > 1 and transformer(row).sequence_parallel:
         share = nbytes / tensor  # each device has its part only
-    elif tensor > 1 and cluster.scattered_messages:
+    elif tensor > 1 and software.scattered_messages:
         share = nbytes / tensor
         # Half an all-reduce, of which sender and receiver are each charged a half.
         gather = ring_seconds(nbytes, placed.tensor_group, cluster) / 4
@@ -209,11 +232,7 @@ def _edges(
         carried = share / rate + gather
         if row.profiled is not None and not out:
             carried = row.profiled.message / 2
-        overhead = cluster.message_overhead or 0.0
-        if cluster.overlapped_messages:
-            found.append(MessageCost(latency + 2 * carried, overhead))
-        else:
-            found.append(MessageCost(latency, carried + overhead))
+        found.append(MessageCost(latency, carried + software.message_overhead))
     return found
 
 
@@ -288,9 +307,9 @@ class RunMemory:
         return (1 + GAPS) * self.total + cluster.overhead_bytes <= cluster.memory_bytes
 
 
-def predict_memory(row: RunRow, cluster: Cluster) -> RunMemory:
+def predict_memory(row: RunRow) -> RunMemory:
     """The memory of the fullest device of a run."""
-    model = transformer(row, fused=bool(cluster.fused_attention))
+    model = transformer(row)
     loads = [PieceLoad(model, piece, row) for piece in pieces(row, model)]
     stages = stage_pieces(loads, row.layout.pipeline)
     found = [_stage(row, stage, number) for number, stage in enumerate(stages)]

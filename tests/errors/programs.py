@@ -106,7 +106,7 @@ def cluster_of(text: str) -> object:
     return cluster.parse_cluster(text, "mine.yaml")
 
 
-SUMMIT_TEXT = cluster.to_yaml(cluster.load_cluster("summit"))
+SUMMIT_TEXT = cluster.cluster_text("summit")
 
 
 def without(name: str) -> str:

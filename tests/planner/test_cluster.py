@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from axsparse.planner.cluster import CONSTANTS, cluster_text, load_cluster, parse_cluster, to_yaml
+from axsparse.planner.cluster import CONSTANTS, cluster_text, load_cluster, parse_cluster
 
-GOOD = to_yaml(load_cluster("summit"))
+GOOD = cluster_text("summit")
 
 
 def test_summit_has_five_fitted_constants_and_one_of_them_stands_twice() -> None:
