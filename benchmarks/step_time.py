@@ -26,7 +26,7 @@ from unittest import mock
 
 import torch
 
-from axsparse.config.model_config import GptConfig, of_family
+from axsparse.config.model_config import GptConfig
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.zoo.gpt import gpt
@@ -157,7 +157,8 @@ def config_of(layers: int, hidden: int, tokens: int, **sections: object) -> Conf
 
 def trainer_of(config: Config, *, quiet: bool = True) -> Trainer:
     """A trainer on one rank; a quiet one has no run directory."""
-    settings = of_family(config.model, GptConfig)
+    settings = config.model
+    assert isinstance(settings, GptConfig)
     generator = torch.Generator().manual_seed(1)
     words, tokens = settings.vocab_size, settings.sequence_length
     drawn = torch.randint(words, (64 * tokens + 1,), generator=generator).numpy()

@@ -7,7 +7,7 @@ To add a family: write its section here and add it to `ModelConfig`, then its la
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     Discriminator,
@@ -123,10 +123,3 @@ FAMILIES: Mapping[str, type[Family]] = {
     for section in (get_args(member)[0] for member in get_args(get_args(ModelConfig)[0]))
 }
 """The section of each family, by its name."""
-F = TypeVar("F", bound=Family)
-
-
-def of_family(model: Family, family: type[F]) -> F:
-    """The settings, which have to be of this family."""
-    assert isinstance(model, family), f"{model.name} is no {family.__name__}"
-    return model

@@ -24,14 +24,6 @@ class Durations:
     weight: Sequence[Sequence[float]] = ()
     """The seconds of weight gradients, if backwards are split."""
 
-    @staticmethod
-    def uniform(
-        g_inter: int, microbatches: int, forward: float, backward: float, weight: float = 0.0
-    ) -> Durations:
-        return Durations(
-            *([[seconds] * microbatches] * g_inter for seconds in (forward, backward, weight))
-        )
-
     def of(self, stage: int, action: Action) -> float:
         return (self.forward, self.backward, self.weight)[action.kind][stage][action.microbatch]
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from support.commands import Axsparse, assert_one_line
+from support.runs import of_family
 
 from axsparse.config.load import configure, packaged_folder
-from axsparse.config.model_config import HfConfig, of_family
+from axsparse.config.model_config import HfConfig
 from axsparse.planner.cluster import load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from support.exhaustive import by_default
 from support.page_blocks import BUNDLED
+from support.runs import of_family
 
 from axsparse.config.load import configure
-from axsparse.config.model_config import GptConfig, of_family
+from axsparse.config.model_config import GptConfig
 from axsparse.config.validate import check_batch, check_config
 from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt

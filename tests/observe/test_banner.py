@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.runs import of_family
 from torch import nn
 
 import axsparse
-from axsparse.config.model_config import GptConfig, of_family
+from axsparse.config.model_config import GptConfig
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import ModelProfile, profile

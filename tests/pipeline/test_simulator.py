@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.action_text import from_text, peak_in_flight, to_text
+from support.action_text import from_text, peak_in_flight, to_text, uniform_durations
 
 from axsparse.pipeline.policy import (
     Action,
@@ -67,7 +67,7 @@ def test_a_uniform_pipeline_with_free_messages_has_the_bubble_of_equation_6(
     schedule: Schedule, forward: int, backward: int
 ) -> None:
     for g_inter, microbatches in itertools.product([1, 3, 8], [1, 5, 16]):
-        result = run(schedule, Durations.uniform(g_inter, microbatches, forward, backward))
+        result = run(schedule, uniform_durations(g_inter, microbatches, forward, backward))
 
         bubble = (g_inter - 1) * (forward + backward)
         assert result.seconds == microbatches * (forward + backward) + bubble
@@ -80,7 +80,7 @@ def test_a_message_takes_its_latency_and_the_time_of_both_ends() -> None:
     result = lists(
         "F0 B0",
         "F0 B0",
-        durations=Durations.uniform(2, 1, 1, 2),
+        durations=uniform_durations(2, 1, 1, 2),
         edges=[MessageCost(latency=4, handling=2)],
     )
 
@@ -93,7 +93,7 @@ def test_a_message_takes_its_latency_and_the_time_of_both_ends() -> None:
 
 def test_lists_that_wait_for_each_other_end_the_simulation() -> None:
     with pytest.raises(RuntimeError, match=r"a deadlock: stages \[0, 1\] wait for ever"):
-        lists("F0 B0 F1 B1", "F0 F1 B0 B1", durations=Durations.uniform(2, 2, 1, 1))
+        lists("F0 B0 F1 B1", "F0 F1 B0 B1", durations=uniform_durations(2, 2, 1, 1))
 
 
 # -- split backwards ------------------------------------------------------------------------
@@ -225,7 +225,7 @@ def test_the_order_is_what_the_policy_says_when_told_the_same(case: Case) -> Non
 
 
 def test_each_edge_has_its_own_costs() -> None:
-    durations = Durations.uniform(3, 1, 1, 1)
+    durations = uniform_durations(3, 1, 1, 1)
 
     result = lists(
         "F0 B0", "F0 B0", "F0 B0", durations=durations, edges=[MessageCost(10), MessageCost(100)]

@@ -9,12 +9,13 @@ from typing import get_args
 
 import pytest
 from support.action_text import peak_in_flight as held_of
+from support.action_text import uniform_durations
 from support.planner_cases import load_of
 
 from axsparse.models.layer_cost import Activations
 from axsparse.models.model_profile import LayerInfo
 from axsparse.pipeline.policy import Policy, Schedule, ScheduleName
-from axsparse.pipeline.simulator import Durations, simulate
+from axsparse.pipeline.simulator import simulate
 from axsparse.planner.layout_search import Layout
 from axsparse.planner.stage_memory import (
     ActivationMemory,
@@ -125,7 +126,7 @@ def test_a_stage_never_holds_more_than_is_counted(name: ScheduleName, size: floa
         for backward, weight in ((50, 0.0),) if size is None else ((5, 0.1), (5, 50.0)):
             run = simulate(
                 partial(policy_of, schedule, g_inter, microbatches),
-                Durations.uniform(g_inter, microbatches, 1, backward, weight),
+                uniform_durations(g_inter, microbatches, 1, backward, weight),
             )
             for stage, done in enumerate(run.stages):
                 place = {"stage": stage, "g_inter": g_inter, "microbatches": microbatches}

@@ -18,6 +18,15 @@ def from_text(text: str) -> list[Action]:
     return [Action(kinds[word[0]], int(word[1:])) for word in text.split()]
 
 
+def uniform_durations(
+    g_inter: int, microbatches: int, forward: float, backward: float, weight: float = 0.0
+) -> Durations:
+    """Durations that are the same for all microbatches on all stages."""
+    return Durations(
+        *([[seconds] * microbatches] * g_inter for seconds in (forward, backward, weight))
+    )
+
+
 def dry_run(stages: Sequence[Sequence[Action]]) -> list[float]:
     """How many microbatches each stage holds at most if the stages play these lists.
 
@@ -26,7 +35,7 @@ def dry_run(stages: Sequence[Sequence[Action]]) -> list[float]:
     microbatches = sum(each.kind is Kind.FORWARD for each in stages[0])
     simulate(
         lambda stage: InOrder(stages[stage], stage=stage, g_inter=len(stages)),
-        Durations.uniform(len(stages), microbatches, 1, 1, 1),
+        uniform_durations(len(stages), microbatches, 1, 1, 1),
     )
     return [peak_in_flight(actions) for actions in stages]
 

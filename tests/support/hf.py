@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from support.cases import merged
 from support.images import write_safetensors
-from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
+from support.runs import VOCABULARY, of_family, tiny_config, token_data, train_in_process
 from torch import Tensor, nn
 
 from axsparse.config.hf_config import config_json
 from axsparse.config.load import configure
-from axsparse.config.model_config import GptConfig, HfConfig, of_family
+from axsparse.config.model_config import GptConfig, HfConfig
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from support.oracle import Trace
 from torch import Tensor, nn
 
-from axsparse.config.model_config import GptConfig, of_family
+from axsparse.config.model_config import Family, GptConfig
 from axsparse.config.schema import Config, PruningConfig
 from axsparse.data.dataset import ArrayDataset, Dataset, Datasets, TokenDataset
 from axsparse.data_parallel.step_consensus import StepResult
@@ -100,6 +100,15 @@ FEW_MICROBATCHES = {"global_batch_size": 12, "microbatch_size": 3}
 def token_data(samples: int = 40, length: int = 12) -> TokenDataset:
     tokens = np.random.default_rng(3).integers(0, VOCABULARY, samples * length + 1, dtype=np.uint8)
     return TokenDataset("random", "0", VOCABULARY, tokens, length)
+
+
+SomeFamily = TypeVar("SomeFamily", bound=Family)
+
+
+def of_family(model: Family, family: type[SomeFamily]) -> SomeFamily:
+    """The settings, which have to be of this family."""
+    assert isinstance(model, family), f"{model.name} is no {family.__name__}"
+    return model
 
 
 def tiny_gpt(config: Config) -> Model:
