@@ -222,6 +222,10 @@ class FromFile:
         return f"{self.file.path}: new, and not from the file: {some_of(self.new)}{left}"
 
 
+LOAD = "load weights (model.from or model.weights; a model of a program by ax.start_from)"
+"""The suggestion where a model starts from drawn values."""
+
+
 def some_of(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""

@@ -88,12 +88,14 @@ def chosen_layout(
     machine = replace(machine_of(cluster), overhead_bytes=budget.overhead)
     found = fewest_stages(run_request(model, machine, all_ranks, stages, budget.nbytes))
     if isinstance(found, Rejection):
+        is_given = layout.memory_per_rank != "auto"
+        anyway = "raise layout.memory_per_rank" if is_given else "set layout.g_inter to try anyway"
         raise ConfigError(
             f"{config.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
             f"that fits {format_bytes(budget.nbytes)} a rank, of which the process itself takes "
             f"{format_bytes(budget.overhead)}; with {found.g_inter}, {found.reason}; take more "
-            "ranks, prune more, recompute activations (pipeline.checkpoint_activations), or set "
-            "layout.g_inter to try all the same"
+            "ranks, prune more, recompute activations (pipeline.checkpoint_activations), or "
+            f"{anyway}"
         )
     return found
 
@@ -188,8 +190,8 @@ def balanced(config: Config, grid: Grid, model: ProfiledModel, budget: MemoryBud
         f"{config.where('layout.memory_per_rank')}: no split of {model.most_stages} layers into "
         f"{grid.g_inter} stages fits {format_bytes(budget.nbytes)}, of which the process itself "
         f"takes {format_bytes(budget.overhead)}; with the work balanced, {found.reason}; take more "
-        "stages (layout.g_inter), prune more, or recompute activations "
-        "(pipeline.checkpoint_activations)"
+        "stages (layout.g_inter), raise layout.memory_per_rank, prune more, or recompute "
+        "activations (pipeline.checkpoint_activations)"
     )
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from axsparse.data.batches import Batch, Microbatch
 from axsparse.models.layer import Layer, as_tuple
 from axsparse.models.module_buffers import switch_mode
-from axsparse.models.start_weights import some_of
+from axsparse.models.start_weights import LOAD, some_of
 from axsparse.pruning.healing import (
     FITTED,
     KEPT,
@@ -86,15 +86,14 @@ class Calibration:
     """Whether finished layers in that folder leave the memory, since no state is built of them."""
 
     def check(self) -> None:
-        """ConfigError for a matrix of this stage that the method cannot prune, and for a model that
-        is to be healed and was never trained."""
+        """ConfigError for matrices that the method cannot prune, and for a model that is to be
+        healed and was never trained."""
         if self.fit is not None and self.options.start is None:
             raise ConfigError(
                 "pruning.heal: layers are fitted to what they put out as they were loaded, and "
-                "this model starts from drawn values; load weights (model.from, model.weights or "
-                "start_from), or leave pruning.heal out"
+                f"this model starts from drawn values; {LOAD}, or leave pruning.heal out"
             )
-        self.pruning.check(self.layers)
+        self.pruning.check()
 
     def seconds_of_layer(self) -> float | None:
         """Seconds of a forward and a backward of the first pruned layer of this stage for one

@@ -8,13 +8,13 @@ look at weights alone gather nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from axsparse.models.layer import Layer, StartValues, Ties, on_meta
+from axsparse.models.layer import StartValues, Ties
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.healing import FITTED, KEPT, MASK, changed_value
@@ -26,11 +26,14 @@ from axsparse.pruning.input_statistics import (
     WatchedProducts,
     kept_by_inputs,
 )
-from axsparse.pruning.targets import Targets
+from axsparse.pruning.targets import Targets, of_all_numbers, to_exclude
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import pack, unpack
+
+WITHOUT_INPUTS = "choose pruning.method: magnitude without pruning.heal"
+"""The suggestion that helps whatever the layers are."""
 
 
 @dataclass(frozen=True)
@@ -83,29 +86,20 @@ class LayerPruning:
     one, replaces sparsities."""
     ties: Ties
 
-    def check(self, layers: Sequence[Layer]) -> None:
-        """ConfigError for a matrix of these layers whose inputs decide in no product, or in two
-        layers."""
-        twice = {*self.ties, *self.ties.values()} & {*self.targets.shapes}
-        if twice:
-            raise ConfigError(
-                f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
-                f"{min(twice)} is used in two; name it in pruning.exclude"
-            )
-        if not self._sees_inputs:
-            return
+    def check(self) -> None:
+        """ConfigError for matrices whose inputs decide in no product, or in two layers."""
+        pruned = self.targets.shapes
+        twice = [name for name in pruned if name in {*self.ties, *self.ties.values()}]
         stacks = self.targets.stacks if self.method in METHODS else ()
-        for layer in layers:
-            module = layer.build() if layer.init is None else on_meta(layer)
-            for parameter, weight in module.named_parameters():
-                name = layer.full_name(parameter)
-                is_seen = weight.dim() == 2 or name in stacks
-                if name in self.targets.shapes and not is_seen:
-                    raise ConfigError(
-                        f"pruning.method: {self.method} scores a matrix by the inputs of a linear "
-                        f"layer, and {name} is of none; name it in pruning.exclude, or choose "
-                        "pruning.method: magnitude"
-                    )
+        is_seen = {name: len(shape) == 2 or name in stacks for name, shape in pruned.items()}
+        unseen = [name for name in pruned if self._sees_inputs and not is_seen[name]]
+        if odd := [*twice, *unseen]:
+            whys = {"two have": twice, "none has": unseen}
+            said = ", ".join(f"{why} {some_of(names)}" for why, names in whys.items() if names)
+            raise ConfigError(
+                f"pruning.method: {self.method} scores a matrix by the inputs of its linear layer, "
+                f"and {said}; {to_exclude(odd, pruned, pruned.keys() - odd, WITHOUT_INPUTS)}"
+            )
 
     def kept(self) -> dict[str, int]:
         """How many entries of each matrix stay."""
@@ -144,9 +138,14 @@ class LayerPruning:
             name for name, none in unmet.items() if len(none) == self.targets.matrices(name)[0]
         ]
         if unseen:
+            pruned, alike = self.targets.shapes, {*map(of_all_numbers, unseen)}
+            # Matrices of other layers are likely to be as those here.
+            others = {name for name in pruned if of_all_numbers(name) not in alike}
+            fit = others | (weights.keys() - unseen)
             raise ConfigError(
                 f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
-                f"nothing multiplies by {some_of(unseen)} there; name it in pruning.exclude"
+                f"nothing multiplies by {some_of(unseen)} there; "
+                + to_exclude(unseen, pruned, fit, WITHOUT_INPUTS)
             )
         masks.unmet.extend(name for none in unmet.values() for name in none)
         for tensor in built.state.owned:

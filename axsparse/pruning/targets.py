@@ -146,9 +146,29 @@ def find_targets(profiled: ModelProfile, pruning: PruningConfig) -> Targets:
     if pruning.pattern is not None:
         n, m = parse_pattern(pruning.pattern)
         sparsity = 1 - n / m
-        for name, shape in shapes.items():
-            check_pattern(name, shape, n, m, input_dims.get(name, 1))
+        check_pattern(shapes, n, m, input_dims)
     return Targets(shapes, sparsity, pruning.distribution, own, input_dims=input_dims)
+
+
+def of_all_numbers(name: str) -> str:
+    """The pattern of a tensor's name and of those that differ in numbers alone."""
+    return re.sub(r"\d+", "*", name)
+
+
+def to_exclude(
+    names: Iterable[str], pruned: Collection[str], fit: Collection[str], otherwise: str
+) -> str:
+    """The suggestion that leaves out some of the pruned tensors, by patterns that match none that
+    is `fit`; only what helps `otherwise` if no other one is."""
+    if not fit:
+        return otherwise
+    found = {}
+    for name in names:
+        forms = (of_all_numbers(name), re.sub(r"\d+", "*", name, count=1))
+        alike = (form for form in forms if not any(fnmatchcase(one, form) for one in fit))
+        form = next(alike, name)
+        found[form if sum(fnmatchcase(one, form) for one in pruned) > 1 else name] = None
+    return f"add {', '.join(found)} to pruning.exclude, or {otherwise}"
 
 
 def left_dense(
@@ -385,12 +405,17 @@ def parse_pattern(text: str) -> tuple[int, int]:
     return n, m
 
 
-def check_pattern(name: str, shape: tuple[int, ...], n: int, m: int, inputs: int = 1) -> None:
-    """ConfigError unless `m` divides dimension `inputs` of the tensor, its inputs."""
-    if shape[inputs] % m:
+def check_pattern(
+    shapes: Mapping[str, tuple[int, ...]], n: int, m: int, input_dims: Mapping[str, int]
+) -> None:
+    """ConfigError unless `m` divides the inputs of each tensor, by default its dimension 1."""
+    inputs = {name: shape[input_dims.get(name, 1)] for name, shape in shapes.items()}
+    if odd := [name for name, size in inputs.items() if size % m]:
+        sizes = some_of([f"{name} ({inputs[name]} of {tuple(shapes[name])})" for name in odd])
+        suggestion = to_exclude(odd, shapes, shapes.keys() - odd, "give pruning.sparsity instead")
         raise ConfigError(
-            f"{name}: {n}:{m} runs along dimension {inputs} of its shape {shape}, which is not a "
-            f"multiple of {m}; name it in pruning.exclude"
+            f"pruning.pattern: {n}:{m} runs along the inputs of a matrix, and {m} does not divide "
+            f"those of {sizes}; {suggestion}"
         )
 
 

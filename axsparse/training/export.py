@@ -143,7 +143,7 @@ def export(
         raise ConfigError(f"export: {form!r} is no form; choose one of {', '.join(get_args(Form))}")
     is_folder = form != "torch"
     if not is_folder and path.suffix != SUFFIX:
-        raise ConfigError(f"--out: {str(path)!r} does not end in {SUFFIX}; add that")
+        raise ConfigError(f"{str(path)!r} does not end in {SUFFIX}; add that")
     path, saved = path.absolute(), checkpoint.path.resolve().parent
     reject_within(path, saved if saved.name == CHECKPOINTS else checkpoint.path, "the checkpoint")
     _reject_in_model(path, flat(checkpoint.manifest.config).get("model.from"))
@@ -392,12 +392,11 @@ def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
         is_empty = is_folder and path.is_dir() and not any(path.iterdir())
         is_ours = is_export(path) if is_folder else is_own(path, _MARK)
     if path.is_symlink() or not (is_empty or is_ours):
-        raise OutputError(
-            f"--out: {path} is not what an export leaves, and stays; choose another place"
-        )
+        raise OutputError(f"{path} is not what an export leaves, and stays; choose another place")
     if not is_empty and not force:
         raise OutputError(
-            f"--out: {path} is there already; choose another place, or give --force to replace it"
+            f"{path} is there already; choose another place, or give --force (in Python "
+            "force=True) to replace it"
         )
 
 
@@ -412,7 +411,7 @@ def is_export(folder: Path) -> bool:
 
 
 def _writing(path: Path) -> AbstractContextManager[None]:
-    return writing(f"--out: {path}", "free the disk, or choose another place")
+    return writing(f"{path}:", "free the disk, or choose another place")
 
 
 # -- folders of transformers ---------------------------------------------------------------

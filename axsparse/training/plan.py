@@ -27,7 +27,7 @@ from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds
 from axsparse.models.layer import Model, TensorShard
 from axsparse.models.model_profile import LayerInfo, ModelProfile, match, named_value
-from axsparse.models.start_weights import FromFile
+from axsparse.models.start_weights import LOAD, FromFile, some_of
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
     LayoutDecision,
@@ -55,6 +55,7 @@ from axsparse.pruning.targets import (
     Targets,
     kept_at_start,
     starts_pruned,
+    to_exclude,
     what_is_pruned,
 )
 from axsparse.runtime.communication import Transport
@@ -475,9 +476,11 @@ def check_weights_are_loaded(config: Config, model: Model, targets: Targets) -> 
     start, method = model.start, config.pruning.method
     anew = [name for name in targets.shapes if isinstance(start, FromFile) and name in start.new]
     if start is None or anew:
-        why = "none are loaded; set model.from or model.weights"
+        why = f"none are loaded; {LOAD}"
         if anew:
-            why = f"{anew[0]} begins anew; name it in pruning.exclude, or choose another method"
+            fit = targets.shapes.keys() - anew
+            suggestion = to_exclude(anew, targets.shapes, fit, "choose another method")
+            why = f"not at drawn ones as of {some_of(anew)}; {suggestion}"
         where = config.where("pruning.method")
         raise ConfigError(f"{where}: {method} looks at loaded weights, and {why}")
 

@@ -22,6 +22,7 @@ from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import (
+    ANOTHER_RUN_DIR,
     CONFIG_FILE,
     OTHER_RUN_DIR,
     InUseError,
@@ -211,7 +212,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
             path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as reason:
             raise OutputError(
-                f"{where}: {path} is not a directory; choose another --run-dir"
+                f"{where}: {path} is not a directory; choose {ANOTHER_RUN_DIR}"
             ) from reason
         has_mark = _is_run(path, where)
         if overwrite or not _contains_run(path):  # otherwise not even a lock file is left there
@@ -225,7 +226,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
             lock.release()
     raise _TakenError(
         f"{where}: {path} holds another run's records or checkpoints, which would be mixed up; "
-        "choose another --run-dir (in Python run_dir=), or go on with that run by --resume auto "
+        f"choose {ANOTHER_RUN_DIR}, or go on with that run by --resume auto "
         '(in Python resume="auto", or overwrite=True to begin it anew)'
     )
 
@@ -238,7 +239,7 @@ def _is_run(path: Path, where: str) -> bool:
         raise OutputError(
             f"{where}: {path} has {' and '.join(foreign_files(path))} that no run of axsparse "
             "has marked as its own, and a run replaces nothing that it has not written; choose "
-            "another --run-dir"
+            f"{ANOTHER_RUN_DIR}"
         ) from reason
 
 
@@ -247,7 +248,7 @@ def _reject_broken_link(path: Path, where: str) -> None:
     if path.is_symlink() and not path.is_dir():
         raise OutputError(
             f"{where}: {path} is a link to {path.readlink()}, which is no folder; mount or make "
-            "it, or choose another --run-dir"
+            f"it, or choose {ANOTHER_RUN_DIR}"
         )
 
 
@@ -357,7 +358,7 @@ def _reject_lost(run_dir: Path) -> None:
     if RunMark.of(run_dir).has_saved:
         raise MissingInputError(
             f"{run_dir} has saved checkpoints, and {run_dir / CHECKPOINTS} has none; mount or "
-            "restore them, or start anew in another --run-dir"
+            f"restore them, or start anew in {ANOTHER_RUN_DIR}"
         )
 
 
@@ -370,7 +371,7 @@ def _reject_older(run_dir: Path, named: Path) -> None:
     if newest > step:
         raise ConfigError(
             f"--resume {named}: the run has a later checkpoint, step-{newest}; give this one "
-            "another --run-dir, or remove the later ones"
+            f"{ANOTHER_RUN_DIR}, or remove the later ones"
         )
 
 

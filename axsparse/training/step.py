@@ -32,6 +32,7 @@ from axsparse.pipeline.engine import Engine
 from axsparse.pruning.methods.pruner import MaskUpdate
 from axsparse.runtime.communication import Op, Transport
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere, printable
+from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.process import write_line
 from axsparse.samo.backend import to_host
@@ -471,7 +472,7 @@ class SkippedSteps:
         if before is not None:
             way += (
                 f"; weights were good up to step {before}: go on from there by --resume "
-                f"{run}/{CHECKPOINTS}/step-{before} in another --run-dir"
+                f"{run}/{CHECKPOINTS}/step-{before} in {ANOTHER_RUN_DIR}"
             )
         raise everywhere(
             TrainingError(

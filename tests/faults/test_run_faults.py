@@ -77,8 +77,8 @@ def test_a_run_outlives_everything_that_happens_while_it_saves(tmp_path: Path, w
     assert f"goes on from {folder}/step-2, after step 2" in done.stdout
     assert done.errors == [
         f"axsparse: error: rank 1 (stage 1, replica 0): checkpoint {folder}/step-4.tmp: cannot be "
-        "written (File too large); free space there, or choose another --run-dir; checkpoints "
-        "before it are still there"
+        "written (File too large); free space there, or choose another --run-dir (in Python "
+        "run_dir=); checkpoints before it are still there"
     ]
     assert saved_steps(folder) == [2] and unfinished(folder) == []
 
@@ -226,7 +226,8 @@ def test_a_second_job_in_the_same_directory_is_told_who_has_it(tmp_path: Path) -
     assert second.returncode == 74, str(second)
     assert second.errors == [
         f"axsparse: error: {run}: is in use by job 4711, process {holder} on "
-        f"{socket.gethostname()}; wait for its end, or choose another --run-dir"
+        f"{socket.gethostname()}; wait for its end, or choose another --run-dir (in Python "
+        "run_dir=)"
     ]
     assert first.result().returncode == 0, str(first.result())
     assert list(losses(run)) == list(range(1, 11))

@@ -233,7 +233,8 @@ def test_only_force_replaces_an_export(form: Form, name: str, run: Path, tmp_pat
     inode = file.stat().st_ino
 
     assert rejected(OutputError, newest(run), form, path) == (
-        f"--out: {path} is there already; choose another place, or give --force to replace it"
+        f"{path} is there already; choose another place, or give --force (in Python force=True) to "
+        "replace it"
     )
     assert file.stat().st_ino == inode
     export(newest(run), form, path, force=True)
@@ -261,8 +262,7 @@ def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
         with pytest.raises(OutputError) as caught:
             export(newest(run), forms.get(name, "torch"), tmp_path / name, force=True)
         assert str(caught.value) == (
-            f"--out: {tmp_path}/{name} is not what an export leaves, and stays; choose another "
-            "place"
+            f"{tmp_path}/{name} is not what an export leaves, and stays; choose another place"
         )
         assert sorted(tmp_path.rglob("*")) == before
 

@@ -40,6 +40,7 @@ from axsparse.observe.watchdog.heartbeat import (
 from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
 from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.process import exit_at_once, write_line
 
@@ -306,7 +307,7 @@ def open_watchdog(
         return watchdog
 
     def prepare(work: Callable[[], None]) -> None:
-        with writing(f"{folder}:", "choose another --run-dir, or set watchdog.timeout to 0"):
+        with writing(f"{folder}:", f"choose {ANOTHER_RUN_DIR}, or set watchdog.timeout to 0"):
             work()
 
     together(transport, lambda: prepare(heartbeats.clear) if transport.rank == 0 else None)

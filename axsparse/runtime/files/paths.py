@@ -48,8 +48,8 @@ def reject_foreign(where: str, path: Path, mark: str) -> None:
 
 def reject_within(path: Path, folder: Path, what: str) -> None:
     """ConfigError if a place to write is a folder that is read, or within it; `what` is of it."""
-    with writing(f"--out: {path}", "choose another place"):
+    with writing(f"{path}:", "choose another place"):
         out, source = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if source in (out, *out.parents):
         part = f"{what} itself" if out == source else f"within {what}'s folder"
-        raise ConfigError(f"--out: {path} is {part}; choose another place")
+        raise ConfigError(f"{path} is {part}; choose another place")

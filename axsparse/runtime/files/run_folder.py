@@ -90,7 +90,7 @@ def is_marked(path: Path) -> bool:
         raise ConfigError(
             f"{path} has {' and '.join(found)}, but no whole {MARK_FILE}, the mark of a run: what "
             "is there may not be a run's, or not all of it; copy the whole directory, or choose "
-            "another --run-dir (--resume CHECKPOINT continues from a checkpoint there)"
+            f"{ANOTHER_RUN_DIR} (--resume CHECKPOINT continues from a checkpoint there)"
         )
     return False
 
@@ -145,7 +145,7 @@ class RunMark:
         if not self.has_saved:
             self._content["saved"] = True
             path = self._path / MARK_FILE
-            with writing(f"{path}:", "choose another --run-dir"), new_path(path) as unfinished:
+            with writing(f"{path}:", OTHER_RUN_DIR), new_path(path) as unfinished:
                 unfinished.write_text(json.dumps(self._content), encoding="utf-8")
 
 
@@ -158,7 +158,9 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 LOCK_FILE = "run.lock"
-OTHER_RUN_DIR = "choose another --run-dir"
+RUN_DIR = "--run-dir (in Python run_dir=)"
+ANOTHER_RUN_DIR = f"another {RUN_DIR}"
+OTHER_RUN_DIR = f"choose {ANOTHER_RUN_DIR}"
 _JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID")
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors by which the system says that another process holds a lock."""
@@ -198,7 +200,7 @@ class FileLock:
 class RunLock:
     """Holds a run directory for this process."""
 
-    def __init__(self, run_dir: Path, option: str = "--run-dir") -> None:
+    def __init__(self, run_dir: Path, option: str = RUN_DIR) -> None:
         """InUseError if another process holds the directory, OutputError if it cannot be written.
 
         `option` is the one by which the user names the directory.
@@ -226,8 +228,8 @@ class RunLock:
         self.release: Callable[[], object] = lock.release
         if lock.problem is not None:
             write_line(
-                f"warning: {path}: cannot be locked ({lock.problem}); see that no other job has "
-                f"this {option}"
+                f"warning: {path}: cannot be locked ({lock.problem}); see that no other job uses "
+                "this directory"
             )
         job = next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), None)
         said = {"host": socket.gethostname(), "process": os.getpid(), "job": job}

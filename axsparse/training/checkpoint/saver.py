@@ -31,7 +31,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_texts, together
 from axsparse.runtime.files.atomic import sync_folder
-from axsparse.runtime.files.run_folder import RunMark
+from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RunMark
 from axsparse.runtime.files.safetensors import write_safetensors
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.samo.layer_construction import BuiltLayer
@@ -276,9 +276,9 @@ class Saver:
         try:
             yield
         except (OSError, ValueError) as reason:
-            advice = "free space there, or choose another --run-dir"
+            advice = f"free space there, or choose {ANOTHER_RUN_DIR}"
             if isinstance(reason, FileNotFoundError):
-                advice = "remove nothing there while a run trains, and choose another --run-dir"
+                advice = f"remove nothing there while a run trains, and choose {ANOTHER_RUN_DIR}"
             if folders.saved_steps(self.folder):
                 advice += "; checkpoints before it are still there"
             with writing(f"{self._coords}: checkpoint {path}:", advice):

@@ -25,6 +25,7 @@ from axsparse.runtime.errors import (
     reading,
 )
 from axsparse.runtime.exchange import together
+from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
 from axsparse.training.checkpoint.checkpoint_folder import (
     CHECKPOINTS,
     UNFINISHED,
@@ -178,7 +179,7 @@ def newest_complete(
         raise everywhere(
             DataError(
                 f"{run_dir}: none of its {len(steps)} checkpoints is whole ({skipped[0]}); restore "
-                "one, or start another run with another --run-dir"
+                f"one, or start another run with {ANOTHER_RUN_DIR}"
             )
         )
     return None, skipped

@@ -42,7 +42,10 @@ def test_a_holder_is_named_with_its_job(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(os, "getpid", lambda now=other: now)
         with pytest.raises(OutputError) as caught:
             RunLock(tmp_path)
-        assert str(caught.value) == f"{here} {holder}, or choose another --run-dir"
+        assert (
+            str(caught.value)
+            == f"{here} {holder}, or choose another --run-dir (in Python run_dir=)"
+        )
     (tmp_path / "run.lock").write_text("[]")
     with pytest.raises(OutputError, match="is in use by another process; wait"):
         RunLock(tmp_path)
@@ -62,5 +65,5 @@ def test_a_place_without_locks_is_told_of_and_used(
 
     assert capsys.readouterr().err == (
         f"axsparse: warning: {tmp_path}/run.lock: cannot be locked (No locks available); see that "
-        "no other job has this --run-dir\n"
+        "no other job uses this directory\n"
     )

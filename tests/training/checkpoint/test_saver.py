@@ -238,7 +238,7 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(
         OutputError,
         match=rf"^rank \d \(stage \d, replica \d\): checkpoint {tmp_path}/checkpoints/step-4.tmp: "
         r"cannot be written \(No space left on device\); free space there, or choose another "
-        r"--run-dir; checkpoints before it are still there$",
+        r"--run-dir \(in Python run_dir=\); checkpoints before it are still there$",
     ) as caught:
         ran((2, 2), config_of(), tmp_path)
 
@@ -288,7 +288,7 @@ def elsewhere(folder: Path, name: str) -> FileEntry:
             "checkpoint_folder.commit",
             gone,
             r"\(No such file or directory\); remove nothing there while a run trains, and choose "
-            r"another --run-dir$",
+            r"another --run-dir \(in Python run_dir=\)$",
             [],
         ),
         ("saver.read_entry", other_bytes, r"\(0001-block0.safetensors reads otherwise than it", []),
