@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import yaml
@@ -22,7 +23,13 @@ from yaml.reader import ReaderError
 from axsparse.config.hf_config import HF, with_folder
 from axsparse.config.messages import Setting, refusal, show, unknown_key
 from axsparse.config.schema import FIELDS, SECTIONS, Config
-from axsparse.runtime.errors import ConfigError, MissingInputError, one_line, reading
+from axsparse.runtime.errors import (
+    ConfigError,
+    MissingInputError,
+    check_kind,
+    one_line,
+    reading,
+)
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import CONFIG_FILE, has_mark
 
@@ -119,6 +126,8 @@ def configure(
     (`Config.where`). Raises MissingInputError for a file that is not there or cannot be read,
     ConfigError for everything that cannot be run.
     """
+    kinds = (Mapping, str, Path, NoneType)
+    check_kind("configure: source", source, kinds, "give a mapping, a file or a bundled name")
     settings, name = _read(source, "configure")
     settings.update(_read_override(override) for override in overrides)
     return _validated(settings, name)

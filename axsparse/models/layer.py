@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, check_kind
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.host_channel import DTYPES
 
@@ -187,6 +187,12 @@ class Model:
     container: nn.Module | None = None
     """A module of the user's own class that has the tensors of all layers, by their global names;
     `Trainer.model` gives one of its kind. None: `Trainer.model` gives a `PlainModel`."""
+
+
+def check_model(what: str, given: object) -> None:
+    """ConfigError for an argument of the Python API that is no `Model`."""
+    suggestion = "make it an ax.Model by ax.from_sequential or ax.from_module"
+    check_kind(f"{what}: model", given, Model, suggestion)
 
 
 def mismatched_values(tensor: Tensor, *, trained: bool) -> str:

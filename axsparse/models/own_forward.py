@@ -43,7 +43,7 @@ from axsparse.models.watched_forward import (
     state_of,
     tensors_of,
 )
-from axsparse.runtime.errors import ConfigError, one_line
+from axsparse.runtime.errors import ConfigError, check_kind, one_line
 from axsparse.runtime.seeds import preserved_rng
 
 SMALL = 4
@@ -70,6 +70,7 @@ def from_module(
 
     Raises ConfigError for a module that has no such forward.
     """
+    check_kind("from_module: module", module, nn.Module, "give an nn.Module")
     reject_unfit(module)
     inputs = _as_wide(example(2), module)
     modes = [(child, child.training) for child in module.modules()]

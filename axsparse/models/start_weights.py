@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from axsparse.models.layer import Model, StartValues, mismatched_values
+from axsparse.models.layer import Model, StartValues, check_model, mismatched_values
 from axsparse.models.model_profile import match, profile
-from axsparse.runtime.errors import DataError, MissingInputError, one_line, reading
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, one_line, reading
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
@@ -253,6 +253,11 @@ def start_from(
     Raises DataError unless the file holds every other parameter and buffer of the state dict, in
     its shape, and nothing else; ConfigError for a pattern that matches none.
     """
+    check_model("start_from", model)
+    if not hasattr(file, "shapes"):
+        raise ConfigError(
+            f"start_from: file is {type(file).__name__}; open one by ax.open_weights(PATH)"
+        )
     profiled = profile(replace(model, example=None))
     buffers = [buffer for layer in profiled.layers for buffer in layer.buffers]
     needed = profiled.shapes | {each.name: each.shape for each in buffers if each.persists}

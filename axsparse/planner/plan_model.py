@@ -12,7 +12,7 @@ from typing import Literal
 from axsparse.config.schema import Config
 from axsparse.config.section import counted
 from axsparse.config.validate import check_config, check_offload, check_split
-from axsparse.models.layer import Model
+from axsparse.models.layer import Model, check_model
 from axsparse.models.model_profile import profile
 from axsparse.models.teacher import with_teacher
 from axsparse.models.zoo.model_registry import model_without_weights
@@ -24,7 +24,7 @@ from axsparse.planner.stage_memory import gigabytes, memory_budget
 from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
 from axsparse.pruning.criteria import Score, configured_criterion
 from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, check_kind
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
 
@@ -246,6 +246,8 @@ def plan_for(
     Needs no device and no MPI. ConfigError if nothing fits, MissingInputError for an unknown
     cluster.
     """
+    check_model("plan_for", model)
+    check_kind("plan_for: config", config, Config | None, "make one by ax.configure")
     found = load_cluster(cluster) if isinstance(cluster, str) else cluster
     named = (config or Config()).named(model.name)
     return planned_model(named, found, model, score).plan(method, found, gpus)

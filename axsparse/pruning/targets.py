@@ -162,7 +162,7 @@ def to_exclude(
     is `fit`; only what helps `otherwise` if no other one is."""
     if not fit:
         return otherwise
-    found = {}
+    found: dict[str, None] = {}
     for name in names:
         forms = (of_all_numbers(name), re.sub(r"\d+", "*", name, count=1))
         alike = (form for form in forms if not any(fnmatchcase(one, form) for one in fit))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import UnionType
 from typing import TypeVar
 
 EXIT_DATA = 65
@@ -113,6 +114,14 @@ def _why(reason: OSError | ValueError) -> str | None:
     if isinstance(reason, UnicodeEncodeError) or "embedded null" in str(reason):
         return "its name has characters that no file name can have"
     raise reason
+
+
+def check_kind(
+    what: str, given: object, kinds: type | UnionType | tuple[type, ...], suggestion: str
+) -> None:
+    """ConfigError for an argument of the Python API that is of another type."""
+    if not isinstance(given, kinds):
+        raise ConfigError(f"{what} is {type(given).__name__}; {suggestion}")
 
 
 def printable(text: str) -> str:

@@ -34,7 +34,7 @@ from axsparse.models.sequential import OwnValues, from_sequential, runs_in_order
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
-from axsparse.runtime.errors import ConfigError, DataError
+from axsparse.runtime.errors import ConfigError, DataError, check_kind
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.training.checkpoint.checkpoint_folder import DataEntry
@@ -60,6 +60,7 @@ def hf(folder: str | os.PathLike[str]) -> Hf:
 
     It is the setting `model.from`, which docs/howto/llama.md explains.
     """
+    check_kind("hf: folder", folder, str | os.PathLike, "give the path of a folder")
     return Hf({"model.from": os.fspath(folder)})
 
 
@@ -71,6 +72,7 @@ def tokens(
     They are the settings `data.path` and `data.validation`, which docs/howto/data-formats.md
     explains. Without `validation`, evaluations read the validation part of `path`.
     """
+    check_kind("tokens: path", path, str | os.PathLike, "give the path of a folder or file")
     settings = {"data.source": "tokens", "data.path": os.fspath(path)}
     if validation is not None:
         settings["data.validation"] = os.fspath(validation)

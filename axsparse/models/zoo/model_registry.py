@@ -8,6 +8,7 @@ from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.gpt import gpt, start_from_gpt2
 from axsparse.models.zoo.hf_models import hf_model
+from axsparse.runtime.errors import check_kind
 
 
 def model_without_weights(config: Config) -> Model:
@@ -22,6 +23,7 @@ def named_model(config: Config) -> Model:
     Raises ConfigError if its settings do not match the weights; MissingInputError or DataError if
     the file of weights cannot be read or does not fit.
     """
+    check_kind("named_model: config", config, Config, "make one by ax.configure")
     settings, length = config.model, sample_length(config)
     if isinstance(settings, HfConfig):
         return hf_model(settings, length, separate=config.data.intra_document_attention)

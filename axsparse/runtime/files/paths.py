@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from axsparse.runtime.errors import ConfigError, OutputError, writing
+from axsparse.runtime.errors import ConfigError, OutputError, check_kind, writing
 
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{)")
 """Matches the remains of a variable that is not set."""
@@ -18,8 +18,9 @@ def expanded(given: str | os.PathLike[str]) -> str:
     """A path with `~` and `$VARIABLE` in their place: a shell leaves them in `--out=~/x` and in
     quotes, and no shell reads a program's texts.
 
-    ConfigError for users and variables that are not known.
+    ConfigError for users and variables that are not known, and for what is no path.
     """
+    check_kind("path", given, str | os.PathLike, "give the path of a file or folder")
     text = os.fspath(given)
     path = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path would change the text
     if path.startswith("~") or _VARIABLE.search(path) is not None:
