@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-from support.mpirun import LONGEST_SECONDS
+from support.mpirun import run_fresh
 from support.page_blocks import PACKAGE, sources
 
 import axsparse
@@ -135,13 +133,8 @@ def reason_above(module: str, function: ast.FunctionDef | ast.AsyncFunctionDef) 
 def loaded_by(code: str) -> list[str]:
     """Which of the heavy libraries are there after some code ran in a fresh interpreter."""
     ask = "import sys; print([name for name in ('torch', 'mpi4py') if name in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{ask}"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=LONGEST_SECONDS,
-    )
+    done = run_fresh("-c", f"{code}\n{ask}")
+    assert done.returncode == 0, done
     answer: list[str] = ast.literal_eval(done.stdout.splitlines()[-1])
     return answer
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import Axsparse
-from support.mpirun import LONGEST_SECONDS
+from support.mpirun import run_fresh
 
 import axsparse as ax
 from axsparse.__main__ import main
@@ -54,7 +54,7 @@ def test_help_names_every_command(axsparse: Axsparse, words: list[str]) -> None:
 def test_every_command_has_help_that_costs_neither_torch_nor_mpi() -> None:
     code = HELPS.format(lines=["", *COMMANDS, *all_parsers()])
 
-    subprocess.run([sys.executable, "-c", code], timeout=LONGEST_SECONDS, check=True)
+    assert (done := run_fresh("-c", code)).returncode == 0, done
 
 
 @pytest.mark.parametrize(
@@ -110,10 +110,9 @@ main(["export", "x", "--to", "hf", "--out", "y"])
 
 @pytest.mark.parametrize("module", ["axsparse.cli.export", "torch"])
 def test_ctrl_c_while_a_command_loads_ends_it_in_one_line(module: str) -> None:
-    words = [sys.executable, "-c", INTERRUPTED, module]
-    done = subprocess.run(words, capture_output=True, timeout=LONGEST_SECONDS, check=False)
+    done = run_fresh("-c", INTERRUPTED, module)
 
-    assert (done.returncode, done.stderr) == (130, b"axsparse: error: interrupted\n")
+    assert (done.returncode, done.stderr) == (130, "axsparse: error: interrupted\n")
 
 
 def test_no_command_is_left_out() -> None:

@@ -4,15 +4,13 @@ and the peak of building a stage."""
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import cast
 
 import pytest
 import torch
 from support.allocated import peak_of_numpy, peak_of_torch
+from support.mpirun import run_fresh
 from torch import nn
 
 from axsparse.samo.host import host_step
@@ -167,15 +165,8 @@ def test_building_peaks_at_most_the_largest_parameter_in_fp32_above_what_it_leav
     score: str, index: str
 ) -> None:
     """Resident memory as the system sees it, with freed blocks given back at once."""
-    environment = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, score, index],
-        capture_output=True,
-        text=True,
-        env=os.environ | environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_fresh("-c", PROGRAM, score, index, env={"MALLOC_MMAP_THRESHOLD_": "65536"})
+    assert done.returncode == 0, done
     measured = json.loads(done.stdout)
 
     assert 0 < measured["above"] <= measured["largest"]

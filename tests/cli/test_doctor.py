@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.commands import Axsparse
-from support.mpirun import LONGEST_SECONDS, run_mpirun
+from support.mpirun import run_fresh, run_mpirun
 
 from axsparse.cli import doctor
 from axsparse.cli.doctor import Facts, findings, look
@@ -27,14 +25,8 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_process_looks_at_its_machine(tmp_path: Path) -> None:
     """In a terminal without signs, which gets the rest."""
-    said = subprocess.run(
-        [sys.executable, "-m", "axsparse", "doctor", "--run-dir", str(tmp_path / "runs")],
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "ascii"},
-        check=False,
-    )
+    command = ("-m", "axsparse", "doctor", "--run-dir", str(tmp_path / "runs"))
+    said = run_fresh(*command, env={"PYTHONIOENCODING": "ascii"})
 
     assert (said.returncode, said.stderr) == (0, "")
     assert said.stdout.startswith(f"? versions: Python {sys.version.split()[0]}, axsparse ")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.mpirun import LONGEST_SECONDS, run_mpirun
+from support.mpirun import LONGEST_SECONDS, run_fresh, run_mpirun
 
 from axsparse.cli.parser import CommandParser, Work, overrides_of, run_command
 from axsparse.config.load import configure
@@ -95,13 +95,7 @@ EARLY = {
 
 def test_a_mistake_is_told_before_torch_is_loaded() -> None:
     lines = [[*line.split(), "--config", "quickstart.yaml"] for line in EARLY]
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED.format(lines=lines)],
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        check=False,
-    )
+    done = run_fresh("-c", LOADED.format(lines=lines))
 
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     said = done.stderr.splitlines()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
-from support.mpirun import LONGEST_SECONDS
+from support.mpirun import run_fresh
 from support.runs import random_init
 from torch import Tensor, nn
 
@@ -149,15 +147,9 @@ print("torch._dynamo" in sys.modules)
 
 def test_to_look_at_layers_loads_no_compiler() -> None:
     """The compiler takes two seconds on each rank; only the rank that measures costs loads it."""
-    done = subprocess.run(
-        [sys.executable, "-c", LOOKS],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=LONGEST_SECONDS,
-    )
+    done = run_fresh("-c", LOOKS)
 
-    assert done.stdout == "False\n"
+    assert done.stdout == "False\n", done
 
 
 # -- what is refused ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import refusal
-from support.mpirun import LONGEST_SECONDS, mpirun_path, run_mpirun
+from support.mpirun import LONGEST_SECONDS, mpirun_path, run_fresh, run_mpirun
 
 from axsparse.runtime import process
 from axsparse.runtime.connection import connect, connect_alone
@@ -57,13 +57,7 @@ threading.Event().wait()
     ],
 )
 def test_a_thread_ends_the_job_though_the_main_thread_waits(level: str, said: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ABORT.format(level=level)],
-        capture_output=True,
-        text=True,
-        timeout=LONGEST_SECONDS,
-        check=False,
-    )
+    done = run_fresh("-c", ABORT.format(level=level))
 
     assert (done.returncode, done.stdout) == (70, said), done.stderr
 

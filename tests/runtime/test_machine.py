@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from support.mpirun import run_alone
+from support.mpirun import run_fresh
 
 from axsparse.runtime.machine import (
     CoreShare,
@@ -71,7 +70,7 @@ for count in (200, 600):
 @pytest.fixture(scope="module")
 def told() -> list[str]:
     """The output of the process above."""
-    done = run_alone(["-c", OF_A_PROCESS], python=sys.executable)
+    done = run_fresh("-c", OF_A_PROCESS)
     assert done.returncode == 0, str(done)
     return done.stdout.split()
 

@@ -7,15 +7,14 @@ import subprocess
 import sys
 
 import pytest
+from support.mpirun import run_fresh
 from support.page_blocks import sources
 
 END = "import atexit, threading; from axsparse.runtime.process import exit_at_once, exit_process; "
 
 
 def ended(code: str) -> tuple[int, str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", END + code], capture_output=True, text=True, check=False
-    )
+    done = run_fresh("-c", END + code)
     return done.returncode, done.stdout, done.stderr
 
 

@@ -97,6 +97,11 @@ def run_alone(
     return _run([python or warm_python(), *args], env, timeout, cwd)
 
 
+def run_fresh(*args: str, env: Mapping[str, str] | None = None) -> Finished:
+    """`python args…` in an interpreter that has loaded nothing yet."""
+    return run_alone(args, env, python=sys.executable)
+
+
 def _run(
     command: Sequence[str], env: Mapping[str, str] | None, timeout: float, cwd: Path | None
 ) -> Finished:
