@@ -302,18 +302,6 @@ def samples(wrong: str) -> ArrayDataset:
     return data
 
 
-def test_numbers_that_are_no_tokens_are_told() -> None:
-    data = ArrayDataset(torch.rand(16, 4), torch.arange(16) % 3)
-    config = tiny_config(batch={"global_batch_size": 16, "microbatch_size": 4})
-
-    told = (
-        "data (arrays): inputs are torch.float32, and the model takes token ids; give whole "
-        "numbers, as tensor.long() makes them"
-    )
-    with pytest.raises(DataError, match=f"^{re.escape(told)}$"):
-        train_in_process(1, 1, word_model(), config, data)
-
-
 @pytest.mark.parametrize(
     ("wrong", "when", "layout"),
     each_once(

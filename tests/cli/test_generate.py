@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import Axsparse, assert_one_line
+from support.commands import Axsparse
 from support.preparing import LINE, run
 from support.resuming import ran
-from support.runs import mlp, tiny_config, tiny_gpt, vector_data
+from support.runs import tiny_config
 
 from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
 from axsparse.data.tokenizers import SEPARATOR
 from axsparse.models.layer import as_tuple
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING
 from axsparse.training.evaluation import open_saved_model
 
 pytest.importorskip("transformers", reason="pip install 'axsparse[test]'")
@@ -114,28 +113,3 @@ def test_it_evaluates_to_what_the_run_reported(recited: Path, axsparse: Axsparse
     assert code == 0
     assert f"step 80: validation loss {said['eval_loss']:.6g}  perplexity " in screen
     assert f"{said['perplexity']:.6g}  (" in screen
-
-
-def test_what_is_missing_or_changed_is_named(
-    recited: Path, axsparse: Axsparse, tmp_path: Path
-) -> None:
-    gone = axsparse("generate", tmp_path / "none", "--prompt", "x")
-    assert_one_line(gone, EXIT_MISSING, "none: holds no checkpoint; name a run that")
-    ran((1, 1), tiny_config(train={"steps": 1}), tmp_path / "drawn", model=tiny_gpt)
-    drawn = axsparse("generate", tmp_path / "drawn", "--prompt", "x")
-    assert_one_line(drawn, EXIT_MISSING, "drawn: transformers finds no tokenizer (")
-    ran((1, 1), tiny_config(), tmp_path / "own", model=lambda _: mlp(), data=vector_data())
-    own = axsparse("generate", tmp_path / "own", "--prompt", "x")
-    assert_one_line(own, EXIT_CONFIG, "is of a model of your own, not of the gpt of its config")
-
-    tokenizer = recited.parent / "tokens" / "tokenizer.json"
-    text = tokenizer.read_text()
-    try:
-        tokenizer.write_text(text + "\n")
-        said = axsparse("generate", recited, "--prompt", "x")
-        assert_one_line(said, EXIT_MISSING, "tokenizer.json is not the tokenizer that made")
-        tokenizer.unlink()
-        said = axsparse("generate", recited, "--prompt", "x")
-        assert_one_line(said, EXIT_MISSING, "tokenizer.json cannot be read")
-    finally:
-        tokenizer.write_text(text)

@@ -19,7 +19,7 @@ from axsparse.cli.prune_defaults import (
     rule_of,
     training_settings,
 )
-from axsparse.cli.prune_order import Heal, PruneOrder
+from axsparse.cli.prune_order import PruneOrder
 from axsparse.config.validate import check_config
 from axsparse.runtime.errors import ConfigError
 
@@ -76,38 +76,6 @@ def test_what_is_said_wins(order: PruneOrder, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("data: {source: tokens, path: x}\npruning: {method: random, sparsity: 0.7}\n")
     assert chosen(replace(order, config=str(own))).configured().pruning.method == "random"
-
-
-@pytest.mark.parametrize(
-    ("heal", "settings"),
-    [
-        ("blocks", ("pruning.sparsity=0.8",)),
-        ("train", ("pruning.sparsity=0.5",)),
-        ("train", ("pruning.pattern=1:4",)),
-    ],
-)
-def test_a_mask_that_cannot_rise_is_refused(
-    heal: Heal, settings: tuple[str, ...], order: PruneOrder
-) -> None:
-    order = replace(with_settings(order, *settings), heal=heal, schedule="gradual")
-
-    with pytest.raises(ConfigError, match=r"^--schedule: gradual rises from 0\.5 while the"):
-        chosen(order)
-
-
-@pytest.mark.parametrize(
-    "setting",
-    ["pruning.distribution=global", "layout.g_tensor=2", "pruning.mask=x", "pruning.method=snip"],
-)
-def test_masks_that_need_the_full_model_are_refused(setting: str, order: PruneOrder) -> None:
-    with pytest.raises(ConfigError) as rejected:
-        chosen(with_settings(order, "pruning.sparsity=0.5", setting))
-
-    assert str(rejected.value) == (
-        "prune: each layer is pruned by itself, by magnitude, random, wanda, sparsegpt; leave "
-        "pruning.distribution, pruning.mask and layout.g_tensor out, or prune by axsparse train "
-        "with model.from, and export"
-    )
 
 
 def test_a_training_is_as_long_as_its_texts_and_as_fast_as_its_width(order: PruneOrder) -> None:

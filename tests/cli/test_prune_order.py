@@ -12,7 +12,7 @@ from support.hf import write_llama
 
 from axsparse.cli.prune_order import ORDER, Heal, PruneOrder
 from axsparse.config.load import configure
-from axsparse.runtime.errors import ConfigError, OutputError
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.files.run_folder import InUseError
 
 
@@ -73,16 +73,6 @@ def test_as_many_are_judged_as_calibrate_unless_a_configuration_says_it() -> Non
     assert order_of(Path()).implied(config, 4)[0] == "train.eval_steps=3"
 
 
-@pytest.mark.parametrize(
-    ("out", "why"), [("model", "the model itself"), ("model/b", "within the model's folder")]
-)
-def test_a_model_is_not_written_into_its_own_folder(out: str, why: str, tmp_path: Path) -> None:
-    order = replace(order_of(tmp_path), source=tmp_path / "model", out=tmp_path / out)
-
-    with pytest.raises(ConfigError, match=f"^/.* is {why}; choose another place"):
-        order.take()
-
-
 def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
     order = order_of(tmp_path)
     places = (".out", "out.run/.pruned", "out.run/.order.json", "out/.README.md")
@@ -102,13 +92,6 @@ def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
         order.take()
     lock.release()
     order.take().release()
-
-
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "out.run").touch()
-
-    with pytest.raises(OutputError, match=r"^--out: the work in .*out\.run cannot be written"):
-        order_of(tmp_path).take()
 
 
 def test_a_folder_of_a_start_that_was_killed_before_its_page_is_written_again(

@@ -89,31 +89,6 @@ def test_what_a_run_writes_down_names_folder_and_sizes_and_is_read_again(
     assert configure(str(tmp_path / "config.yaml")) == config
 
 
-def test_what_is_given_beside_the_folder_has_to_agree(folder: Any) -> None:
-    path = folder(LLAMA_2)
-
-    # The base of rotary embeddings stands elsewhere since transformers 5.
-    rope = "rope_parameters: {rope_type: default, rope_theta: 10000.0}"
-    assert model_from(path, f"model.hf={{model_type: llama, {rope}}}").hf == LLAMA_2
-    assert refusal(path, "model.hf={model_type: llama, num_hidden_layers: 31}") == (
-        "model.hf (--set): num_hidden_layers 31, but config.json has 32; leave it out, or name "
-        "another folder"
-    )
-    assert refusal(path, "model.name=gpt") == (
-        "model.name (--set): 'gpt', but config.json has \"hf\"; leave it out, or name another "
-        "folder"
-    )
-    assert refusal(path, "model.sequence_length=512").endswith(
-        "; for shorter samples set data.sequence_length"
-    )
-    weights = refusal(path, "model.weights=w.safetensors")
-    assert weights.startswith("model.weights (--set): 'w.safetensors', but model.from '/")
-    assert weights.endswith(" has weights as well; leave one of them out")
-    assert "model.dropout (--set): unknown key for model.name hf" in refusal(
-        path, "model.dropout=0.5"
-    )
-
-
 @pytest.mark.parametrize(("changed", "told"), cases_in(Path(__file__).parent / "hf_refusals.txt"))
 def test_what_transformers_has_not_or_we_do_not_compute_is_refused_by_name(
     folder: Any, transformers: Any, changed: str, told: str
@@ -122,17 +97,6 @@ def test_what_transformers_has_not_or_we_do_not_compute_is_refused_by_name(
 
     said = refusal(path, kind=DataError).replace(transformers.__version__, "VERSION")
     assert said.startswith(f"config.json: {told}")
-
-
-def test_an_adapter_is_not_left_out(folder: Any) -> None:
-    path = folder(LLAMA_2)
-    (path / "adapter_config.json").write_text("{}")
-
-    assert refusal(path) == (
-        "model.from: adapter_config.json is of an adapter, which transformers adds to the weights "
-        "and axsparse would leave out; save what merge_and_unload of peft returns, or "
-        "remove it"
-    )
 
 
 def test_settings_of_a_file_may_be_nested(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import axsparse as ax
 from axsparse.__main__ import main
+from axsparse.cli import prune_defaults, prune_order
 from axsparse.cli.prune_folder import prune_folder
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.config import load, validate
@@ -70,7 +71,7 @@ MODULES = (
     *(planner_cases, preparing, runs, sharded_model, hf, mask_files, load, validate),
     *(batches, documents, preparation, sources, token_file, layer_cost, model_profile),
     *(auto_layout, cluster, plan_model, criteria, mask_file, targets, safetensors, run_folder),
-    *(index_base, plan, run_sources, indexed, tokenizers),
+    *(index_base, plan, run_sources, indexed, tokenizers, prune_defaults, prune_order),
 )
 BY_NAME = (copy, dataclasses, os, metrics, run_report, trace_file)
 """Modules that programs name."""
@@ -514,6 +515,13 @@ def scored(score: Any, model: Model | None = None, **pruning: Any) -> None:
     """A training whose masks are drawn by a score."""
     base = {"method": "custom", "sparsity": 0.7, "calibration_samples": 6}
     train(model or mlp(), own={"score": score}, pruning={**base, **pruning})
+
+
+def ordered(*settings: str, out: str = "out", **more: Any) -> PruneOrder:
+    """An order to prune a small Llama in the folder `model`."""
+    hf.write_llama(Path("model"))
+    given = (Path("model"), (Path("texts"),), (), Path(out), "prune_llama.yaml", settings)
+    return PruneOrder(*given, **{"heal": None, **more})
 
 
 def found_targets(**pruning: Any) -> object:

@@ -158,10 +158,3 @@ def test_what_the_machine_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(pruned_weight, "has_loops", lambda: False)
     with pytest.warns(UserWarning, match="numba or AVX2 is missing"):
         ax.accelerate(linear_of(0.5))
-
-
-def test_models_elsewhere_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"is on meta, but .*CPUs only; move the model"):
-        ax.accelerate(nn.Linear(4, 4, device="meta"))
-    with pytest.raises(ConfigError, match=r"fewest_zeros: 40 is no share; choose 0\.4"):
-        ax.accelerate(nn.Linear(4, 4), fewest_zeros=40)

@@ -187,27 +187,6 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
     )
 
 
-def test_a_model_of_ones_own_has_no_place_in_transformers(tmp_path: Path) -> None:
-    """It has the configuration of a GPT."""
-    ran((1, 1), config_of(), tmp_path / "run", model=lambda _: mlp(), data=vector_data())
-    checkpoint = newest(tmp_path / "run")
-
-    assert rejected(ConfigError, checkpoint, "hf", tmp_path / "out") == (
-        f"{checkpoint.path}: is of a model of your own, not of the gpt of its configuration; take "
-        "its weights by ax.load, trainer.state_dict() or axsparse export --to torch, and evaluate "
-        "it by ax.Trainer(…, resume=RUN).evaluate()"
-    )
-
-
-def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:
-    file = newest(run).path / "0002-block1.safetensors"
-    file.write_bytes(file.read_bytes()[:-1] + b"\xaa")
-
-    text = rejected(DataError, newest(run), "torch", tmp_path / "out.safetensors")
-
-    assert "0002-block1.safetensors has another hash than its manifest says" in text
-
-
 def test_a_configuration_of_another_version_is_told(run: Path, tmp_path: Path) -> None:
     def rewrite(manifest: CheckpointManifest) -> CheckpointManifest:
         return manifest.model_copy(update={"config": {**manifest.config, "tomorrow": 1}})

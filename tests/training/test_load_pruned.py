@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.allocated import peak_of
-from support.commands import Axsparse, assert_one_line
+from support.commands import Axsparse
 from support.hf import hf_logits, saved_model, write_folder
 from support.images import write_safetensors
 from support.runs import VOCABULARY
 
 import axsparse as ax
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_MISSING, DataError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.samo.pruned_weight import PrunedWeight, multiplied_weights
 
@@ -99,42 +97,6 @@ def test_the_dense_model_is_never_in_memory(tmp_path: Path) -> None:
     assert peak < 0.75 * dense
 
 
-def test_what_is_wrong_with_a_folder_is_told(tmp_path: Path) -> None:
-    folder = folder_of("llama", tmp_path / "folder")
-    with pytest.raises(MissingInputError, match=r"has no config.json; name a folder"):
-        ax.load_pruned(tmp_path)
-    whole = SafetensorsFile(folder / "model.safetensors")
-    weights = {name: whole.read(name) for name in whole.shapes}
-    name = "model.layers.0.mlp.up_proj.weight"
-
-    def changed(**changes: Any) -> Path:
-        there = {**weights, **changes}
-        write_safetensors(
-            folder / "model.safetensors",
-            {key: one for key, one in there.items() if one is not None},
-        )
-        return folder
-
-    for value, said in (
-        (
-            None,
-            "lacks 'model.layers.0.mlp.up_proj.weight', which config.json asks for; get all "
-            "of its files anew",
-        ),
-        (
-            torch.ones(3, 4),
-            "'model.layers.0.mlp.up_proj.weight' is (3, 4), and config.json asks for (44, 32); get "
-            "both of one model",
-        ),
-        (torch.full((44, 32), torch.nan), "is not finite: it has NaN or infinities; get it anew"),
-    ):
-        with pytest.raises(DataError) as told:
-            ax.load_pruned(changed(**{name: value}))
-        assert str(told.value).endswith(said)
-    with pytest.warns(UserWarning, match="the model stays dense"):
-        ax.load_pruned(changed(**{key: one + 1 for key, one in weights.items()}))
-
-
 @pytest.fixture(scope="module")
 def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("talking") / "folder"
@@ -166,28 +128,3 @@ def test_generate_says_that_a_folder_is_dense(tmp_path: Path, axsparse: Axsparse
     assert code == 0
     note = "note: accelerate: no weight has enough zeros; the model stays dense"
     assert screen.splitlines()[0] == note
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--prompt", " ".join("a" * 12)], "has 12 tokens, and the model has room for 12; shorten"),
-        (["--prompt", "a", "--step", "2"], "is a folder, and has no steps; leave it out"),
-    ],
-)
-def test_what_cannot_be_generated_is_one_line(
-    options: list[str], said: str, talking: Path, axsparse: Axsparse
-) -> None:
-    assert_one_line(axsparse("generate", talking, *options), EXIT_CONFIG, said)
-
-
-def test_folders_that_are_damaged_end_in_one_line(
-    talking: Path, tmp_path: Path, axsparse: Axsparse
-) -> None:
-    folder = tmp_path / "folder"
-    shutil.copytree(talking, folder)
-    (folder / "tokenizer.json").unlink()
-    ended = axsparse("generate", folder, "--prompt", "a")
-    assert_one_line(ended, EXIT_MISSING, "transformers finds no tokenizer (")
-    ended = axsparse("export", folder, "--to", "sparse", "--out", tmp_path / "s", "--trained")
-    assert_one_line(ended, EXIT_CONFIG, "a folder has no checkpoints; leave them out")

@@ -14,14 +14,13 @@ from support.images import write_safetensors as write_named
 from torch import Tensor
 
 from axsparse.models.start_weights import open_weights
-from axsparse.runtime.errors import DataError, MissingInputError
+from axsparse.runtime.errors import DataError
 from axsparse.runtime.files import safetensors
 from axsparse.runtime.files.safetensors import (
     SPARSE_FILE,
     VERSION,
     VERSION_KEY,
     SafetensorsFile,
-    SafetensorsIndex,
     SparseFile,
     TensorHeader,
     header_of,
@@ -70,27 +69,6 @@ def test_a_whole_file_in_a_folder_comes_before_an_index(tmp_path: Path) -> None:
     write_named(tmp_path / "model.safetensors", TENSORS)
 
     assert open_weights(tmp_path).path == tmp_path / "model.safetensors"
-
-
-def test_files_that_an_index_names_have_to_be_there_with_what_it_says(tmp_path: Path) -> None:
-    path = index_of(
-        tmp_path, {"a": "1.safetensors", "b": "2.safetensors"}, {"1.safetensors": ["a"]}
-    )
-    with pytest.raises(
-        MissingInputError,
-        match=rf"^{path}: names 2.safetensors, which cannot be read \(No such file or directory\); "
-        "get all of the files that it names$",
-    ):
-        SafetensorsIndex(path)
-    write_named(tmp_path / "2.safetensors", {"c": TENSORS["c"]})
-    with pytest.raises(
-        DataError,
-        match=rf"^{path}: places 'b' in 2.safetensors, which lacks it; get all of its files anew$",
-    ):
-        SafetensorsIndex(path)
-    (tmp_path / "2.safetensors").write_bytes(b"")
-    with pytest.raises(DataError, match=r"2.safetensors: no safetensors file, or cut short"):
-        SafetensorsIndex(path)
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_told(tmp_path: Path) -> None:
