@@ -24,7 +24,7 @@ from support.cases import (
     steps,
 )
 from support.exhaustive import by_default
-from support.hf import SMALL_LLAMA, small_llama
+from support.hf import FAMILIES, SMALL_LLAMA, small_llama
 from support.planner_cases import planned_bytes
 from support.resuming import Ran, ran
 from support.runs import (
@@ -77,46 +77,12 @@ def own_row(name: str, settings: dict[str, Any]) -> PlannedModel:
 
 
 HF: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "pad_token_id": None}
-MIXED = {"head_dim": 8, "sliding_window": 5}
-EXPERTS = {
-    **{"num_experts": 4, "num_experts_per_tok": 2},
-    **{"intermediate_size": 32, "moe_intermediate_size": 32},
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"head_dim": 8},
-    "phi3": {},
-    "mistral": {"sliding_window": 5},
-    "qwen2": {},
-    "gemma": {"head_dim": 8},
-    "gemma2": MIXED,
-    "gemma3_text": MIXED,
-    "olmo2": {},
-    "granite": {"residual_multiplier": 0.5},
-    "glm4": {"head_dim": 8},
-    "smollm3": {"no_rope_layers": [1, 0]},
-    "cohere2": MIXED,
-    "starcoder2": {"residual_dropout": 0.2, "embedding_dropout": 0.0},
-    **{"phi": {}, "olmo": {}, "gpt_neox": {"num_key_value_heads": None}, "nemotron": {}},
-    **{"exaone4": {}, "seed_oss": {"head_dim": 8, "attention_dropout": 0.0}},
-    "mixtral": {**EXPERTS, "num_local_experts": 4},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
-    "qwen3_moe": {**EXPERTS, "head_dim": 8},
-    **{"olmoe": EXPERTS, "granitemoe": {**EXPERTS, "num_local_experts": 4}},
-    "deepseek_v3": {
-        **{"moe_intermediate_size": 32, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
-        **{"num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 12, "v_head_dim": 8},
-        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "first_k_dense_replace": 1},
-        "num_key_value_heads": 8,
-    },
-}
-"""Families of transformers that are cut, with what is theirs of the settings of a small model."""
 
 
 def family(name: str) -> PlannedModel:
     """A small model of a family: eight heads, of which pairs share keys and values, and MLPs whose
     chunks have eleven features."""
-    settings = {**HF, **FAMILIES[name], "model_type": name}
+    settings = {**HF, **FAMILIES["cut"][name], "model_type": name}
     model = {**SMALL_LLAMA, "hf": {**SMALL_LLAMA["hf"], **settings}}
     return PlannedModel(
         name,
@@ -212,7 +178,7 @@ SAME_BITS = [
         for number in (2, 4)
         for name, settings in (("replicated", REPLICATED), ("gathered", GATHERED))
     ),
-    *(alike((2, 1), 2, {}, subject=family(name), order=2) for name in FAMILIES),
+    *(alike((2, 1), 2, {}, subject=family(name), order=2) for name in FAMILIES["cut"]),
     *(
         alike(
             (2, 1),
@@ -310,7 +276,7 @@ TO_ROUNDING = [
     ROUNDED((1, 1), steps(3, optimizer=LAMB), tp_group(4), TORCH, FOUR_HEADS, is_usual=False),
     *(
         ROUNDED((1, 1), steps(2), tp_group(2), ONE_RANK, family(name), is_usual=name == "qwen3")
-        for name in FAMILIES
+        for name in FAMILIES["cut"]
     ),
     ROUNDED((1, 1), steps(2), tp_group(2), ONE_RANK, own_row("gathered", GATHERED), is_usual=False),
     ROUNDED((1, 1), steps(2), tp_group(3), ONE_RANK, own_row("by threes", BY_THREES)),

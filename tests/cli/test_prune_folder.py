@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from support.exhaustive import by_default
-from support.hf import PICTURE_FAMILIES, saved_model, saved_with_pictures, write_folder, write_llama
+from support.hf import FAMILIES, saved_model, saved_with_pictures, write_folder, write_llama
 from support.mpirun import ENVIRONMENT, Finished, run_alone, run_mpirun
 from support.runs import VOCABULARY, job_alone
 
@@ -120,7 +120,7 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
     ("family", "heal", "ranks"),
     by_default(
         [("gemma3", "none", 1), ("mistral3", "train", 1)],
-        list(itertools.product(PICTURE_FAMILIES, ("none", "blocks", "train"), (1, 2))),
+        list(itertools.product(FAMILIES["pictures"], ("none", "blocks", "train"), (1, 2))),
     ),
 )
 def test_of_a_folder_with_pictures_the_text_model_is_pruned_and_the_rest_stays(

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from support.commands import lines_beside, refusal
 from support.exhaustive import by_default
 from support.hf import (
-    PICTURE_FAMILIES,
+    FAMILIES,
     SMALL_LLAMA,
     STEPS,
     config_from,
@@ -67,77 +67,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-OLDER = {
-    **{"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 24, "n_inner": 52},
-    **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-}
-MIXED = {
-    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    **{"head_dim": 12, "sliding_window": 5},
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "rope_parameters": {
-            **{"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0},
-            **{"low_freq_factor": 1.0, "high_freq_factor": 3.0},
-            "original_max_position_embeddings": 20,
-        }
-    },
-    "mixtral": {"num_local_experts": 4},
-    "gemma2": {**MIXED, "query_pre_attn_scalar": 12},
-    "mistral": {"sliding_window": 5},
-    "qwen2": {"tie_word_embeddings": True},
-    "qwen3": {"head_dim": 12},
-    "gemma": {"head_dim": 12},
-    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 12},
-    "phi": {},
-    "phi3": {},
-    "olmo": {},
-    "olmo2": {},
-    "smollm3": {"no_rope_layers": [1, 0, 1]},
-    "gpt_neox": {},
-    "starcoder2": {
-        **{"sliding_window": 5, "hidden_dropout": 0.0, "residual_dropout": 0.0},
-        "embedding_dropout": 0.0,
-    },
-    "glm4": {"head_dim": 12},
-    "granite": {
-        **{"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
-        "attention_multiplier": 0.3,
-    },
-    "cohere2": MIXED,
-    "stablelm": {"partial_rotary_factor": 0.5},
-    "nemotron": {},
-    "exaone4": {},
-    "seed_oss": {"head_dim": 12, "attention_dropout": 0.0, "residual_dropout": 0.0},
-    "deepseek_v3": {
-        **{"moe_intermediate_size": 20, "n_routed_experts": 8, "n_group": 2, "topk_group": 1},
-        **{"num_experts_per_tok": 2, "q_lora_rank": 16, "kv_lora_rank": 12, "v_head_dim": 8},
-        **{"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "first_k_dense_replace": 1},
-        "num_key_value_heads": 4,
-    },
-    "qwen2_moe": {**EXPERTS, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 20},
-    "qwen3_moe": {**EXPERTS, "head_dim": 12, "moe_intermediate_size": 20},
-    "olmoe": EXPERTS,
-    "granitemoe": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "gpt_oss": {
-        **{**MIXED, "num_local_experts": 4, "num_experts_per_tok": 2},
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0},
-    },
-    "opt": {
-        **{"ffn_dim": 52, "dropout": 0.0, "word_embed_proj_dim": 20},
-        "do_layer_norm_before": False,
-    },
-    "falcon": {
-        **{"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True},
-        **{"bias": False, "alibi": False},
-    },
-    "bloom": {"n_layer": 3, "n_head": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
-    "mpt": {"d_model": 48, "n_layers": 3, "n_heads": 4, "max_seq_len": 24},
-    "gpt2": OLDER,
-    "gptj": {**OLDER, "rotary_dim": 4},
-}
+ALONE = FAMILIES["alone"]
 USUAL = 1
 """How many of them, from the first on, are run by default."""
 
@@ -145,7 +75,7 @@ USUAL = 1
 def make(transformers: Any, family: str, path: Path, **changed: Any) -> Any:
     """A small model of a family with random parameters, in a folder."""
     kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
-    return saved_model(transformers, kind(**{**SIZES, **FAMILIES[family], **changed}), path)
+    return saved_model(transformers, kind(**{**SIZES, **ALONE[family], **changed}), path)
 
 
 def settings_of(folder: Path, family: str, **sections: Any) -> Any:
@@ -154,7 +84,7 @@ def settings_of(folder: Path, family: str, **sections: Any) -> Any:
     return config_from(folder, model={"name": "hf", "from": str(folder), **longest}, **sections)
 
 
-@pytest.mark.parametrize("family", by_default(list(FAMILIES)[:USUAL], FAMILIES))
+@pytest.mark.parametrize("family", by_default(list(ALONE)[:USUAL], ALONE))
 def test_a_family_computes_trains_and_writes_as_transformers_does(
     transformers: Any, family: str, tmp_path: Path
 ) -> None:
@@ -313,7 +243,7 @@ def test_models_that_do_not_tell_documents_apart_are_refused(
 # -- start values and costs -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", by_default(["gemma3"], PICTURE_FAMILIES))
+@pytest.mark.parametrize("family", by_default(["gemma3"], FAMILIES["pictures"]))
 def test_texts_mean_to_a_text_model_what_they_mean_to_the_model_around_it(
     transformers: Any, family: str, tmp_path: Path
 ) -> None:
@@ -328,7 +258,7 @@ def test_texts_mean_to_a_text_model_what_they_mean_to_the_model_around_it(
 def test_layers_that_share_keys_and_values_are_refused(transformers: Any, tmp_path: Path) -> None:
     """Gemma 4 by another number of layers of its own."""
     text = {
-        **{**PICTURE_FAMILIES["gemma4"]["text_config"], "num_hidden_layers": 4},
+        **{**FAMILIES["pictures"]["gemma4"]["text_config"], "num_hidden_layers": 4},
         **{"num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
     }
     settings = transformers.AutoConfig.for_model("gemma4_text", **text)
@@ -376,12 +306,12 @@ def test_a_model_without_a_folder_starts_as_transformers_would_in_every_pipeline
     assert torch.equal(norm, torch.ones_like(norm))
 
 
-@pytest.mark.parametrize("family", by_default(["llama", "smollm3"], FAMILIES))
+@pytest.mark.parametrize("family", by_default(["llama", "smollm3"], ALONE))
 def test_a_layer_like_the_one_before_is_run_once_with_the_costs_of_each(
     transformers: Any, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = transformers.models.auto.configuration_auto.CONFIG_MAPPING[family]
-    theirs = {**kind(**{**SIZES, **FAMILIES[family]}).to_dict(), "num_hidden_layers": 3}
+    theirs = {**kind(**{**SIZES, **ALONE[family]}).to_dict(), "num_hidden_layers": 3}
     config = tiny_config(model={"name": "hf", "hf": theirs, "sequence_length": 24})
     model, run = named_model(config), Tracer.run
     ran: list[str] = []
@@ -438,7 +368,7 @@ def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], o
         ),
         (
             "mixtral",
-            {**FAMILIES["mixtral"], "output_router_logits": True},
+            {**ALONE["mixtral"], "output_router_logits": True},
             "output_router_logits is true, but routers are not balanced by a loss here; set it",
         ),
     ],
@@ -496,21 +426,3 @@ def test_folders_of_other_tensors_are_refused_in_one_line(
         train_in_process(1, 1, model, config, token_data())
 
     assert refusal(start, AxsparseError, tmp_path) == line
-
-
-def test_settings_beside_weights_have_to_be_those_of_the_model(tmp_path: Path) -> None:
-    write_llama(tmp_path)
-    config = tiny_config(
-        model={
-            **SMALL_LLAMA,
-            "weights": str(tmp_path),
-            "hf": {**SMALL_LLAMA["hf"], "rms_norm_eps": 0.5},
-        }
-    )
-
-    said = refusal(lambda: named_model(config), ConfigError, tmp_path)
-
-    assert said == (
-        "model.hf: rms_norm_eps 0.5, but PLACE/config.json has 1e-05; leave it out, or name "
-        "another folder"
-    )
