@@ -31,7 +31,6 @@ from support.runs import (
     FEW_MICROBATCHES,
     Doing,
     around_step,
-    kept,
     random_init,
     summed_loss,
     train_in_process,
@@ -42,7 +41,6 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
-from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.training.trainer import Trainer
 
 WIDTH = 16
@@ -154,17 +152,6 @@ def test_a_skipped_step_leaves_no_trace_in_the_statistics(g_inter: int, g_data: 
         for number, good in enumerate(finite):
             if number and not good:
                 assert_equal_tensors(states[number], states[number - 1])
-
-
-def test_statistics_count_as_state_in_live_bytes_and_formula() -> None:
-    model, settings = norm_model(), config(train={"steps": 1})
-    [(trainer, _)] = train_in_process(1, 1, model, settings, vector_data())
-    layers = trainer.profile.layers
-    state = StateFormat(torch.float32, torch.float32, ("mean", "square"), "auto")
-
-    statistics = 3 * (2 * 4 * WIDTH + 8)
-    assert trainer.state_bytes().weight == sum(4 * layer.numel for layer in layers) + statistics
-    assert trainer.state_bytes() == stage_bytes(layers, {}, kept(model, settings.pruning), state)
 
 
 def reassigning(m: Any, x: Tensor) -> Any:

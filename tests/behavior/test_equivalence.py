@@ -137,6 +137,13 @@ def test_a_run_is_what_its_judge_says(row: Row) -> None:
         [
             *(Row(layout, steps(7, **batch(12, 3)), subject=INFINITE) for layout in [*FEW, (4, 1)]),
             Row((1, 2), steps(4), SHARDED, SAME_LAYOUT, WIDE_INFINITE),
+            Row(
+                (2, 2),
+                steps(4, precision="fp16", samo={"weights": "sparse"}),
+                {"samo": {"zero_stage": 3}},
+                SAME_LAYOUT,
+                WIDE_INFINITE,
+            ),
             *(
                 Row(layout, steps(7, samo={"gradient": "exact"}, **batch(12, 2)), subject=INFINITE)
                 for layout in [(1, 5), (2, 3)]

@@ -20,7 +20,6 @@ from axsparse.models.model_profile import profile
 from axsparse.runtime.errors import DataError
 
 STEPS = 6
-LAMB: dict[str, Any] = {"name": "lamb", "eps": 1e-6}
 
 
 def config_of(optimizer: dict[str, Any], **sections: Any) -> Config:
@@ -84,15 +83,6 @@ def test_parameters_with_settings_of_their_own_are_bitwise_torchs_in_every_layou
 
     for trace in run(g_inter, g_data, config):
         assert_bitwise(trace, oracle)
-
-
-@pytest.mark.exhaustive
-def test_lamb_on_two_stages_with_groups_is_bitwise_one_stage() -> None:
-    config = config_of({**LAMB, **GROUPS})
-    [one] = run(1, 1, config)
-
-    for trace in run(2, 1, config):
-        assert_bitwise(trace, one)
 
 
 # -- of a user's own ------------------------------------------------------------------------------

@@ -146,50 +146,6 @@ def test_sparse_products_train_as_dense_ones(gradient: str, calls: Counter[str])
         assert apart.mean() < 0.02 * expected.masters[name].abs().mean(), name
 
 
-@pytest.mark.parametrize(
-    ("sections", "why"),
-    [
-        ({"samo": {"enabled": False}}, "nothing is pruned"),
-        ({"pruning": {"sparsity": 0.65}}, "much is kept"),
-        ({"precision": "fp32"}, "another precision"),
-        ({"batch": {"global_batch_size": 120, "microbatch_size": 60}}, "few tokens"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_other_products_are_dense(sections: dict[str, Any], why: str, calls: Counter[str]) -> None:
-    settings = config(**sections)
-    samo = {**sections.get("samo", {}), "sparse_products": False}
-    plain = config(**{**sections, "samo": samo})
-
-    [(_, trace)] = train_in_process(1, 1, model(), settings, data())
-    [(_, expected)] = train_in_process(1, 1, model(), plain, data())
-
-    assert not calls, why
-    assert trace.losses == expected.losses
-    assert_equal_tensors(trace.masters, expected.masters)
-
-
-@pytest.mark.parametrize("pipeline", [{}, {"split_backward": True}, {"checkpoint_activations": 1}])
-def test_gradients_are_whole_where_only_other_products_are_sparse(
-    pipeline: dict[str, Any], calls: Counter[str]
-) -> None:
-    """A quarter is kept: too much to compute every entry of the gradient by itself."""
-    settings = config(pruning={"sparsity": 0.75})
-    [(_, one)] = train_in_process(1, 1, model(), settings, data())
-    assert calls[OUTPUTS] == 4 * MICROBATCHES * MATRICES
-    assert calls[INPUTS] == 4 * MICROBATCHES * (MATRICES - 1)
-    settings = config(pruning={"sparsity": 0.75}, pipeline=pipeline)
-
-    found = train_in_process(2, 1, model(), settings, data())
-
-    assert not calls[SAMPLED]
-    assert calls[INPUTS] == 2 * 4 * MICROBATCHES * (MATRICES - 1)
-    for _, trace in found:
-        assert trace.losses == one.losses
-        for key, weight in trace.weights.items():
-            assert torch.equal(weight, one.weights[key]), key
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, calls: Counter[str]) -> None:
     """With embeddings and head pruned, by whose weight the loss multiplies."""

@@ -59,24 +59,5 @@ def test_among_the_cuts_that_fit_none_is_better(
     assert chosen == best
 
 
-@settings(deadline=None, derandomize=True)
-@given(st.lists(st.floats(0, 1e18), min_size=1, max_size=30), st.data())
-def test_every_layer_is_placed_once_and_no_stage_is_empty(
-    costs: list[float], data: st.DataObject
-) -> None:
-    stages = data.draw(st.integers(1, len(costs)))
-
-    chosen = partition(costs, stages)
-
-    assert chosen is not None
-    assert len(chosen) == stages
-    assert all(chosen)
-    assert [layer for stage in chosen for layer in stage] == list(range(len(costs)))
-
-
-def test_a_dear_layer_stands_alone() -> None:
-    assert partition([1, 1, 9, 1, 1], 3) == [range(2), range(2, 3), range(3, 5)]
-
-
 def test_a_split_by_hand_has_the_given_sizes_in_order() -> None:
     assert split_by_hand([2, 1, 3]) == [range(2), range(2, 3), range(3, 6)]

@@ -375,25 +375,6 @@ def test_every_call_of_a_plain_module_is_sparse(name: str) -> None:
     assert calls == MICROBATCHES * COUNTS[name]
 
 
-def test_a_weight_with_hooks_of_others_has_gradients_of_autograd() -> None:
-    """They see what they saw, and see it in the backward."""
-    for register in ("register_hook", "register_post_accumulate_grad_hook"):
-        seen: list[Tensor] = []
-        module = nn.Linear(SIZE, SIZE)
-
-        def note(tensor: Tensor, seen: list[Tensor] = seen) -> None:
-            seen.append((tensor if tensor.grad_fn or tensor.grad is None else tensor.grad).clone())
-
-        played = Played(module, is_split=True, is_sparse=True)
-        getattr(module.weight, register)(note)
-        played.play()
-
-        assert len(seen) == MICROBATCHES
-        [products] = played.sums.sparse.values()
-        assert products.calls == 0
-        assert played.sums.late == set()
-
-
 def test_sparse_products_are_taken_while_they_are_wanted() -> None:
     module = nn.Linear(SIZE, 20)
     played = Played(module, is_sparse=True)

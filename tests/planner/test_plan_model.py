@@ -6,10 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from support.planner_cases import cluster
 from support.runs import tiny_config, tiny_gpt
-from torch import Tensor
 
 import axsparse
 from axsparse.planner.layout_search import Plan
@@ -19,10 +17,6 @@ from axsparse.planner.what_fits import DoesNotFitError, Refusal
 from axsparse.pruning.criteria import Score
 
 MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
-
-
-def example(samples: int) -> tuple[Tensor, ...]:
-    return (torch.zeros(samples, 16),)
 
 
 def asked(origins: dict[str, str] | None = None, **sections: Any) -> PlannedModel:

@@ -66,6 +66,7 @@ CASES = {
         "by itself", BLOCKS, weights="sparse"
     ),
     "pruning that removes nothing, sparse weights": Case("tiny matrices", BARELY, weights="sparse"),
+    "running statistics, fp32": Case("norm", None, *FULL),
     "pruning that keeps nothing": Case("tiny matrices", BLOCKS),
 }
 
@@ -90,6 +91,7 @@ MODELS: dict[str, tuple[list[Layer], list[Tie]]] = {
     "tied and frozen": (layers_of(FROZEN, FROZEN), [Tie("a.two.weight", "b.two.weight")]),
     "tied within": (layers_of(Pair), [Tie("a.one.weight", "a.two.weight")]),
     "by itself": ([Layer("a", Pair), Layer("norm", partial(nn.LayerNorm, 10))], []),
+    "norm": (layers_of(partial(nn.BatchNorm1d, 16)), []),
     "tiny matrices": (layers_of(partial(nn.Linear, 2, 2)), []),
 }
 
