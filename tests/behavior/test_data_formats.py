@@ -1,18 +1,14 @@
-"""The same documents are the same tokens in every format, and blends of them resume anywhere."""
+"""Blends of tokens in several formats resume anywhere, and are evaluated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from support.preparing import SEPARATOR, run, write_jsonl, write_megatron, write_table
+from support.preparing import SEPARATOR, run, write_jsonl, write_megatron
 from support.resuming import Ran, ran
-from torch import Tensor
 
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
@@ -40,53 +36,8 @@ def prepared(folder: Path, *inputs: Path) -> Path:
     return folder / "out"
 
 
-def text(folder: Path) -> Path:
-    (folder / "texts").mkdir()
-    for number, one in enumerate(TEXTS):
-        (folder / "texts" / f"{number}.txt").write_text(one)
-    return prepared(folder, folder / "texts")
-
-
-def records(write: Callable[[Path, list[dict[str, Any]]], Path], name: str, folder: Path) -> Path:
-    """Prepared from records of texts, and of ids, which have to give the same folder."""
-    of_texts, of_ids = folder / "texts", folder / "ids"
-    of_texts.mkdir()
-    of_ids.mkdir()
-    write(of_texts / name, [{"text": one, "number": 1} for one in TEXTS])
-    write(of_ids / name, [{"input_ids": one} for one in IDS])
-    first, second = prepared(of_texts, of_texts / name), prepared(of_ids, of_ids / name)
-    same = [(path / "train.tokens").read_bytes() for path in (first, second)]
-    assert same[0] == same[1]
-    return first
-
-
-FORMATS: dict[str, Callable[[Path], Path]] = {
-    "jsonl": partial(records, write_jsonl, "a.jsonl"),
-    "parquet": partial(records, write_table, "a.parquet"),
-    "arrow": partial(records, write_table, "a.arrow"),
-    "megatron": lambda at: write_megatron(at / "c", IDS),
-    "megatron int32": lambda at: write_megatron(at / "c", IDS, 4),
-}
-
-
 def loaded_of(*settings: str) -> Config:
     return configure(None, [*SETTINGS, *settings])
-
-
-def tokens_of(path: Path) -> Tensor:
-    """The first tokens of all samples of what `data.path` names."""
-    data = open_datasets(loaded_of(f"data.path={path}")).training
-    [inputs], _ = data.read(np.arange(len(data)))
-    return inputs
-
-
-@pytest.mark.parametrize("kind", FORMATS)
-def test_the_same_documents_are_the_same_tokens_in_every_format(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-
-    found, expected = tokens_of(FORMATS[kind](tmp_path)), tokens_of(text(tmp_path / "text"))
-
-    assert torch.equal(found, expected)
 
 
 # -- blends ---------------------------------------------------------------------------------

@@ -145,29 +145,6 @@ def test_a_rank_that_leaves_ends_all(tmp_path: Path) -> None:
     assert outlived < 5, str(job)
 
 
-LEAVES_EARLY = """
-import axsparse as ax
-from axsparse.runtime.job import own_job
-from support.runs import mlp, tiny_config, vector_data
-
-if own_job().transport.rank == 0:
-    ax.Trainer(mlp(), vector_data(), tiny_config(), quiet=True)
-"""
-
-
-@pytest.mark.exhaustive
-def test_ranks_that_end_before_others_make_a_trainer_end_all_with_one_line() -> None:
-    job = run_mpirun(3, ["-c", LEAVES_EARLY])
-
-    assert_rejected(
-        job,
-        78,
-        "rank 1 has ended, and rank 0 makes a Trainer; make the same trainers on all ranks, and "
-        "the same calls of them in the same order (`if trainer.rank == 0` is for what no other "
-        "rank does)",
-    )
-
-
 CALLS_ALONE = """
 import sys, threading
 import axsparse as ax

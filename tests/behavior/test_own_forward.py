@@ -13,7 +13,6 @@ import pytest
 import torch
 from support import own_models
 from support.exhaustive import by_default
-from support.mpirun import run_mpirun
 from support.own_models import images, noisy_images, square_loss, word_loss, words
 from support.runs import assert_bitwise, summed_loss, tiny_config, train_in_process
 from torch import Tensor, nn
@@ -134,39 +133,3 @@ def test_pruned_and_recomputed_in_stages_it_has_the_bits_of_one_stage(name: str)
     assert any(len(one.kept[key]) < 0.31 * one.weights[key].numel() for key in one.kept)
     for _, trace in ranks:
         assert_bitwise(trace, one)
-
-
-PROGRAM = """
-import torch
-import axsparse as ax
-from support.own_models import Dit, noisy_images, square_loss
-
-torch.manual_seed(3)
-module = Dit()
-names = set(module.state_dict())
-trainer = ax.Trainer(
-    module,
-    noisy_images(),
-    {"batch.global_batch_size": 8, "batch.microbatch_size": 2, "precision": "fp32"},
-    loss=square_loss, steps=2, eval_steps=0, g_inter=2, sparsity=0.5, run_dir="run",
-)
-trainer.train()
-trained, state = trainer.model(), trainer.state_dict()
-if trainer.rank == 0:
-    assert isinstance(trained, Dit) and set(trained.state_dict()) == names == set(state)
-    assert set(ax.load("run")) == names
-    inputs, _ = noisy_images().read(torch.arange(2).numpy())
-    module.load_state_dict(state)
-    assert torch.equal(trained(*inputs), module.eval()(*inputs))
-    print("the same")
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_program_trains_a_module_and_takes_it_back(tmp_path: Any) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-
-    done = run_mpirun(2, [str(tmp_path / "program.py")], cwd=tmp_path)
-
-    assert done.returncode == 0, str(done)
-    assert done.stdout.count("the same") == 1

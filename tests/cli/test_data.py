@@ -14,22 +14,13 @@ from pathlib import Path
 
 import pytest
 from support.commands import Axsparse
-from support.mpirun import LONGEST_SECONDS, run_mpirun
+from support.mpirun import LONGEST_SECONDS
 
 from axsparse.cli.data import parser
 from axsparse.config.load import configure
 
 TEXT = "The cat sat on the mat, and the dog did not.\n"
 CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = [
-    f"--set={setting}"
-    for setting in (
-        *("model.num_layers=2", "model.hidden_size=32", "model.num_heads=2"),
-        *("model.sequence_length=16", "batch.global_batch_size=4", "train.steps=3"),
-        *("train.eval_every=0", "train.eval_steps=1", "train.peak_flops=1e12"),
-        *("pipeline.checkpoint_activations=0", "schedule.warmup_steps=1", "run_dir=run"),
-    )
-]
 
 
 Prepare = Callable[..., tuple[int, str, str]]
@@ -44,26 +35,6 @@ def prepare(axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.chdir(tmp_path)
     options = ("in", "--out", "words", "--workers", "1")
     return lambda *words: axsparse("data", "prepare", *options, *words)
-
-
-@pytest.mark.exhaustive
-def test_a_folder_is_prepared_and_trained_on_by_two_ranks(tmp_path: Path, prepare: Prepare) -> None:
-    code, screen, errors = prepare("--train-bpe", "300", "--validation-fraction", "0.2")
-    assert code == 0, errors
-    [shown] = [line for line in screen.splitlines() if line.startswith("train begins with 24")]
-    assert f" {TEXT[:40]}" in shown
-
-    command = ["-m", "axsparse.train", "--config", "gpt_wikitext103.yaml", *SMALL]
-    options = ["--set=data.path=words", "--set=model.vocab_size=300"]
-    done = run_mpirun(2, [*command, *options], cwd=tmp_path)
-
-    assert done.returncode == 0, done
-    assert "· tokens words train: " in done.stdout
-    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    assert [record["step"] for record in records] == [1, 2, 3, 3]
-    assert records[0]["loss"] == pytest.approx(5.7, abs=0.3)  # ln 300
-    assert records[-1]["eval_loss"] < records[0]["loss"]
 
 
 def test_the_screen_says_what_was_done(prepare: Prepare) -> None:

@@ -18,7 +18,6 @@ from support.hf import SMALL_LLAMA
 from support.resuming import ran, records_of
 from support.runs import (
     alone,
-    assert_bitwise,
     mlp,
     tiny_config,
     tiny_gpt,
@@ -100,19 +99,6 @@ def test_an_evaluation_is_bitwise_the_same_in_every_layout() -> None:
 
     assert isinstance(found[0], Evaluation) and len(found) == 11
     assert all(other == found[0] for other in found)
-
-
-def test_evaluations_leave_training_as_it_was() -> None:
-    layout = (2, 2)
-    often = settings_of(eval_first=True, eval_every=1)
-    never = settings_of(eval_steps=0)
-    model = classifier()
-
-    evaluated = train_in_process(*layout, model, often, TRAINING, validation=VALIDATION)
-    plain = train_in_process(*layout, model, never, TRAINING, validation=VALIDATION)
-
-    for (_, ours), (_, reference) in zip(evaluated, plain, strict=True):
-        assert_bitwise(ours, reference)
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,7 @@ from support.runs import (
 
 import axsparse as ax
 from axsparse.config.schema import Config
-from axsparse.data.dataset import ArrayDataset, Datasets, TokenDataset
-from axsparse.data.order import blended_step
-from axsparse.data.sources import Blend
+from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.model_profile import profile
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, ConfigError, DataError, MissingInputError
@@ -159,36 +157,6 @@ def test_stages_in_between_read_nothing_and_know_the_size_of_the_data() -> None:
         assert data.validation.num_samples == 20
         assert (data.validation.dataset is None) == (rank == 1)
         assert len(data.training.training(0).microbatches) == 12
-
-
-def test_every_replica_gets_its_own_share() -> None:
-    arrays = ArrayDataset(torch.zeros(12, 3, dtype=torch.int64), torch.arange(12))
-    ranks = opened(1, lambda rank: Datasets(arrays), g_data=2)
-
-    for replica, data in enumerate(ranks):
-        assert isinstance(data, Data)
-        assert (
-            data.validation is None and data.entry.name == "arrays"
-        )  # a model of tokens takes them
-        microbatches = data.training.training(0).microbatches
-        assert [part.first_sample for part in microbatches] == list(
-            range(6 * replica, 6 * replica + 6)
-        )
-
-
-def test_first_and_last_stage_choose_the_samples_of_a_blend_alike() -> None:
-    blend = Blend([token_data(40), token_data(8)], [0.25, 0.75])
-    config = tiny_config()
-    size = config.batch.global_batch_size
-
-    ranks = opened(3, lambda rank: Datasets(blend), config)
-
-    samples, _ = blended_step(blend.shares, size, 2, config.seed)
-    _, expected = blend.read(samples)
-    for data in (ranks[0], ranks[-1]):
-        assert isinstance(data, Data)
-        targets = [part.targets for part in data.training.training(2).microbatches]
-        assert torch.equal(torch.cat([each for each in targets if each is not None]), expected)
 
 
 def changed(**values: Any) -> TokenDataset:
