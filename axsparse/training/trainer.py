@@ -542,7 +542,10 @@ class Trainer:
         if self._is_over or (name := self._given.change(self._live_weights.may_have)) is None:
             return
         copy = self._live_weights.path_to_copy(name)
-        way = "change it before, or the weights by an optimizer of your own (optimizer=)"
+        way = (
+            "change it before, weights by an optimizer of your own (optimizer=), or a copy of the "
+            "module"
+        )
         raise ConfigError(
             f"model: {name} has changed since the Trainer was made, which trains copies; "
             f"{f'change {copy} instead' if copy else way}"

@@ -102,7 +102,9 @@ def doubled(modules: nn.Sequential) -> None:
 
 
 COPY = "change trainer.layers[{}].module.{} instead"
-BEFORE = "change it before, or the weights by an optimizer of your own (optimizer=)"
+BEFORE = (
+    "change it before, weights by an optimizer of your own (optimizer=), or a copy of the module"
+)
 LATE: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "values": (doubled, "first.weight", BEFORE),
     "data": (lambda net: net[0].weight.data.fill_(1.0), "first.weight", BEFORE),
