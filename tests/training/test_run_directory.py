@@ -42,13 +42,13 @@ def loaded(run_dir: Path | str = "auto", steps: int = 9) -> Config:
     return config.with_origins("quick", {} if run_dir == "auto" else {"run_dir": "--run-dir"})
 
 
-def opened_here(transport: Transport, source: Config, resume: str | None) -> RunDir:
-    return open_run_dir(source, transport, find_run(source, transport, resume))
+def opened_here(transport: Transport, source: Config, resume: str | None, **how: bool) -> RunDir:
+    return open_run_dir(source, transport, find_run(source, transport, resume), **how)
 
 
-def opened(source: Config, resume: str | None = "auto") -> RunDir:
+def opened(source: Config, resume: str | None = "auto", **how: bool) -> RunDir:
     """By one rank, which lets go of the directory at once."""
-    (found,) = on_ranks(1, lambda transport: opened_here(transport, source, resume))
+    (found,) = on_ranks(1, lambda transport: opened_here(transport, source, resume, **how))
     assert found.lock is not None
     found.lock.release()
     return found
@@ -297,6 +297,68 @@ def test_records_behind_a_link_stay_there(run: Path, tmp_path: Path) -> None:
     assert (run / "metrics.jsonl").is_symlink()
     records = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
     assert max(record["step"] for record in records) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "is_shared"),
+    [
+        ("copied", True),
+        ("copied, and the original begun", True),
+        ("copied, and the original moved", True),
+        ("another run", True),
+        ("a link into another run", True),
+        ("a copy by links", True),
+        ("moved", False),
+        ("the disk is mounted elsewhere", False),
+        ("copied, and the link replaced by a copy", False),
+    ],
+)
+def test_files_behind_a_link_belong_to_one_run(how: str, is_shared: bool, tmp_path: Path) -> None:
+    """A copy or another run would remove the checkpoints of the first one as outdated."""
+    first, other, disk = tmp_path / "first", tmp_path / "other", tmp_path / "disk"
+    config = tiny_config(train={"steps": 2}, checkpoint={"every": 1})
+    ran((1, 1), config, first)
+    if how == "a copy by links":
+        shutil.copytree(first, other, copy_function=os.symlink)
+    if how in ("another run", "a link into another run"):
+        ran((1, 1), config, other)
+        shutil.rmtree(other / "checkpoints")
+    if how == "a link into another run":
+        (other / "checkpoints").symlink_to(first / "checkpoints")
+    else:
+        (first / "checkpoints").rename(disk)
+        (first / "checkpoints").symlink_to(disk)
+    if how in ("another run", "copied, and the original begun"):
+        opened(loaded(first)).begin(config)
+    if how == "another run":
+        (other / "checkpoints").symlink_to(disk)
+    if how.startswith("copied"):
+        shutil.copytree(first, other, symlinks=True)
+    if how == "copied, and the original moved":
+        first = first.rename(tmp_path / "moved")
+        opened(loaded(first)).begin(config)
+    if how == "moved":
+        opened(loaded(first)).begin(config)
+        first.rename(other)
+    if how == "the disk is mounted elsewhere":
+        opened(loaded(first)).begin(config)
+        disk = disk.rename(tmp_path / "mounted")
+        (first / "checkpoints").unlink()
+        (first / "checkpoints").symlink_to(disk)
+        first.rename(other)
+    if how == "copied, and the link replaced by a copy":
+        (other / "checkpoints").unlink()
+        shutil.copytree(disk, other / "checkpoints")
+
+    if is_shared:
+        for resume, overwrite in (("auto", False), (None, True)):
+            with pytest.raises(OutputError, match=f"may be the files of the run in {first}; put"):
+                opened(loaded(other), resume, overwrite=overwrite)
+    else:
+        found = opened(loaded(other))
+        found.begin(config)
+        assert found.checkpoint is not None and found.checkpoint.step == 2
+        opened(loaded(other)).begin(config)
 
 
 def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(

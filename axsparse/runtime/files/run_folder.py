@@ -2,7 +2,8 @@
 
 A run marks its directory before it writes anything else there. It starts only in a directory that
 has none of a run's files, continues only in one that is marked, and removes nothing without the
-mark. While it trains it holds the lock, which lets one job at a time write there.
+mark. While it trains it holds the lock, which lets one job at a time write there. A copy of a
+directory has the same mark; where links lead both to the same files, only the original gets them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from axsparse.runtime.files.atomic import new_path, write_new
 from axsparse.runtime.process import write_line
 
 MARK_FILE = "run.json"
-"""The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was}."""
+"""The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was, "at": its
+path when it last began}. A folder behind a link in it has the mark as well."""
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 TRACEBACK_FILE = "traceback-rank-{}.txt"
@@ -37,6 +39,8 @@ RUN_FILES = (
     *("heartbeat", "healing", "hang-report.txt", TRACEBACK_FILE.format("*")),
 )
 """The files that a run writes into its directory, by pattern, apart from its lock."""
+LINKED = ("checkpoints", "trace", METRICS_FILE)
+"""Of those the ones that may be links, whose targets the run writes to."""
 _KEY = "axsparse run"
 
 
@@ -126,7 +130,7 @@ class RunMark:
         """The mark that is in a directory, or a new one."""
         content = _read(path)
         if content is None:
-            content = {_KEY: uuid.uuid4().hex, "saved": False}
+            content = {_KEY: uuid.uuid4().hex, "saved": False, "at": str(path.resolve())}
             write_new(path / MARK_FILE, json.dumps(content).encode())
         return RunMark(path, content)
 
@@ -140,13 +144,51 @@ class RunMark:
         if found is None or found.get(_KEY) != self._content.get(_KEY):
             raise replaced(self._path)
 
+    def note_place(self) -> None:
+        """Note where the directory is, and mark the folders that its links lead to. OutputError if
+        that cannot be written."""
+        here = str(self._path.resolve())
+        if self._content.get("at") != here:
+            self._content["at"] = here
+            self._write(self._path)
+        for link in _links_out(self._path):
+            if link.is_dir() and _read(link) != self._content:
+                self._write(link)
+
     def note_saved(self) -> None:
         """Note that a checkpoint was saved. OutputError if that cannot be written."""
         if not self.has_saved:
             self._content["saved"] = True
-            path = self._path / MARK_FILE
-            with writing(f"{path}:", OTHER_RUN_DIR), new_path(path) as unfinished:
-                unfinished.write_text(json.dumps(self._content), encoding="utf-8")
+            self._write(self._path)
+
+    def _write(self, folder: Path) -> None:
+        path = folder / MARK_FILE
+        with writing(f"{path}:", OTHER_RUN_DIR), new_path(path) as unfinished:
+            unfinished.write_text(json.dumps(self._content), encoding="utf-8")
+
+
+def _links_out(run_dir: Path) -> list[Path]:
+    """The links of a run directory by which it writes elsewhere."""
+    here = run_dir.resolve()
+    links = [run_dir / name for name in LINKED if (run_dir / name).is_symlink()]
+    return [link for link in links if not link.resolve().is_relative_to(here)]
+
+
+def _reject_shared(run_dir: Path, option: str) -> None:
+    """OutputError for a link to files that are another run's, or those of the run that the
+    directory is a copy of. A directory that was moved is none: nothing is at its former place."""
+    for link in _links_out(run_dir):
+        target = link.resolve()
+        found = [(target.parent, _read(target.parent))]
+        marks = (_read(target), _read(run_dir))
+        found += [(Path(str(mark.get("at"))), mark) for mark in marks if mark is not None]
+        for other, mark in found:
+            is_there = mark is not None and (_read(other) or {}).get(_KEY) == mark[_KEY]
+            if is_there and not other.samefile(run_dir):
+                raise OutputError(
+                    f"{link}: is a link to {target}, which may be the files of the run in {other}; "
+                    f"put a copy of them in place of the link, or choose another {option}"
+                )
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -201,12 +243,14 @@ class RunLock:
     """Holds a run directory for this process."""
 
     def __init__(self, run_dir: Path, option: str = RUN_DIR) -> None:
-        """InUseError if another process holds the directory, OutputError if it cannot be written.
+        """InUseError if another process holds the directory, OutputError if it cannot be written,
+        and for a copy of a run whose links lead to the files of the original.
 
         `option` is the one by which the user names the directory.
 
         If its file system has no locks, a warning is printed, and the directory is used without.
         """
+        _reject_shared(run_dir, option)
         path = run_dir / LOCK_FILE
         try:
             with writing(f"{path}:", OTHER_RUN_DIR):
