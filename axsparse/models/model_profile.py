@@ -34,6 +34,7 @@ from axsparse.models.layer import (
 )
 from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums, Tracer
 from axsparse.models.module_buffers import slots, unfilled_attribute
+from axsparse.models.sequential import reject_script
 from axsparse.models.stand_ins import PartModule, are_alike
 from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
@@ -465,6 +466,7 @@ def _module_of(layer: Layer) -> nn.Module:
             f"layer {layer.name}: its build returned {type(module).__name__}; "
             "return a torch.nn.Module"
         )
+    reject_script(module)
     if {*map(id, own)} & {*map(id, again)}:
         raise ConfigError(
             f"layer {layer.name}: its build returned the same parameters twice; make new ones in "

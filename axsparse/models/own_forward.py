@@ -161,7 +161,9 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> Watch:
         except Exception as reason:
             given = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in inputs)
             given = given.replace("torch.", "")
-            why = f"its forward fails on two samples, {given} ({one_line(reason)})"
+            why = (
+                f"its forward fails on two samples without gradients, {given} ({one_line(reason)})"
+            )
             raise _unfit(
                 module, why, "give samples that it takes (data=), or correct it"
             ) from reason

@@ -254,6 +254,7 @@ def is_compiled(module: object) -> bool:
 
 def reject_unfit(module: nn.Module) -> None:
     """ConfigError for a module that is compiled, has no values, or state that is no tensor."""
+    reject_script(module)
     for child in module.modules():
         if is_compiled(child) or child._compiled_call_impl is not None:
             raise ConfigError(
@@ -275,6 +276,16 @@ def reject_unfit(module: nn.Module) -> None:
             f"model: {unfilled!r} of {type(module).__name__} is a tensor on the meta device, where "
             "nothing has values; give it some, or make it a buffer that load_state_dict fills"
         )
+
+
+def reject_script(module: nn.Module) -> None:
+    """ConfigError for a module of TorchScript, whose parameters have fixed places."""
+    for child in module.modules():
+        if isinstance(child, torch.jit.ScriptModule) and any(True for _ in child.parameters()):
+            raise ConfigError(
+                f"model: {child.original_name} is a ScriptModule, whose weights cannot be "
+                "replaced; give it as it was before torch.jit"
+            )
 
 
 def given_module(layer: Layer) -> nn.Module | None:

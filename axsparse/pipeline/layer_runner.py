@@ -79,6 +79,11 @@ class RecordedRun(Run):
         views = tuple(tensor.view_as(tensor) for tensor in inputs)
         return _watched(views, self.input_gradients)
 
+    def leaves(self) -> list[Tensor]:
+        """Copies of the inputs, with gradients where the run had them."""
+        pairs = zip(self.inputs, self.requires_grad, strict=True)
+        return [tensor.clone().requires_grad_(needs) for tensor, needs in pairs]
+
     def end(self, outputs: Tensors, buffers: Sequence[BufferSlot]) -> Tensors:
         """Note outputs and buffers; returns copies of the outputs, which show their gradients."""
         self.outputs = tuple(tensor.detach() for tensor in outputs)
@@ -263,10 +268,7 @@ def run_plainly(name: str, module: nn.Module, record: RecordedRun) -> Run:
     The caller has given the module the weights and the buffers. Gradients that the parameters had
     are left as they were.
     """
-    inputs = [
-        tensor.clone().requires_grad_(needs)
-        for tensor, needs in zip(record.inputs, record.requires_grad, strict=True)
-    ]
+    inputs = record.leaves()
     parameters = dict(module.named_parameters())
     before = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():

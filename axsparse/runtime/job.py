@@ -187,23 +187,28 @@ def _connected(stop: StopRequest | None) -> Job:
     except AxsparseError as error:
         # Without MPI every process takes itself for rank 0, so `speaks` asks the launcher.
         exit_process(error.exit_code, f"error: {error}" if speaks() else None)
-    threading.excepthook = partial(_end_thread, job)
+    hooks = sys.excepthook, threading.excepthook
+    threading.excepthook = partial(_end_thread, job, threading.excepthook)
     watch_ways_out(partial(_leave_at_once, job))
-    os.register_at_fork(after_in_child=partial(_forget, job))
+    os.register_at_fork(after_in_child=partial(_forget, job, hooks))
     return job
 
 
-def _end_thread(job: Job, hook: threading.ExceptHookArgs) -> None:
-    """End the job after an exception in a thread, which `sys.exit` alone ends by itself; the main
-    thread may be at its exit."""
+def _end_thread(job: Job, own: Callable[..., object], hook: threading.ExceptHookArgs) -> None:
+    """Call the program's own `threading.excepthook`, if it has one, and end the job after an
+    exception in a thread, which `sys.exit` alone ends by itself; the main thread may be at its
+    exit."""
+    if own is not threading.__excepthook__:
+        _call_own("threading.excepthook", own, hook)
     if not issubclass(hook.exc_type, SystemExit):
         job.left = hook.exc_value or hook.exc_type()
         _last_words(job, job.left)
 
 
-def _forget(job: Job) -> None:
-    """Have a fork of this process, which is no rank, end as any other process."""
-    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+def _forget(job: Job, hooks: tuple[Callable[..., object], Callable[..., object]]) -> None:
+    """Have a fork of this process, which is no rank, end as any other process of the program, whose
+    own hooks for exceptions these are."""
+    sys.excepthook, threading.excepthook = hooks
     atexit.unregister(_leave_at_exit)
     forget_ways_out()
     job.stop.release()
@@ -212,11 +217,15 @@ def _forget(job: Job) -> None:
 def _end_uncaught(job: Job, own: Callable[..., object], *raised: Any) -> NoReturn:
     """Call the program's own `sys.excepthook`, if it has one, and end this process."""
     if own is not sys.__excepthook__:
-        try:
-            own(*raised)
-        except BaseException as reason:
-            write_line(f"sys.excepthook: {one_line(reason)}")
+        _call_own("sys.excepthook", own, *raised)
     _end(job, raised[1])
+
+
+def _call_own(name: str, hook: Callable[..., object], *raised: Any) -> None:
+    try:
+        hook(*raised)
+    except BaseException as reason:
+        write_line(f"{name}: {one_line(reason)}")
 
 
 def _end(job: Job, failure: BaseException) -> NoReturn:

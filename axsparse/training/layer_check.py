@@ -325,7 +325,6 @@ class _Comparison:
             f"largest entry is {largest:.2g}; {self._suggestion(what)}"
         )
 
-    @torch.no_grad()
     def reject_rounded(self, samples: Tensors) -> None:
         """ConfigError where rounding the samples to the precision of the run changes the
         outputs."""
@@ -339,7 +338,7 @@ class _Comparison:
         except Exception:
             return
         for number, pair in enumerate(zip(record.outputs, outputs, strict=False)):
-            found = _difference(*pair, TOLERANCE[self.plan.dtype])
+            found = _difference(pair[0], pair[1].detach(), TOLERANCE[self.plan.dtype])
             if found is not None:
                 raise ConfigError(
                     f"layer {name}: output {number} differs by {found[0]:.2g}, where the largest "
@@ -348,15 +347,14 @@ class _Comparison:
                     f"data set, or set precision: fp32; {self._suggestion()}"
                 )
 
-    @torch.no_grad()
     def _changes_from_call_to_call(self, plain: Run) -> bool:
         """Whether a second forward from the same buffers and random numbers gives another
         result."""
         self._reset_buffers()
         name, record = self.layer.spec.name, self.record
-        again = forward_plainly(name, self.module, record, record.inputs)
+        again = forward_plainly(name, self.module, record, record.leaves())
         return len(again) != len(plain.outputs) or any(
-            _difference(one, other, TOLERANCE[self.plan.dtype]) is not None
+            _difference(one.detach(), other, TOLERANCE[self.plan.dtype]) is not None
             for one, other in zip(again, plain.outputs, strict=True)
         )
 

@@ -342,6 +342,17 @@ def attention() -> nn.Module:
     return Doing(forward, 4, 4, key=nn.Linear(4, 4), value=nn.Linear(4, 4))
 
 
+def watching() -> nn.Module:
+    """Hooks on tensors of the forward, which torch refuses where these have no gradients."""
+
+    def forward(m: Any, x: Tensor) -> Any:
+        out = m.linear(x)
+        out.register_hook(lambda gradient: 2 * gradient)
+        return out
+
+    return Doing(forward)
+
+
 def moving() -> nn.Module:
     """Its output follows from a buffer that it changes."""
 
@@ -382,6 +393,7 @@ FINE: dict[str, Callable[[], Model]] = {
     "frozen": lambda: given(half_frozen),
     "all frozen": lambda: given(lambda: linear().requires_grad_(requires_grad=False)),
     "attention": lambda: given(attention),
+    "hooks on activations": lambda: given(watching),
     "a buffer that moves": lambda: given(moving),
     "spectral norm": lambda: given(lambda: nn.utils.parametrizations.spectral_norm(linear())),
     "a hook in the build": lambda: declared(hooked),

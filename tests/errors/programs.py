@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import struct
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -270,6 +271,14 @@ def resolved(ranks: int = 1, **sections: Any) -> RunPlan:
 def sequential(modules: Any, **settings: Any) -> Model:
     """A model of these modules."""
     return from_sequential(modules, summed_loss, **settings)
+
+
+def scripted(module: nn.Module) -> nn.Module:
+    """A module of TorchScript, which torch calls deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        made: nn.Module = torch.jit.script(module)
+    return made
 
 
 def small(inputs: int = 3, outputs: int = 4) -> Callable[[], nn.Module]:

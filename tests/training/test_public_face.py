@@ -13,15 +13,19 @@ from support.mpirun import Finished, run_alone, run_mpirun
 import axsparse as ax
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, threading
 import torch
 import axsparse as ax
 from support.runs import mlp, vector_data
+
+def fail():
+    raise ValueError("a mistake of the user's")
 
 how, run_dir, *rest = sys.argv[1:]
 own_hook = lambda kind, *_: print("own hook:", kind.__name__, flush=True)
 if "hook" in rest:
     sys.excepthook = own_hook
+    threading.excepthook = lambda args: own_hook(args.exc_type)
 settings = {
     "pruning": {"method": "gradual", "sparsity": 0.8, "interval": 1, "until_step": 6},
     "batch": {"global_batch_size": 12, "microbatch_size": 3},
@@ -47,8 +51,13 @@ else:
     for step in trainer:
         result = trainer.step()
         assert step == trainer.steps_done
-        if step == 5 and how == "raise" and trainer.rank == trainer.coords.grid.size - 1:
-            raise ValueError("a mistake of the user's")
+        is_last = trainer.rank == trainer.coords.grid.size - 1
+        if step == 5 and how == "raise" and is_last:
+            fail()
+        if step == 5 and how == "thread" and is_last:
+            thread = threading.Thread(target=fail)
+            thread.start()
+            thread.join()
         if step == 5 and how == "signal" and trainer.rank == 0:
             trainer._stop.receive(signal.SIGUSR1)
         if step == 5 and how in ("break", "close", "exit"):
@@ -150,12 +159,18 @@ def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
         same(tmp_path / name, tmp_path / "train", steps=every | {f"step-{after}"})
 
 
-@pytest.mark.parametrize("hook", by_default(["hook"], ["no", "hook", "late-hook"]))
-def test_an_exception_in_the_loop_of_one_rank_ends_all_with_one_line(
-    hook: str, tmp_path: Path
+@pytest.mark.parametrize(
+    ("how", "hook"),
+    by_default(
+        [("raise", "hook"), ("thread", "hook")],
+        [*(("raise", hook) for hook in ("no", "hook", "late-hook")), ("thread", "hook")],
+    ),
+)
+def test_an_exception_in_the_loop_of_one_rank_or_in_its_thread_ends_all_with_one_line(
+    how: str, hook: str, tmp_path: Path
 ) -> None:
-    """After the program's own `sys.excepthook`."""
-    words = ["-c", PROGRAM, "raise", "run", "stages", hook]
+    """After the program's own `sys.excepthook` or `threading.excepthook`."""
+    words = ["-c", PROGRAM, how, "run", "stages", hook]
     done = run_mpirun(2, words, cwd=tmp_path, timeout=90)
 
     assert done.returncode == 70, done
@@ -164,7 +179,7 @@ def test_an_exception_in_the_loop_of_one_rank_ends_all_with_one_line(
         "axsparse: error: rank 1 (stage 1, replica 0): ValueError: a mistake of the user's; "
         "traceback in run/traceback-rank-1.txt"
     ]
-    assert "in <module>" in (tmp_path / "run" / "traceback-rank-1.txt").read_text()
+    assert "in fail" in (tmp_path / "run" / "traceback-rank-1.txt").read_text()
 
 
 def test_errors_of_all_ranks_are_one_line_with_their_code(tmp_path: Path) -> None:
