@@ -8,7 +8,8 @@ state dict that torch saved. Of a folder, its safetensors are read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -36,6 +37,8 @@ PICKLED = ".bin"
 MOST_NAMED = 8
 SAMPLES, SAMPLE_BYTES = 16, 65_536
 """A fingerprint covers SAMPLES + 1 blocks of a file, and its length."""
+_NUMBERED = re.compile(r"(\D*)(\d{1,9})(\D.*)", re.DOTALL)
+"""A name with the number of a layer, which is the first one in it."""
 Convert = Callable[[str, Tensor], Tensor]
 """`convert(global name, tensor of the file)` returns the tensor as the model has it."""
 
@@ -241,6 +244,7 @@ def start_from(
     convert: Convert = unchanged,
     ignored: Callable[[str], bool] = lambda _: False,
     new: Sequence[str] = (),
+    depth: str = "",
 ) -> Model:
     """A copy of the model that starts at the values of a file, such as a pretrained body.
 
@@ -248,7 +252,8 @@ def start_from(
     name, tensor)` turns the file's tensor into the model's; neither is used for a file that has the
     global names. `ignored(name in the file)` says whether the model does not need a tensor. `new`
     has patterns of global names, such as "head.*", that begin as they would without the file,
-    whatever it holds in their places; the start of the run names them.
+    whatever it holds in their places; the start of the run names them. `depth` names the setting of
+    the number of layers, for a file that has more of them.
 
     Raises DataError unless the file holds every other parameter and buffer of the state dict, in
     its shape, and nothing else; ConfigError for a pattern that matches none.
@@ -280,10 +285,10 @@ def start_from(
     spare = [name for name in file.shapes if name not in known and not ignored(name)]
     if spare:
         more = f" and {len(spare) - 1} more" if len(spare) > 1 else ""
-        raise DataError(
-            f"{file.path}: holds {spare[0]!r}{more}, which the model lacks; take the file of a "
-            f"{model.name} model"
-        )
+        way, layers = f"take the file of a {model.name} model", _depth_of(spare, known)
+        if depth and layers:
+            way = f"set {depth} to {layers}, the number of its layers"
+        raise DataError(f"{file.path}: holds {spare[0]!r}{more}, which the model lacks; {way}")
     digest = f"{file.path.name} {fingerprint(*file.files)}"
     if fresh:
         digest += f", without {' '.join(fresh)} {model.start.fingerprint if model.start else ''}"
@@ -291,6 +296,20 @@ def start_from(
     trained |= {each.name: False for each in buffers if each.dtype.is_floating_point}
     start = FromFile(file, names, convert, digest, trained, tuple(fresh), unused, model.start)
     return replace(model, start=start)
+
+
+def _depth_of(spare: Sequence[str], known: Set[str]) -> int:
+    """The number of layers in a file, if what the model lacks are all of its further layers; 0 if
+    it has other things."""
+    here = [match for name in known if (match := _NUMBERED.fullmatch(name))]
+    more = [match for name in spare if (match := _NUMBERED.fullmatch(name))]
+    kinds = {(match[1], match[3]) for match in more}
+    if len(more) < len(spare) or not kinds <= {(match[1], match[3]) for match in here}:
+        return 0
+    start, numbers = more[0][1], {int(match[2]) for match in more}
+    first = 1 + max(int(match[2]) for match in here if match[1] == start)
+    is_all = min(numbers) == first and max(numbers) - first + 1 == len(numbers)
+    return max(numbers) + 1 if is_all and {start} == {match[1] for match in more} else 0
 
 
 def _name_in(file: WeightFile, named: Callable[[str], str], name: str) -> str:

@@ -123,7 +123,9 @@ def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_pat
 # -- a directory whose run recorded nothing -------------------------------------------------
 
 
-def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(run: Path) -> None:
+def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     steps = run / "checkpoints"
     (steps / "step-4").rename(steps / "step-4.tmp")
     (steps / "of the user").mkdir()
@@ -139,6 +141,8 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(run: P
     path, lock = make_run_dir(loaded(run), overwrite=True)
     lock.release()
 
+    said = f"{steps}/step-2.old: was step-2, and has files that no run has written"
+    assert capsys.readouterr().err == f"axsparse: warning: {said}\n"
     left = {one.name for one in path.iterdir()}
     assert left == {
         *("metrics.jsonl", "notes.txt", "run.json", "run.lock", "config.yaml"),

@@ -209,7 +209,7 @@ def start_from_gpt2(model: Model, file: WeightFile, config: GptConfig) -> Model:
     that ours cannot represent, and the errors of `start_from`.
     """
     if _OUR_OWN in file.shapes:
-        return start_from(model, file, new=config.new)
+        return start_from(model, file, new=config.new, depth="model.num_layers")
     beside = file.path.parent / CONFIG_FILE
     if beside.exists():
         reject_other_sizes(beside, from_gpt2(beside, read_json(beside)), config)
@@ -221,4 +221,5 @@ def start_from_gpt2(model: Model, file: WeightFile, config: GptConfig) -> Model:
         convert=turned,
         ignored=lambda name: _OLD_BUFFERS.fullmatch(name) is not None,
         new=config.new,
+        depth=f"n_layer in {CONFIG_FILE}" if beside.exists() else "model.num_layers",
     )

@@ -121,7 +121,9 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
         reject_other_heads(beside, settings)
         reject_other_settings(beside, settings, config.hf, HF)
     file = HfFile(opened, cut.causal)
-    return start_from(model, file, ignored=file.is_ignored, new=config.new)
+    key = cut.causal.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    depth = f"{key} in {CONFIG_FILE}" if config.from_ else f"{HF}.{key}"
+    return start_from(model, file, ignored=file.is_ignored, new=config.new, depth=depth)
 
 
 Run: TypeAlias = Callable[..., tuple[Tensor, ...]]

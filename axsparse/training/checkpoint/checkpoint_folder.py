@@ -30,6 +30,7 @@ from axsparse.pruning.methods.pruner import MethodState
 from axsparse.runtime.errors import DataError, printable, reading
 from axsparse.runtime.files.atomic import sync_folder, write_new
 from axsparse.runtime.files.run_folder import delete_own, own_files
+from axsparse.runtime.process import write_line
 from axsparse.training.progress import Count, Progress
 
 MANIFEST_FILE = "manifest.json"
@@ -262,6 +263,8 @@ def remove(path: Path) -> None:
     path.rename(gone)
     sync_folder(path.parent)
     _delete(gone)
+    if gone.is_dir():
+        write_line(f"warning: {gone}: was {path.name}, and has files that no run has written")
 
 
 def _delete(path: Path) -> None:

@@ -7,6 +7,7 @@ folder and its text.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -407,10 +408,18 @@ def planted(folder: Path, changed: dict[str, Tensor | None]) -> None:
     write_safetensors(folder / "model.safetensors", kept)
 
 
+def shorter(folder: Path) -> None:
+    """A folder whose config.json has only one of its layers."""
+    write_llama(folder)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 1}))
+
+
 OTHER_TENSORS: dict[str, Callable[[Path], None]] = {
     "a tensor less": partial(planted, changed={Q: None}),
     "a tensor more": partial(planted, changed={"model.layers.7.evil": torch.zeros(1)}),
     "another shape": partial(planted, changed={DOWN: torch.zeros(32, 43)}),
+    "more layers than in config.json": shorter,
 }
 
 
