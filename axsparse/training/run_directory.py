@@ -97,7 +97,7 @@ class RunDir:
 
         Only rank 0 calls this. OutputError if the directory cannot be written.
         """
-        RunMark.of(self.path).note_place()
+        RunMark.of(self.path).note_path()
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         with writing(f"{checkpoints}:", OTHER_RUN_DIR):

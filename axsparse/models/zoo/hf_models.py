@@ -121,9 +121,14 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
         reject_other_heads(beside, settings)
         reject_other_settings(beside, settings, config.hf, HF)
     file = HfFile(opened, cut.causal)
-    key = cut.causal.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    depth = f"{key} in {CONFIG_FILE}" if config.from_ else f"{HF}.{key}"
+    depth = _depth_setting(cut, config)
     return start_from(model, file, ignored=file.is_ignored, new=config.new, depth=depth)
+
+
+def _depth_setting(cut: SplitModel, config: HfConfig) -> str:
+    """Where the number of layers is set, under the model's own name for it."""
+    key = cut.causal.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    return f"{key} in {CONFIG_FILE}" if config.from_ else f"{HF}.{key}"
 
 
 Run: TypeAlias = Callable[..., tuple[Tensor, ...]]

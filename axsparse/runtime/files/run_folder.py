@@ -144,7 +144,7 @@ class RunMark:
         if found is None or found.get(_KEY) != self._content.get(_KEY):
             raise replaced(self._path)
 
-    def note_place(self) -> None:
+    def note_path(self) -> None:
         """Note where the directory is, and mark the folders that its links lead to. OutputError if
         that cannot be written."""
         here = str(self._path.resolve())
@@ -175,8 +175,8 @@ def _links_out(run_dir: Path) -> list[Path]:
 
 
 def _reject_shared(run_dir: Path, option: str) -> None:
-    """OutputError for a link to files that are another run's, or those of the run that the
-    directory is a copy of. A directory that was moved is none: nothing is at its former place."""
+    """OutputError for a link to files of another run, which may be the original of this directory.
+    A directory that was moved is no copy: nothing is at its former path."""
     for link in _links_out(run_dir):
         target = link.resolve()
         found = [(target.parent, _read(target.parent))]
