@@ -10,6 +10,7 @@ from mpi4py import MPI
 from support.cases import (
     GPT,
     ONE_STAGE,
+    PRUNING,
     WIDE,
     Row,
     batch,
@@ -25,11 +26,27 @@ from axsparse.runtime.grid import Grid
 
 SIZE = MPI.COMM_WORLD.size
 LAYOUTS = [(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
+METHODS = ("early-bird", "snip", "gradual", "iterative")
+"""Each has one layout here, and the first is usual; in one process, every method has every layout.
+"""
 FEW = replace(GPT, settings={"batch": {"microbatch_size": 3}})
 ROWS = [
     *(
         Row(layout, steps(3, model={"tie_embeddings": tied}), subject=FEW)
         for layout, tied in zip(LAYOUTS, itertools.cycle([True, False]), strict=False)
+    ),
+    *(
+        Row(
+            layout,
+            {
+                "pruning": PRUNING[method],
+                "schedule": {"warmup_steps": 1},
+                "train": {"steps": 9},
+            },
+            subject=FEW,
+            is_usual=method == METHODS[0],
+        )
+        for method, layout in zip(METHODS, itertools.cycle(LAYOUTS), strict=False)
     ),
     *(
         Row(layout, {"samo": {"zero_stage": int(shard)}}, subject=WIDE, is_usual=shard)
@@ -71,6 +88,16 @@ ROWS = [
             FEW,
         )
         for g_tensor in {SIZE, SIZE // 2} - {1}
+    ),
+    # Masks by samples that travelled.
+    Row(
+        (SIZE, 1),
+        {
+            "pruning": {"method": "wanda", "sparsity": 0.6, "calibration_samples": 5},
+            "train": {"steps": 2},
+        },
+        judge=ONE_STAGE,
+        subject=FEW,
     ),
 ]
 
