@@ -136,15 +136,31 @@ class OwnValues:
                 "was made, which keeps the old ones; replace it before, or make the model again"
             )
 
-    def contents(self) -> dict[str, object]:
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers by name, as they are now: a move to another device replaces them."""
+        return {slot.name: slot.tensor for slot in slots(self._container)}
+
+    def is_number(self, name: str, values: Iterable[object]) -> bool:
+        """Whether values, None where there is none, are numbers or texts of a submodule."""
+        path = name.rpartition(".")[0]
+        is_of_module = path and any(path == each for each, _ in self._container.named_modules())
+        return bool(is_of_module) and all(
+            each is None or isinstance(each, PLAIN) for each in values
+        )
+
+    def contents(self, before: Mapping[str, object] = {}) -> dict[str, object]:
         """The numbers, texts, modes, hooks and submodules of the modules, by name, and what their
-        tensors have apart from values; other objects may change by use."""
+        tensors have apart from values; other objects may change by use.
+
+        Modules that are all in evaluation have the modes of `before`, or train: programs evaluate
+        with them.
+        """
         found: dict[str, object] = {}
         for path, child in self._container.named_modules():
             found.update(_contents(f"{path}." if path else "", vars(child)))
         modes = [name for name in found if name.rpartition(".")[2] == "training"]
         if not any(found[name] for name in modes):  # `is_in_evaluation`
-            found.update(dict.fromkeys(modes, True))
+            found.update({name: before.get(name, True) for name in modes})
         for name, tensor in self.tensors.items():
             found[f"{name}.requires_grad"] = tensor.requires_grad
             hooks = {key: getattr(tensor, key) or {} for key in TENSOR_HOOKS}
@@ -306,26 +322,34 @@ class Snapshot:
         self._contents = {} if self._start is None else self._start.contents()
         self._looks = 0
 
-    def change(self, may_have: Callable[[str, Tensor], bool]) -> str | None:
+    def change(
+        self, may_have: Callable[[str, Tensor], bool], may_be_set: Callable[[str, object], bool]
+    ) -> str | None:
         """The name of what has changed since; None if nothing has. `may_have(name, tensor)` says
-        whether a tensor may have its new values.
+        whether a tensor may have its new values, and `may_be_set(name, value)` whether a number or
+        text may be another than `value`, which is None where there was none.
 
         Torch does not count writes to `.data`, which the 1st, 2nd, 4th, 8th, … look finds.
         """
         if self._start is None:
             return None
+        before, now = self._contents, self._start.contents(self._contents)
+        for name in () if now == before else (*before, *now):
+            values = before.get(name), now.get(name)
+            is_number = self._start.is_number(name, values)
+            if values[0] != values[1] and not (is_number and may_be_set(name, values[0])):
+                return name
         self._looks += 1
         looks_at_all = self._looks & (self._looks - 1) == 0
-        for name, tensor in self._start.tensors.items():
-            version, digest = self._values[name]
-            if looks_at_all or _version(tensor) != version:
-                now = _digest(tensor)
-                if now != digest and not may_have(name, tensor):
+        buffers = self._start.buffers()
+        for name, given in self._start.tensors.items():
+            tensor, (version, digest) = buffers.get(name, given), self._values[name]
+            if looks_at_all or tensor is not given or _version(tensor) != version:
+                found = _digest(tensor)
+                if found != digest and not may_have(name, tensor):
                     return name
-                self._values[name] = _version(tensor), now
-        before, contents = self._contents, self._start.contents()
-        names = () if contents == before else (*before, *contents)
-        return next((each for each in names if before.get(each) != contents.get(each)), None)
+                self._values[name] = _version(tensor), found
+        return None
 
 
 def _version(tensor: Tensor) -> int:
@@ -333,19 +357,26 @@ def _version(tensor: Tensor) -> int:
 
 
 def _digest(tensor: Tensor) -> bytes:
+    if tensor.is_meta:
+        return b""
     return xxhash.xxh3_128_digest(bytes_of(tensor.detach().cpu()).numpy().data)
 
 
 PLAIN = (bool, int, float, str)
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+PARTS = {*TENSOR_HOOKS, *(name for name, value in vars(nn.Module()).items() if value == {})}
+"""Attributes of torch's own that hold parameters, buffers, submodules and hooks by name."""
 
 
 def _contents(prefix: str, attributes: Mapping[str, object]) -> Iterator[tuple[str, object]]:
-    """Numbers and texts among attributes by name, and which objects mappings have."""
+    """Numbers and texts among attributes by name, the names of buffers, and which parameters,
+    submodules and hooks there are."""
     for name, value in attributes.items():
         if isinstance(value, PLAIN):
             yield prefix + name, value
-        elif value and isinstance(value, dict):
+        elif name == "_buffers" and isinstance(value, dict):
+            yield prefix + name, [*value]
+        elif name in PARTS and value and isinstance(value, dict):
             yield prefix + name, [*map(id, value.values())]
 
 

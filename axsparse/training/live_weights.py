@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from axsparse.models.module_buffers import named_tensors, slots
 from axsparse.models.sequential import PLAIN
@@ -19,8 +19,8 @@ from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.samo.layer_construction import BuiltLayer, given_value
 from axsparse.training.plan import RunPlan
 
-ROUNDED = 2.0**-7
-"""Relative difference of two values of which one is rounded to half precision."""
+ROUNDED = {"rtol": 2.0**-7, "atol": 2.0**-24}
+"""Differences of two values of which one is rounded to bf16 or fp16."""
 
 
 @dataclass(eq=False)
@@ -72,18 +72,34 @@ class LiveWeights:
 
     def may_have(self, name: str, given: Tensor) -> bool:
         """Whether a tensor has the values, perhaps rounded, that are trained under its name, or no
-        layer of this rank has that name: programs put trained weights into modules of theirs."""
+        layer of this rank has that name: programs put trained weights into modules of theirs. The
+        buffers that they take are those of the first replica."""
         for layer in self.layers:
             shards = {tensor.full_name: tensor for tensor in layer.state.tensors}
             with layer.state.expanded():
                 for local, own in named_tensors(layer.module):
                     if layer.spec.full_name(local) == name:
+                        if not isinstance(own, nn.Parameter) and self.plan.coords.replica:
+                            return True
+                        shape = shards[name].full_shape if name in shards else tuple(own.shape)
+                        if given.is_meta or tuple(given.shape) != shape:
+                            return False
                         flat = given.detach().reshape(-1)
                         flat = shards[name].of_full(flat) if name in shards else flat
                         theirs, ours = flat.to(own), own.detach().reshape(-1)
                         if own.is_floating_point():
-                            return torch.allclose(theirs, ours, ROUNDED, equal_nan=True)
+                            return torch.allclose(theirs, ours, **ROUNDED, equal_nan=True)
                         return torch.equal(theirs, ours)
+        return True
+
+    def may_be_set(self, name: str, before: object) -> bool:
+        """Whether the layer that has this number or text has another one than `before` as well, as
+        where forwards write it, or is not on this rank."""
+        for layer in self.layers:
+            path, _, key = layer.spec.local_name(name).rpartition(".")
+            module = dict(layer.module.named_modules()).get(path)
+            if module is not None and name.startswith(layer.spec.full_name("")):
+                return key != "training" and vars(module).get(key) != before
         return True
 
     def path_to_copy(self, name: str) -> str:

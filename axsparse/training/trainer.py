@@ -539,9 +539,10 @@ class Trainer:
     def _reject_late_changes(self) -> None:
         """ConfigError if the program has changed the modules that it gave, of which copies train,
         by more than trained weights."""
-        if self._is_over or (name := self._given.change(self._live_weights.may_have)) is None:
+        live = self._live_weights
+        if self._is_over or (name := self._given.change(live.may_have, live.may_be_set)) is None:
             return
-        copy = self._live_weights.path_to_copy(name)
+        copy = live.path_to_copy(name)
         way = (
             "change it before, weights by an optimizer of your own (optimizer=), or a copy of the "
             "module"

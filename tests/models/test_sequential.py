@@ -11,16 +11,20 @@ import pytest
 import torch
 from support.allocated import peak_of_torch
 from support.images import assert_same_in_1_to_4_stages, image_config
-from support.runs import summed_loss, train_in_process, vector_data
+from support.runs import on_ranks, summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
 import axsparse as ax
+from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer
 from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential, structure
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.job import Job
 from axsparse.samo.layer_construction import StateOptions, build_layers
 from axsparse.samo.state_bytes import StateFormat
+from axsparse.training.trainer import build
 
 WIDTH = 16
 
@@ -127,6 +131,9 @@ LATE: dict[str, tuple[Callable[[Any], object], str, str]] = {
         *(lambda net: net[1].running_mean.fill_(9.0), "norm.running_mean"),
         COPY.format(1, "running_mean"),
     ),
+    "emptied": (
+        *(lambda net: setattr(net[0].weight, "data", torch.empty(0)), "first.weight", BEFORE),
+    ),
     "layer": (lambda net: net.append(nn.Dropout(0.1)), "_modules", BEFORE),
     "module": (lambda net: setattr(net[3], "1", nn.Dropout(0.1)), "second._modules", BEFORE),
     "parameter": (
@@ -189,6 +196,45 @@ def test_a_program_may_put_the_trained_weights_into_its_own_module(
     trainer = trainer_of(modules)
     with pytest.raises(ConfigError, match=r"first\.weight has changed"):
         trainer.train(lambda *_: modules.load_state_dict(sequential().state_dict()))
+
+
+class Counting(nn.Linear):
+    """Notes each call in a number and in a mapping."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 5)
+        self.calls, self.shapes = 0, dict[int, torch.Size]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.shapes[self.calls] = x.shape
+        return super().forward(x)
+
+
+def test_a_program_may_use_and_convert_its_module_with_trained_weights_on_each_replica() -> None:
+    taken: dict[str, Tensor] = {}
+
+    def trained(transport: Transport) -> int:
+        modules = sequential()
+        first = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        first.weight[0, 0] = 4e-8  # in fp16 6e-8
+        modules.first = first
+        modules.get_submodule("second.1").eval()
+        modules.last = Counting()
+
+        def on_step(*_: object) -> None:
+            taken.update(trainer.state_dict() or {})
+            trainer.state_dict()  # by which all ranks have met
+            modules.float().load_state_dict(taken)
+            modules.eval().half()(torch.ones(2, WIDTH, dtype=torch.float16))
+
+        config = image_config(layout={"g_data": 2}, train={"steps": 3})
+        model = from_sequential(modules, summed_loss)
+        trainer = build(Job(transport), model, lambda: Datasets(vector_data(), None), config)
+        trainer.train(on_step)
+        return trainer.steps_done
+
+    assert on_ranks(2, trained) == [3, 3]
 
 
 class Watching(nn.Module):
