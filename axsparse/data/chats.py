@@ -38,7 +38,7 @@ TEMPLATE = "chat_template"
 WHY = 200
 """The length to which a template's reason to reject a chat is cut, in letters."""
 
-ANY_CHAT = {"role": USER, "content": "Is nothing of a chat in the words after it?"}
+ANY_CHAT = {"role": USER, "content": "Does the template end every chat alike?"}
 """A message whose text ends as a template ends every chat."""
 
 Messages = Sequence[dict[str, Any]]

@@ -452,10 +452,12 @@ def check_tokenizers(config: Config) -> None:
     """ConfigError if the folder of the model or of its teacher, or one of the folders of tokens,
     has another tokenizer than the first of them.
 
-    Tokenizers are the same if no id is another word in each. Special and added words may differ: a
-    model for chats calls some of them otherwise. Folders without a tokenizer.json can be of any.
+    Two tokenizers are the same if no id means another word in each. Special and added words may
+    differ: a model for chats renames some of them. A folder without a tokenizer.json may have any,
+    and a model of which tensors begin anew may learn another vocabulary.
     """
-    named = {"model.from": config.model.from_, "train.teacher": config.train.teacher}
+    model = None if config.model.new else config.model.from_
+    named = {"model.from": model, "train.teacher": config.train.teacher}
     places = [(key, Path(folder)) for key, folder in named.items() if folder is not None]
     key = "data.blend" if config.data.blend else "data.path"
     places += [(key, Path(path)) for path, _ in token_sources(config.data)]

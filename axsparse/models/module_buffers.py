@@ -73,11 +73,11 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def switch_mode(layer: str, module: nn.Module, *, training: bool) -> None:
     """Set the module of a layer to training or to evaluation; ConfigError if a `train` of its own
-    writes to a weight or buffer, as layers do that merge their weights for evaluations."""
+    writes to a weight or saved buffer, as layers do that merge their weights for evaluations."""
     is_own = any(type(child).train is not nn.Module.train for child in module.modules())
-    before = [(name, one, one.detach().clone()) for name, one in named_tensors(module) if is_own]
+    before = [(name, one, one.detach().clone()) for name, one in _saved(module) if is_own]
     module.train(training)
-    now = dict(named_tensors(module)) if is_own else {}
+    now = dict(_saved(module)) if is_own else {}
     for name, tensor, value in before:
         if now.get(name) is not tensor or not bytes_of(tensor.detach()).equal(bytes_of(value)):
             raise ConfigError(
@@ -85,6 +85,12 @@ def switch_mode(layer: str, module: nn.Module, *, training: bool) -> None:
                 "masters and checkpoints would not follow; compute with a changed copy in the "
                 "forward (loralib: merge_weights=False)"
             )
+
+
+def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and the buffers that are no caches, by name."""
+    yield from module.named_parameters()
+    yield from ((slot.name, slot.tensor) for slot in slots(module) if slot.persists)
 
 
 def unfilled_attribute(module: nn.Module) -> str | None:

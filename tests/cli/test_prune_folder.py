@@ -24,7 +24,7 @@ from support.mpirun import ENVIRONMENT, Finished, run_alone, run_mpirun
 from support.runs import VOCABULARY, job_alone
 
 from axsparse.cli import prune_folder
-from axsparse.cli.prune_folder import Facts, card, write_card
+from axsparse.cli.prune_folder import Facts, card, own_options, write_card
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.config.load import configure
 from axsparse.data.sources import token_datasets
@@ -32,6 +32,7 @@ from axsparse.data.token_file import read_sidecar
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.mask_file import open_masks
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_SAVED, OutputError
+from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
 from axsparse.training.checkpoint.verification import steps_in
 
 FEW = (
@@ -312,3 +313,9 @@ def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:
 def test_a_card_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     with pytest.raises(OutputError, match=r"^--out: the model card in .*/none cannot be written"):
         write_card(tmp_path / "none", "text")
+
+
+def test_errors_of_training_name_the_options_of_this_command() -> None:
+    text = r"^full; choose another --out, or the same command$"
+    with pytest.raises(OutputError, match=text), own_options():
+        raise OutputError(f"full; choose {ANOTHER_RUN_DIR}, or --resume auto")

@@ -365,3 +365,17 @@ def test_tokens_are_of_another_tokenizer_if_an_ordinary_id_is_another_word(
 
     with nullcontext() if is_same else pytest.raises(ConfigError, match="has another tokenizer"):
         check_tokenizers(configure(None, ["data.source=tokens", blend]))
+
+
+def test_a_model_with_new_tensors_may_learn_another_vocabulary(tmp_path: Path) -> None:
+    for name, words in (("model", {"a": 0}), ("tokens", {"b": 0})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").write_text(tokenizer_json(words, []))
+    config = configure(None, ["data.source=tokens", f"data.path={tmp_path / 'tokens'}"])
+    model = config.model.model_copy(update={"from_": str(tmp_path / "model")})
+
+    with pytest.raises(ConfigError, match="has another tokenizer"):
+        check_tokenizers(config.model_copy(update={"model": model}))
+
+    model = model.model_copy(update={"new": ("embedding.*",)})
+    check_tokenizers(config.model_copy(update={"model": model}))

@@ -187,13 +187,14 @@ def _announced_wait(rank: str) -> Iterator[None]:
         return
     import subprocess  # a hundredth of a second, which commands without ranks do not need
 
-    size = next((os.environ[name] for name in SIZE_VARIABLES if name in os.environ), "")
+    sizes = (f"{os.environ[name]} " for name in SIZE_VARIABLES if name in os.environ)
+    ranks = f"all {next(sizes, '')}ranks"
     who = f"rank {rank} on {socket.gethostname()}"
     lines = [
-        f"{who} waits for all {size} ranks to start MPI, as a first Trainer does; after "
+        f"{who} waits for {ranks} to start MPI, as a first Trainer does; after "
         f"{START_SECONDS:g} s the job ends",
-        f"error: {who}: not all {size} ranks have started MPI within {START_SECONDS:g} s; see what "
-        "the missing ones do before their first Trainer",
+        f"error: {who}: not {ranks} have started MPI within {START_SECONDS:g} s; see what the "
+        "missing ones do before their first Trainer",
     ]
     seconds = (str(NOTICE_SECONDS), str(START_SECONDS - NOTICE_SECONDS))
     speaker: AbstractContextManager[object] = nullcontext()

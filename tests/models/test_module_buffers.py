@@ -1,0 +1,42 @@
+"""The modes of modules whose own `train` changes more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from axsparse.models.module_buffers import switch_mode
+from axsparse.runtime.errors import ConfigError
+
+
+class Changing(nn.Module):
+    """Its `train` counts up one of its tensors, or replaces it."""
+
+    def __init__(self, changed: str, *, replaces: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("saved", torch.zeros(2))
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.changed, self.replaces = changed, replaces
+
+    def train(self, mode: bool = True) -> Changing:
+        tensor: Tensor = getattr(self, self.changed)
+        if self.replaces:
+            setattr(self, self.changed, type(tensor)(tensor.detach().clone()))
+        else:
+            tensor.data += 1
+        return super().train(mode)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize("changed", ["weight", "saved", "cache"])
+def test_a_train_of_a_modules_own_may_change_its_caches_alone(changed: str, replaces: bool) -> None:
+    module = nn.Sequential(Changing(changed, replaces=replaces))
+    if changed == "cache":
+        switch_mode("a", module, training=False)
+        assert not module.training
+        return
+
+    with pytest.raises(ConfigError, match=rf"^layer a: its eval\(\) writes to '0.{changed}'"):
+        switch_mode("a", module, training=False)
