@@ -72,8 +72,8 @@ class LiveWeights:
 
     def may_have(self, name: str, given: Tensor) -> bool:
         """Whether a tensor has the values, perhaps rounded, that are trained under its name, or no
-        layer of this rank has that name: programs put trained weights into modules of theirs. The
-        buffers that they take are those of the first replica."""
+        layer of this rank has that name: programs put trained weights into their modules, and into
+        buffers the values of the first replica."""
         for layer in self.layers:
             shards = {tensor.full_name: tensor for tensor in layer.state.tensors}
             with layer.state.expanded():
