@@ -134,6 +134,13 @@ LATE: dict[str, tuple[Callable[[Any], object], str, str]] = {
     "emptied": (
         *(lambda net: setattr(net[0].weight, "data", torch.empty(0)), "first.weight", BEFORE),
     ),
+    "replaced buffer": (
+        *(
+            lambda net: setattr(net[1], "running_mean", torch.ones(WIDTH).neg_()),
+            "norm.running_mean",
+        ),
+        COPY.format(1, "running_mean"),
+    ),
     "layer": (lambda net: net.append(nn.Dropout(0.1)), "_modules", BEFORE),
     "module": (lambda net: setattr(net[3], "1", nn.Dropout(0.1)), "second._modules", BEFORE),
     "parameter": (
@@ -156,7 +163,7 @@ def test_what_is_set_after_the_trainer_is_made_is_refused(kind: str, when: str) 
     modules = sequential()
     trainer = trainer_of(modules)
     change, name, way = LATE[kind]
-    after = 0 if when == "before" else 3
+    after = 0 if when == "before" else 3 + (kind == "replaced buffer")
 
     def later(step: int, _: object = None) -> None:
         if step == after:
@@ -222,7 +229,9 @@ def test_a_program_may_use_and_convert_its_module_with_trained_weights_on_each_r
         modules.get_submodule("second.1").eval()
         modules.last = Counting()
 
-        def on_step(*_: object) -> None:
+        def on_step(step: int, _: object) -> None:
+            if step > 1:
+                return
             taken.update(trainer.state_dict() or {})
             trainer.state_dict()  # by which all ranks have met
             modules.float().load_state_dict(taken)
