@@ -85,8 +85,8 @@ OTHER_NAMES = {
     "layout.g_data": ("data_parallel", "data_parallel_size", "dp_size", "dp"),
     "seed": ("random_seed", "manual_seed"),
 }
-"""Key -> names that other libraries have for the setting, and that look like no key of ours; with
-the key, what its value is where theirs is another one."""
+"""Key -> names that other libraries have for the setting, and that look like no key of ours. What
+follows the key says what its value is, where other libraries have another unit or meaning."""
 GENERAL = ("name", "path")
 """Last words of keys that say nothing without their section."""
 FOREIGN_KEYS = {name: key for key, names in OTHER_NAMES.items() for name in names}

@@ -241,7 +241,7 @@ class MetricsFile:
                 self._file = self._place.open("a", encoding="utf-8")
                 write_line(
                     f"warning: {self._path}: was moved, removed or emptied while the run "
-                    "trained; it has the records from now on alone"
+                    "trained; it contains only the records from now on"
                 )
             self._file.write(line + "\n")
             self._file.flush()

@@ -47,6 +47,17 @@ def test_what_counts_is_what_counts_for_trl(kind: str, tmp_path: Path) -> None:
             assert words.decode().replace("\0\n", "\n").split("\n")[:-1] == said
 
 
+@pytest.mark.parametrize(("end", "ids"), [("<|im_end|>", (0, 257)), (".", (0,)), ("", (0,))])
+def test_an_answer_ends_at_the_special_token_that_is_its_last_target(
+    end: str, ids: tuple[int, ...], tmp_path: Path
+) -> None:
+    turn = TURN.replace("<|im_end|>", end)
+    folder = folder_of("plain", tmp_path, chat_template=template_of(turn))
+    asked, answered = (Chat(list(chat)) for chat in (CHATS[0][:1], CHATS[0][:2]))
+
+    assert ChatTemplate(given_tokenizer(folder)).ends([asked, answered]) == ids
+
+
 @pytest.mark.parametrize("kind", ["marked", "plain"])
 @pytest.mark.parametrize("prompt", [None, 1])
 def test_a_message_of_weight_0_is_no_target(kind: str, prompt: int | None, tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def reject_foreign(where: str, path: Path, mark: str) -> None:
 
 
 def reject_within(path: Path, folder: Path, what: str) -> None:
-    """ConfigError if a place to write is a folder that is read, or within it; `what` is of it."""
+    """ConfigError if a place to write is the folder that is read, or within it; `what` names it."""
     with writing(f"{path}:", "choose another place"):
         out, source = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if source in (out, *out.parents):

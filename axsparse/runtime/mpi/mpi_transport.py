@@ -55,7 +55,7 @@ for number in (1, 2):
     sys.stderr.write(f"axsparse: {sys.argv[number + 2]}\\n")
     sys.stderr.flush()
 """
-"""A program that says a line after some seconds, and another one, until its stdin is closed."""
+"""A program that writes a line after some seconds, and another later, until its stdin closes."""
 SPEAKERS = ("0", "1")
 """The ranks that say that they wait: rank 1 where rank 0 is missing."""
 FORWARDED_SECONDS = 0.3
