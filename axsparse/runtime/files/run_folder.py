@@ -250,10 +250,10 @@ class RunLock:
 
         If its file system has no locks, a warning is printed, and the directory is used without.
         """
-        _reject_shared(run_dir, option)
         path = run_dir / LOCK_FILE
         try:
             with writing(f"{path}:", OTHER_RUN_DIR):
+                _reject_shared(run_dir, option)
                 lock = FileLock(path)
         except OutputError as reason:
             if not isinstance(reason.__cause__, BlockingIOError):
