@@ -280,6 +280,7 @@ def test_a_rank_by_itself_is_watched_also_on_a_full_disk(
 
 
 def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_path: Path) -> None:
+    others = {*threading.enumerate()}  # which other tests may have left
     job = Job(tmp_path, g_inter=2)
     first, second = (rank.dog for rank in job.ranks)
     first.interval = 1e-3
@@ -296,7 +297,7 @@ def test_its_thread_looks_and_ends_and_the_last_rank_takes_the_folder_away(tmp_p
     assert (tmp_path / HEARTBEATS).is_dir()
     second.close()
 
-    assert not any(thread.name.startswith(THREAD) for thread in threading.enumerate())
+    assert not any(each.name.startswith(THREAD) for each in {*threading.enumerate()} - others)
     assert not (tmp_path / HEARTBEATS).exists()
 
 
