@@ -178,6 +178,19 @@ def test_turns_that_no_marks_enclose_count_as_if_marks_did(shape: str, tmp_path:
         assert encoded.counts == [*map(bool, theirs["assistant_masks"])]
 
 
+@pytest.mark.parametrize(("answer", "is_whole"), [("xy", True), ("ax", False)])
+def test_an_answer_that_begins_like_what_the_template_promises_is_left_out(
+    answer: str, is_whole: bool, tmp_path: Path
+) -> None:
+    template = published("DeepSeek-V3", "", "").replace("<|im_start|>", "ab")
+    given = given_tokenizer(folder_of("none", tmp_path, chat_template=template))
+    chat = [CHATS[0][0], {"role": "assistant", "content": answer}]
+
+    encoded = ChatTemplate(given).encode(Chat(chat))
+
+    assert isinstance(encoded, Encoded) == is_whole, encoded
+
+
 @pytest.mark.parametrize("turn", [TURN, "{{ m['content'] }}<|im_end|>"])
 def test_an_answer_that_is_the_first_message_is_a_target(turn: str, tmp_path: Path) -> None:
     folder = folder_of("none", tmp_path)
