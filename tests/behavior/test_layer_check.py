@@ -346,8 +346,10 @@ def watching() -> nn.Module:
     """Hooks on tensors of the forward, which torch refuses where these have no gradients."""
 
     def forward(m: Any, x: Tensor) -> Any:
-        out = m.linear(x)
-        out.register_hook(lambda gradient: 2 * gradient)
+        scaled = 2 * x
+        out = m.linear(scaled)
+        for each in (scaled, out):
+            each.register_hook(lambda gradient: 2 * gradient)
         return out
 
     return Doing(forward)
