@@ -42,7 +42,8 @@ PEERS := .venv-peers
 SMOLLM2 := .venv-smollm2
 FAULTS := tests/faults tests/behavior/test_failures.py
 BIN := $(VENV)/bin
-TEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# A worker that crashes ends the run with the name of its test: with a new one, --dist loadfile hangs.
+TEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
 # A PYTHONPATH of the user's would come before this checkout.

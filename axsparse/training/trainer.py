@@ -513,7 +513,9 @@ class Trainer:
             job.calls -= 1
             self._under_way = outer
             _use_threads(threads)
-            if self._watchdog is not None and self not in job.in_progress:
+            # Between its calls a run of several ranks is watched, since one may wait for another.
+            is_alone = not outer and self.transport.size == 1
+            if self._watchdog is not None and (is_alone or self not in job.in_progress):
                 self._watchdog.close()
 
     def _reject_closed(self, what: str) -> None:

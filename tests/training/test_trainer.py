@@ -27,6 +27,7 @@ from support.runs import (
 import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
+from axsparse.observe.watchdog.watchdog import THREAD
 from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.runtime.communication import Transport, wait
 from axsparse.runtime.errors import MissingInputError
@@ -225,6 +226,25 @@ def test_calls_leave_the_number_of_threads_and_set_it_only_where_it_differs(
     threads[:] = [3]
     trainer.step()
     assert threads == [3, 1, 3]
+
+
+def test_a_run_of_one_rank_may_rest_between_two_calls_for_as_long_as_it_likes(
+    tmp_path: Path,
+) -> None:
+    config = tiny_config(train={"steps": 3}, run_dir=str(tmp_path / "run"))
+    others = {*threading.enumerate()}
+    trainer = alone(mlp(), config, vector_data())
+    watching: list[bool] = []
+
+    def is_watched() -> bool:
+        new = {*threading.enumerate()} - others
+        return any(thread.name.startswith(THREAD) for thread in new)
+
+    trainer.step()
+    assert not is_watched()
+    trainer.train(lambda *_: watching.append(is_watched()))
+
+    assert watching == [True, True]
 
 
 def test_a_predicted_peak_has_the_memory_of_expansions_once(
