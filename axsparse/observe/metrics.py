@@ -219,6 +219,7 @@ class MetricsFile:
         self._path = path
         self._place = path.absolute()  # a program may change its working directory
         self._sinks = sinks
+        self._has_written = False
         with self._writing():
             self._file = path.open("a", encoding="utf-8")
 
@@ -239,12 +240,14 @@ class MetricsFile:
                     raise replaced(self._path.parent)
                 self._file.close()
                 self._file = self._place.open("a", encoding="utf-8")
-                write_line(
-                    f"warning: {self._path}: was moved, removed or emptied while the run "
-                    "trained; it contains only the records from now on"
-                )
+                if self._has_written:  # else the run has begun with an empty file
+                    write_line(
+                        f"warning: {self._path}: was moved, removed or emptied while the run "
+                        "trained; it contains only the records from now on"
+                    )
             self._file.write(line + "\n")
             self._file.flush()
+            self._has_written = True
         for sink in self._sinks:
             sink.write(record)
 

@@ -279,7 +279,8 @@ def open_run_directory(
 ) -> RunDir:
     """Open the run directory and write the initial records; from now on signals save.
 
-    A checkpoint that does not fit is refused before anything in the directory changes.
+    A checkpoint that does not fit is refused before anything in the directory changes. Where the
+    run overwrites another one, `RunDir.begin` is left to the trainer.
     """
     transport = job.transport
 
@@ -297,7 +298,8 @@ def open_run_directory(
     changes = together(transport, fits)
     opened = open_run_dir(config, transport, resumed, overwrite=overwrite)
     try:
-        together(transport, lambda: opened.begin(plan.config) if transport.rank == 0 else None)
+        begins = transport.rank == 0 and not overwrite
+        together(transport, lambda: opened.begin(plan.config) if begins else None)
     except BaseException:
         if opened.lock is not None:
             opened.lock.release()

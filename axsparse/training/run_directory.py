@@ -70,6 +70,8 @@ class RunDir:
     """Keeps other jobs out of the directory; None on ranks other than 0, and without one."""
     made: Path | None = None
     """The new directory, once `open_run_dir` has made it."""
+    overwrites: bool = False
+    """Whether `begin` removes what another run has left in the new directory."""
 
     @property
     def path(self) -> Path:
@@ -93,7 +95,8 @@ class RunDir:
         return progress
 
     def begin(self, config: Config) -> None:
-        """Write the configuration, and remove the records of later steps than the run resumes at.
+        """Write the configuration, and remove the records of later steps than the run resumes at,
+        or all records and checkpoints of a run that this one overwrites.
 
         Only rank 0 calls this. OutputError if the directory cannot be written.
         """
@@ -101,6 +104,8 @@ class RunDir:
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         with writing(f"{checkpoints}:", OTHER_RUN_DIR):
+            if self.overwrites:
+                _clear(self.path)
             checkpoints.mkdir(exist_ok=True)
         with writing(f"{metrics}:", OTHER_RUN_DIR):
             rewind_metrics(metrics, self.progress)
@@ -160,8 +165,8 @@ def open_run_dir(
 ) -> RunDir:
     """The directory of the run that was found, or a new one, which rank 0 makes and locks.
 
-    Nothing in a directory that exists is changed, unless the run overwrites it. All ranks call this
-    together; OutputError is raised on all of them.
+    Nothing in a directory that exists is changed. All ranks call this together; OutputError is
+    raised on all of them.
     """
     if run.found is not None:
         return run
@@ -171,7 +176,8 @@ def open_run_dir(
 
     made = together(transport, make)
     path = Path(text_of_first(transport, "" if made is None else str(made[0])))
-    return replace(run, made=path, lock=None if made is None else made[1])
+    lock = None if made is None else made[1]
+    return replace(run, made=path, lock=lock, overwrites=overwrite)
 
 
 # -- a new directory ------------------------------------------------------------------------
@@ -180,7 +186,7 @@ def open_run_dir(
 def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunLock]:
     """Make the directory of a new run, and lock it.
 
-    With `overwrite`, records and checkpoints of another run there are removed.
+    With `overwrite` it may be another run's, whose files `RunDir.begin` removes.
 
     A directory is free if it has none of the files that a run writes, or if its run ended before
     the first step. Under `run_dir: auto` that holds for the last directory of the name only, since
@@ -215,14 +221,12 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
             raise OutputError(
                 f"{where}: {path} is not a directory; choose {ANOTHER_RUN_DIR}"
             ) from reason
-        has_mark = _is_run(path, where)
+        _reject_foreign(path, where)
         if overwrite or not _contains_run(path):  # otherwise not even a lock file is left there
             _reject_broken_link(path / CHECKPOINTS, where)
             lock = RunLock(path)
-            if overwrite and has_mark:
-                _clear(path)
             RunMark.of(path)
-            if _take(path, lock):
+            if _take(path, lock) or overwrite:
                 return lock
             lock.release()
     raise _TakenError(
@@ -232,10 +236,10 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
     )
 
 
-def _is_run(path: Path, where: str) -> bool:
-    """Whether a directory is marked; OutputError if not, and a run would replace files of it."""
+def _reject_foreign(path: Path, where: str) -> None:
+    """OutputError for a directory without a mark of which a run would replace files."""
     try:
-        return is_marked(path)
+        is_marked(path)
     except ConfigError as reason:
         raise OutputError(
             f"{where}: {path} has {' and '.join(foreign_files(path))} that no run of axsparse "
@@ -254,13 +258,13 @@ def _reject_broken_link(path: Path, where: str) -> None:
 
 
 def _clear(path: Path) -> None:
+    """Remove the checkpoints, traces and masks of a run."""
     for checkpoint in (path / CHECKPOINTS).glob("*"):
         if step_of(checkpoint) is not None:
             checkpoint_folder.remove(checkpoint)
     if (path / TRACES).is_dir():
         delete_own(path / TRACES, TRACE_FILE)
-    for name in (METRICS_FILE, MASK_FILE):
-        (path / name).unlink(missing_ok=True)
+    (path / MASK_FILE).unlink(missing_ok=True)
 
 
 def _take(path: Path, lock: RunLock) -> bool:

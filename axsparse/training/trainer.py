@@ -149,7 +149,7 @@ class Trainer:
             resume: "auto" continues from the newest complete checkpoint of the run directory if
                 there is one; else the path of a run or checkpoint.
             overwrite: Begin anew in the `run_dir` of the settings, and remove the records and
-                checkpoints of another run there.
+                checkpoints of another run there, once this one is able to train.
             settings: Settings by the last part of their key, such as `g_inter=2` for
                 `layout.g_inter`. They win over `config`.
 
@@ -330,6 +330,8 @@ class Trainer:
             self.progress.best = None
         self.last_evaluation: Evaluation | None = None
         self._stop = job.stop
+        self._overwritten = directory if overwrite else None
+        """The directory of another run, until this one begins there."""
         self._saver: Saver | None = None
         """Saves, as signals ask for; None of a quiet run."""
         if directory is not None:
@@ -673,7 +675,22 @@ class Trainer:
             saver.start(self.progress)
         if stops:
             self._end_stopped()
+        if not is_over:
+            self._begin()
         return not is_over
+
+    def _begin(self) -> None:
+        """Compare the layers before the first step, and then begin in the directory."""
+        self.activity.at("training", self.steps_done + 1)
+        self._step.check_layers()
+        self._overwrite()
+
+    def _overwrite(self) -> None:
+        """Remove what another run has left in the directory, if the user wants that."""
+        directory, self._overwritten = self._overwritten, None
+        if directory is not None:
+            begins = self.rank == 0
+            together(self.transport, lambda: directory.begin(self.config) if begins else None)
 
     def _evaluation_is_due(self) -> bool:
         settings, step = self.config.train, self.steps_done
@@ -711,6 +728,7 @@ class Trainer:
             raise ConfigError("save: a quiet trainer has no run directory; make it without quiet")
         self._reject_closed("save")
         with self._call("save"):
+            self._overwrite()
             self.activity.at("checkpoint", self.steps_done)
             self._saver.start(self.progress)
             self._saver.finish()
@@ -825,7 +843,6 @@ class Trainer:
 
     def _recorded_step(self) -> StepResult:
         self.activity.at("training", self.steps_done + 1)
-        self._step.check_layers()  # before anything of the step is counted
         if self._tracing is not None:
             self._tracing.begin(self.steps_done + 1)
         self.phases.begin_step()
@@ -917,6 +934,8 @@ class Trainer:
     def _recorded_evaluation(self) -> None:
         with self._within("on_evaluation"):
             evaluation = self.evaluate()
+        if not self._is_over:
+            self._begin()
         self.progress.evaluated = True
         if evaluation is not None:
             if self.config.checkpoint.keep_best:
@@ -947,6 +966,7 @@ class Trainer:
         if change is None:
             return
         self._step.follow_masks(change)
+        self._begin()
         sizes = [before, self.state_bytes().total]
         rows = sum_by_owner(self.transport.world, self.transport.backoff, sizes)
         old, new = (int(max(column)) for column in zip(*rows, strict=True))
@@ -984,7 +1004,7 @@ class Trainer:
         self._announce_checkpoints()
         if self.steps_done == 0:
             raise StoppedError(
-                "stopped before the first step, with nothing to save; --resume auto begins anew"
+                "stopped before the first step, with nothing to save; start it again"
             )
         raise StoppedError(
             f"stopped after step {self.steps_done}, saved in {saver.shown}; --resume auto goes on"

@@ -431,7 +431,7 @@ def test_a_run_that_is_stopped_before_its_first_step_does_none_and_begins_anew(
 
     assert stopped.losses == {}
     assert stopped.stopped == (
-        "stopped before the first step, with nothing to save; --resume auto begins anew"
+        "stopped before the first step, with nothing to save; start it again"
     )
     same(resumed, whole)
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")

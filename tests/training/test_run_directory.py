@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.resuming import ran
-from support.runs import on_ranks, tiny_config
+from support.runs import on_ranks, tiny_config, token_data
 
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
@@ -138,8 +138,10 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(
         make_run_dir(loaded(run), overwrite=True)
     lock.release()
 
-    path, lock = make_run_dir(loaded(run), overwrite=True)
-    lock.release()
+    found = opened(loaded(run), None, overwrite=True)
+    assert checkpoint(run, 2).is_dir() and (run / "metrics.jsonl").stat().st_size
+    found.begin(loaded(run))
+    path = found.path
 
     said = f"{steps}/step-2.old: was step-2, and has files that no run has written"
     assert capsys.readouterr().err == f"axsparse: warning: {said}\n"
@@ -155,6 +157,58 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(
     assert [one.name for one in gone.iterdir()] == ["notes.txt"]
     checkpoint_folder.begin(steps, 2)
     assert (gone / "notes.txt").exists()
+
+
+OF_NO_RUN = "run.lock", "heartbeat"
+"""Files that say who uses a directory."""
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        "open_data",
+        "build_state",
+        "Step.__init__",
+        "evaluate",
+        "Step.score_gradients",
+        "check_layers",
+    ],
+)
+def test_a_run_that_overwrites_and_cannot_train_leaves_all_that_is_there(
+    fails: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that trains replaces it, though it is evaluated and its masks are drawn first."""
+
+    def files() -> dict[Path, bytes]:
+        found = [path for path in run.rglob("*") if path.is_file()]
+        return {path: path.read_bytes() for path in found if not {*path.parts} & {*OF_NO_RUN}}
+
+    def fail(*_: object, **__: object) -> None:
+        raise ConfigError("cannot train")
+
+    config = tiny_config(
+        train={
+            "steps": 1,
+            "eval_first": fails == "evaluate",
+            "check_layers": True,
+            "eval_steps": 1,
+        },
+        checkpoint={"every": 0},
+        pruning={"method": "snip"},
+    )
+    before, own = files(), dict[str, Any](validation=token_data(), overwrite=True)
+    place = "step" if fails == "check_layers" else "trainer"
+    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="cannot train"):
+        patched.setattr(f"axsparse.training.{place}.{fails}", fail)
+        ran((1, 1), config, run, **own)
+    assert files() == before
+
+    ran((1, 1), config, run, **own)
+
+    records = [*map(json.loads, (run / "metrics.jsonl").read_text().splitlines())]
+    assert [record["step"] for record in records if "loss" in record] == [1]
+    assert not [*(run / "checkpoints").iterdir()]
+    assert "snip" in (run / "config.yaml").read_text()
 
 
 def test_a_directory_is_free_again_once_its_run_ended_before_its_first_step(
