@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
@@ -214,11 +215,29 @@ def _forget(job: Job, hooks: tuple[Callable[..., object], Callable[..., object]]
     job.stop.release()
 
 
-def _end_uncaught(job: Job, own: Callable[..., object], *raised: Any) -> NoReturn:
-    """Call the program's own `sys.excepthook`, if it has one, and end this process."""
+def _end_uncaught(job: Job, own: Callable[..., object], *raised: Any) -> None:
+    """Call the program's own `sys.excepthook`, if it has one, and end this process; an exception
+    that was caught is only printed."""
+    if not _is_uncaught(*raised[1:]):
+        own(*raised)
+        return
     if own is not sys.__excepthook__:
         _call_own("sys.excepthook", own, *raised)
     _end(job, raised[1])
+
+
+def _is_uncaught(failure: BaseException, trace: TracebackType | None) -> bool:
+    """Whether an exception that `sys.excepthook` gets has left the program, or a function that runs
+    has caught it and calls the hook. Libraries in C++ print by the hook what they have caught, such
+    as a warning that is an error, while the program goes on."""
+    running, frame = [], sys._getframe(1).f_back
+    while frame is not None:
+        running.append(frame)
+        frame = frame.f_back
+    if not running or (trace is not None and trace.tb_frame in running):
+        return True
+    # The program's own hook may have called this one.
+    return any(value is failure for value in running[-1].f_locals.values())
 
 
 def _call_own(name: str, hook: Callable[..., object], *raised: Any) -> None:

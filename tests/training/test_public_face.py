@@ -182,6 +182,38 @@ def test_an_exception_in_the_loop_of_one_rank_or_in_its_thread_ends_all_with_one
     assert "in fail" in (tmp_path / "run" / "traceback-rank-1.txt").read_text()
 
 
+@pytest.mark.parametrize("hook", ["none", "chained"])
+def test_what_a_library_has_caught_and_prints_ends_nothing_and_what_leaves_the_program_does(
+    hook: str, tmp_path: Path
+) -> None:
+    program = """
+import ctypes, sys
+import axsparse as ax
+from support.runs import mlp, vector_data
+
+trainer = ax.Trainer(mlp(), vector_data(), steps=3, eval_steps=0, global_batch_size=12)
+if sys.argv[1] == "chained":
+    before = sys.excepthook
+    def chained(kind, failure, trace):
+        print("heard", kind.__name__, flush=True)
+        before(kind, failure, trace)
+    sys.excepthook = chained
+for step in trainer:
+    trainer.step()
+    ctypes.pythonapi.PyRun_SimpleString(b"raise ValueError('caught')")
+    ctypes.pythonapi.PyRun_SimpleString(b"1 +")
+print("trained", trainer.steps_done, flush=True)
+raise RuntimeError("left")
+"""
+    done = run_alone(["-c", program, hook], cwd=tmp_path)
+
+    assert done.returncode == 70, done
+    assert "trained 3" in done.stdout, done
+    assert done.stderr.count("ValueError: caught") == done.stderr.count("SyntaxError: ") == 3
+    assert "axsparse: error: rank 0 (stage 0, replica 0): RuntimeError: left" in done.stderr
+    assert done.stdout.count("heard RuntimeError") == (hook == "chained")
+
+
 def test_errors_of_all_ranks_are_one_line_with_their_code(tmp_path: Path) -> None:
     done = run_mpirun(2, ["-c", "import axsparse as ax; ax.Trainer(sparsity=2)"], cwd=tmp_path)
 
