@@ -198,9 +198,10 @@ def test_a_run_that_overwrites_and_cannot_train_leaves_all_that_is_there(
     )
     before, own = files(), dict[str, Any](validation=token_data(), overwrite=True)
     place = "step" if fails == "check_layers" else "trainer"
-    with monkeypatch.context() as patched, pytest.raises(ConfigError, match="cannot train"):
+    with monkeypatch.context() as patched:
         patched.setattr(f"axsparse.training.{place}.{fails}", fail)
-        ran((1, 1), config, run, **own)
+        with pytest.raises(ConfigError, match="cannot train"):
+            ran((1, 1), config, run, **own)
     assert files() == before
 
     ran((1, 1), config, run, **own)
