@@ -80,6 +80,16 @@ def _objects_at_rest() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _job_of_the_tests() -> None:
+    """Trainers in this process belong to a job that does not end it."""
+    from support.runs import job_alone  # which imports torch
+
+    from axsparse.runtime import job
+
+    job._own.append(job_alone())
+
+
 @pytest.fixture(scope="session")
 def transformers() -> Any:
     """Hugging Face's library, the reference for models that are read and written; skips without

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -18,8 +20,12 @@ from axsparse.runtime.canonical_form import digest_of
 from axsparse.runtime.errors import DataError, one_line
 from axsparse.runtime.seeds import keyed_generator, preserved_rng
 
-COMPARED = 4
-"""Samples, evenly spread, that `from_torch` reads twice."""
+AT_ONCE = 4
+"""Samples that `from_torch` reads together; the first of them are evenly spread."""
+COMPARED = 32
+"""Samples, most of them drawn by the length of the data set, that a fingerprint is made from."""
+TWICE_SECONDS = 2.0
+"""How long `from_torch` reads samples after the first ones a second time."""
 UNFIT = (TypeError, ValueError, RuntimeError)
 WHY = 200
 """The length to which the reason of an error is cut, in letters."""
@@ -62,7 +68,7 @@ def from_torch(
 
     Raises DataError for a data set that has no length or no sample, one whose samples are no such
     pairs or cannot be collated, and one that gives other values when a sample is read again. Its
-    `fingerprint` is its length and a digest of some samples.
+    `fingerprint` is its length and a digest of 32 samples.
     """
     name = type(dataset).__name__ if name is None else name
     if isinstance(dataset, DataLoader):
@@ -77,20 +83,47 @@ def from_torch(
     samples = TorchSamples(
         name, "", vocab_size, None, dataset, length, collate_fn, count_targets, seed
     )
-    some = np.unique(np.linspace(0, length - 1, COMPARED).astype(np.int64))
     with preserved_rng():
-        first, again = (read_tensors(samples, some, np.zeros_like(some)) for _ in range(2))
-    digest = digest_of(enumerate(first))
-    if digest != digest_of(enumerate(again)):
-        raise DataError(
-            f"from_torch ({name}): its samples differ when they are read again; draw random "
-            "numbers by torch.rand, torch.randint and their like, in __getitem__, where seed, "
-            "epoch and sample seed them"
-        )
-    targets = first[-1]
+        read = [*_compared(samples)]
+    targets = read[0][-1]
     is_complete = count_targets is None and counted(targets) == targets.numel()
-    per_sample = targets.numel() // len(some) if is_complete else None
+    per_sample = targets.numel() // len(targets) if is_complete else None
+    digest = digest_of(
+        ((number, place), tensor)
+        for number, tensors in enumerate(read)
+        for place, tensor in enumerate(tensors)
+    )
     return replace(samples, fingerprint=f"{length} {digest}", targets_per_sample=per_sample)
+
+
+def _compared(samples: TorchSamples) -> Iterator[list[Tensor]]:
+    """The tensors of the samples that a fingerprint is made from, by `AT_ONCE` of them.
+
+    DataError for samples that differ when they are read again. Of those after the first ones,
+    samples that cannot be read give nothing: a run may never come to them.
+    """
+    length, began = len(samples), time.monotonic()
+    first = np.unique(np.linspace(0, length - 1, AT_ONCE).astype(np.int64))
+    generator = keyed_generator("compared", length)
+    drawn = torch.randint(length, (COMPARED - AT_ONCE,), generator=generator).numpy()
+    others = np.setdiff1d(np.arange(length) if length <= COMPARED else drawn, first)
+    parts = (others[start : start + AT_ONCE] for start in range(0, len(others), AT_ONCE))
+    for some in (first, *parts):
+        try:
+            tensors = again = read_tensors(samples, some, np.zeros_like(some))
+            if some is first or time.monotonic() - began < TWICE_SECONDS:
+                again = read_tensors(samples, some, np.zeros_like(some))
+        except Exception:
+            if some is first:
+                raise
+            tensors = again = []
+        if digest_of(enumerate(tensors)) != digest_of(enumerate(again)):
+            raise DataError(
+                f"from_torch ({samples.name}): its samples differ when they are read again; draw "
+                "random numbers by torch.rand, torch.randint and their like, in __getitem__, where "
+                "seed, epoch and sample seed them"
+            )
+        yield tensors
 
 
 def advice_for(given: object) -> str:

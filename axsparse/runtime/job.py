@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NoReturn, Protocol, TextIO
 
 import torch
@@ -218,7 +217,7 @@ def _forget(job: Job, hooks: tuple[Callable[..., object], Callable[..., object]]
 def _end_uncaught(job: Job, own: Callable[..., object], *raised: Any) -> None:
     """Call the program's own `sys.excepthook`, if it has one, and end this process; an exception
     that was caught is only printed."""
-    if not _is_uncaught(*raised[1:]):
+    if not _is_uncaught(raised[1]):
         own(*raised)
         return
     if own is not sys.__excepthook__:
@@ -226,18 +225,13 @@ def _end_uncaught(job: Job, own: Callable[..., object], *raised: Any) -> None:
     _end(job, raised[1])
 
 
-def _is_uncaught(failure: BaseException, trace: TracebackType | None) -> bool:
-    """Whether an exception that `sys.excepthook` gets has left the program, or a function that runs
-    has caught it and calls the hook. Libraries in C++ print by the hook what they have caught, such
-    as a warning that is an error, while the program goes on."""
-    running, frame = [], sys._getframe(1).f_back
-    while frame is not None:
-        running.append(frame)
-        frame = frame.f_back
-    if not running or (trace is not None and trace.tb_frame in running):
-        return True
-    # The program's own hook may have called this one.
-    return any(value is failure for value in running[-1].f_locals.values())
+def _is_uncaught(failure: BaseException) -> bool:
+    """Whether an exception has left the program's main module, or a caller of the hook handles it.
+    Libraries in C++ print by the hook an exception that they have caught, such as a warning that is
+    an error: then functions below its traceback still run."""
+    trace = failure.__traceback__
+    has_left = trace is not None and trace.tb_frame.f_back is None
+    return has_left or sys.exc_info()[1] is failure
 
 
 def _call_own(name: str, hook: Callable[..., object], *raised: Any) -> None:
@@ -281,7 +275,8 @@ def _leave_at_exit(job: Job) -> None:
         job.left = job.left or SystemExit(0)
         job.left.__dict__["way"] = "the main thread has ended, and another one trains; join it"
     if sys.excepthook is not job.hook:
-        job.left = job.left or getattr(sys, "last_value", None)  # which the program's hook has had
+        last = getattr(sys, "last_value", None)  # which the program's hook has had
+        job.left = job.left or (last if last and _is_uncaught(last) else None)
     if job.left is not None:
         _last_words(job, job.left)
     try:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import axsparse as ax
+from axsparse.runtime.errors import DataError
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -101,3 +102,33 @@ def test_the_fingerprint_is_that_of_contents_and_augmentation() -> None:
     ]
 
     assert len({data.fingerprint for data in made}) == len(made) - 1
+
+
+@pytest.mark.parametrize("length", [20, 3000])
+def test_a_data_set_of_which_a_tenth_has_changed_has_another_fingerprint(length: int) -> None:
+    """And one whose samples cannot all be read has one too: a run may never come to them."""
+    pairs = [(torch.ones(1), torch.tensor(number)) for number in range(length)]
+    before = ax.from_torch(pairs).fingerprint
+    changed = np.random.default_rng(3).choice(length, length // 10, replace=False)
+
+    for number in {*changed.tolist()} - {0, length - 1}:
+        pairs[number] = torch.zeros(1), torch.tensor(number)
+    relabelled = ax.from_torch(pairs).fingerprint
+    for number in {*changed.tolist()} - {0, length - 1}:
+        pairs[number] = torch.zeros(2), torch.tensor(number)
+    torn = ax.from_torch(pairs).fingerprint
+
+    assert len({before, relabelled, torn}) == 3
+
+
+def test_what_a_fraction_of_the_samples_draws_elsewhere_is_found() -> None:
+    seen = set[int]()
+
+    class Drawing(Noisy):
+        def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+            is_new = number not in seen
+            seen.add(number)
+            return torch.tensor(float(is_new and number % 7 == 3)), torch.tensor(number)
+
+    with pytest.raises(DataError, match="its samples differ when they are read again"):
+        ax.from_torch(Drawing(lambda: torch.ones(1), 1000))

@@ -20,7 +20,6 @@ from support.runs import (
     FEW_MICROBATCHES,
     VOCABULARY,
     assert_bitwise,
-    job_alone,
     tiny_config,
     tiny_gpt,
     token_data,
@@ -160,10 +159,9 @@ def test_a_teacher_may_have_other_layers_and_widths(
 
 
 def test_a_program_names_a_teacher_and_saves_the_model_alone(
-    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    transformers: Any, tmp_path: Path
 ) -> None:
     folder = str(other_llama(tmp_path / "llama"))
-    monkeypatch.setattr("axsparse.training.trainer.own_job", job_alone)
     settings: dict[str, Any] = {"pruning.sparsity": 0.5, "train.steps": 2, "precision": "fp32"}
     settings["batch.global_batch_size"] = 4
     data = token_data(), token_data()

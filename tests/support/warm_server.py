@@ -124,25 +124,15 @@ def keep(client: socket.socket) -> Job:
             os._exit(0)
 
 
-def main() -> None:
-    """Load what is slow to load when the first command comes, and serve."""
+def serve() -> Job:
+    """Load what is slow to load when the first command comes, and serve; returns as `next_job`."""
     ready, _, _ = select.select([0, int(sys.argv[1])], [], [])
     for name in () if 0 in ready else LOADED:
         with contextlib.suppress(ModuleNotFoundError):  # another revision of the package
             import_module(name)
     gc.collect()
     gc.freeze()
-    job = next_job()
-    code = 0
-    try:
-        job.run()
-    except SystemExit as end:
-        code = exit_code(end.code)
-    except BaseException as error:
-        code = 1
-        sys.last_value = error
-        sys.excepthook(type(error), error, error.__traceback__)
-    finish(code, aborts=job.words[:2] == ["-m", "mpi4py"])
+    return next_job()
 
 
 def exit_code(said: object) -> int:
@@ -177,4 +167,14 @@ def finish(code: int, *, aborts: bool) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    job = serve()
+    code = 0
+    try:
+        job.run()
+    except SystemExit as end:
+        code = exit_code(end.code)
+    except BaseException as error:
+        code = 1
+        sys.last_value = error
+        sys.excepthook(type(error), error, error.__traceback__)
+    finish(code, aborts=job.words[:2] == ["-m", "mpi4py"])

@@ -182,9 +182,9 @@ def test_an_exception_in_the_loop_of_one_rank_or_in_its_thread_ends_all_with_one
     assert "in fail" in (tmp_path / "run" / "traceback-rank-1.txt").read_text()
 
 
-@pytest.mark.parametrize("hook", ["none", "chained"])
+@pytest.mark.parametrize(("hook", "code"), [("none", 70), ("chained", 70), ("own", 0)])
 def test_what_a_library_has_caught_and_prints_ends_nothing_and_what_leaves_the_program_does(
-    hook: str, tmp_path: Path
+    hook: str, code: int, tmp_path: Path
 ) -> None:
     program = """
 import ctypes, sys
@@ -198,19 +198,23 @@ if sys.argv[1] == "chained":
         print("heard", kind.__name__, flush=True)
         before(kind, failure, trace)
     sys.excepthook = chained
+elif sys.argv[1] == "own":
+    sys.excepthook = sys.__excepthook__
 for step in trainer:
     trainer.step()
     ctypes.pythonapi.PyRun_SimpleString(b"raise ValueError('caught')")
     ctypes.pythonapi.PyRun_SimpleString(b"1 +")
 print("trained", trainer.steps_done, flush=True)
-raise RuntimeError("left")
+if sys.argv[1] != "own":
+    raise RuntimeError("left")
 """
     done = run_alone(["-c", program, hook], cwd=tmp_path)
 
-    assert done.returncode == 70, done
+    assert done.returncode == code, done
     assert "trained 3" in done.stdout, done
     assert done.stderr.count("ValueError: caught") == done.stderr.count("SyntaxError: ") == 3
-    assert "axsparse: error: rank 0 (stage 0, replica 0): RuntimeError: left" in done.stderr
+    line = "axsparse: error: rank 0 (stage 0, replica 0): RuntimeError: left"
+    assert (line in done.stderr) == (code == 70)
     assert done.stdout.count("heard RuntimeError") == (hook == "chained")
 
 
