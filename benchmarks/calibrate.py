@@ -39,7 +39,7 @@ from axsparse.runtime.errors import ConfigError, TrainingError, writing
 from axsparse.runtime.exchange import gather_texts, sum_by_owner, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.machine import host_memory_bytes, resident_memory_bytes
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
@@ -151,7 +151,7 @@ def _profile(loaded: Config, steps: int, size: int, *, is_split: bool = False) -
             "transport": "auto",
         }
     )
-    job = Job(LocalTransport(LocalWorld[None](1), 0))
+    job = Job(LocalTransport())
     trainer = build(job, named_model(alone), lambda: open_datasets(alone), alone, quiet=True)
     overhead = max(0, resident_memory_bytes() - trainer.state_bytes().total)
     phases = trainer.phases

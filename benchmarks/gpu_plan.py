@@ -19,7 +19,7 @@ from axsparse.planner.stage_memory import StageMemory, stage_memory
 from axsparse.pruning.mask_file import write_masks
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.state_bytes import StateBytes
 
 CLUSTER = "h200-node"
@@ -137,7 +137,7 @@ def mask_file(training: Training, folder: Path) -> Path:
 
     shapes = asked.targets.shapes
     own = {name: partial(mask, math.prod(shape)) for name, shape in shapes.items()}
-    alone = LocalTransport(LocalWorld(1), 0)
+    alone = LocalTransport()
     path = folder / f"{Path(training.config).stem}-{asked.dense.profile.num_params}.safetensors"
     if not path.exists():
         write_masks(path, shapes, own, transport=alone, coords=Grid(1, 1).coords(0))

@@ -31,7 +31,7 @@ from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets, TokenDataset
 from axsparse.models.zoo.gpt import gpt
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.training.trainer import Trainer, build
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -165,7 +165,7 @@ def trainer_of(config: Config, *, quiet: bool = True) -> Trainer:
     data = TokenDataset("random", "0", words, drawn.astype("uint16"), tokens)
     datasets = Datasets(data, None)
     return build(
-        Job(LocalTransport(LocalWorld(1), 0)),
+        Job(LocalTransport()),
         gpt(settings, settings.sequence_length),
         lambda: datasets,
         config.with_origins("benchmarks", {}),

@@ -51,14 +51,14 @@ def main(argv: Sequence[str]) -> NoReturn:
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.connection import connect
     from axsparse.runtime.exchange import gather_texts
-    from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+    from axsparse.runtime.local.local_transport import LocalTransport
 
     problem = None
     try:
         transport = connect()
     except ConfigError as error:
         # The ranks cannot connect, so that each looks at itself and only the first one prints.
-        transport, problem = LocalTransport(LocalWorld(1), 0), str(error)
+        transport, problem = LocalTransport(), str(error)
     try:
         facts = {"rank": transport.rank, "problem": problem, **look(arguments.run_dir)}
         texts = gather_texts(transport.world, transport.backoff, json.dumps(facts))

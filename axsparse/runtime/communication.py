@@ -5,8 +5,9 @@ neighbouring stages of a pipeline, and a `Collective` over a group of ranks. Bot
 work and say later whether it is complete. Waiting is always a loop around a `Backoff`, so
 that a rank with nothing to do leaves its core to others.
 
-There are three transports: between threads of one process (`runtime/local`), between
-processes over MPI (`runtime/mpi`), and between GPUs (`runtime/gpu`). To add another one:
+There are three transports: for one process by itself (`runtime/local`), between processes over
+MPI (`runtime/mpi`), and between GPUs (`runtime/gpu`); tests have one between threads
+(`tests/support/local_world.py`). To add another one:
 
 1. Write a class with the members of `Transport`, and classes for its links and collectives.
    Nothing has to be inherited.

@@ -10,7 +10,6 @@ from typing import NoReturn
 
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError, one_line
-from axsparse.runtime.machine import SleepingBackoff
 from axsparse.runtime.mpi.mpi_transport import (
     MpiTransport,
     end_all_ranks,
@@ -104,7 +103,6 @@ def end_mpi(process: int | None = None) -> None:
 
 
 def _alone() -> Transport:
-    from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+    from axsparse.runtime.local.local_transport import LocalTransport
 
-    # A rank by itself waits for its GPU only, which takes no turns.
-    return LocalTransport(LocalWorld(1), 0, SleepingBackoff())
+    return LocalTransport()

@@ -28,7 +28,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, DataError, everywhere
 from axsparse.runtime.exchange import exact_sum, sum_by_owner
 from axsparse.runtime.grid import Grid, RankCoords
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.backend import to_host
 from axsparse.samo.precision import DTYPES
 from axsparse.training.checkpoint.checkpoint_folder import DataEntry
@@ -151,7 +151,7 @@ def evaluate_saved(
     config, model = saved.config, saved.model
     validation = _validation_data(saved, datasets)
     torch.set_num_threads(config.train.threads)
-    transport = LocalTransport(LocalWorld[object](1), 0)
+    transport = LocalTransport()
     coords = Grid(1, 1).coords(0)
     stage = Stage(
         [

@@ -22,6 +22,7 @@ from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedL
 from support.devices import AVAILABLE, LateDevice, on_host, pretend
 from support.exhaustive import by_default
 from support.images import assert_equal_tensors
+from support.local_world import WorldLink
 from support.resuming import Layout, ran, same
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
@@ -35,7 +36,6 @@ from axsparse.models.layer import Model
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pruning import healing
 from axsparse.runtime.communication import Message, Transport
-from axsparse.runtime.local.local_transport import LocalLink
 from axsparse.samo.backend import Backend
 from axsparse.samo.optim import adamw
 from axsparse.samo.state_bytes import stage_bytes
@@ -134,13 +134,13 @@ def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
 ) -> None:
     """The other stage of a tie may not come to the sum without what is sent here."""
     held: dict[int, int] = defaultdict(int)
-    send, arrivals, finish = LocalLink.send, LocalLink.arrivals, GradientSync.finish
+    send, arrivals, finish = WorldLink.send, WorldLink.arrivals, GradientSync.finish
 
-    def slow_send(link: LocalLink, message: Message) -> None:
+    def slow_send(link: WorldLink, message: Message) -> None:
         send(link, message)
         held[id(link)] += 3
 
-    def looked(link: LocalLink) -> list[Message]:
+    def looked(link: WorldLink) -> list[Message]:
         held[id(link)] = max(0, held[id(link)] - 1)
         return arrivals(link)
 
@@ -151,9 +151,9 @@ def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
 
         monkeypatch.setattr(trainer.sync, "finish", finished)
 
-    monkeypatch.setattr(LocalLink, "send", slow_send)
-    monkeypatch.setattr(LocalLink, "arrivals", looked)
-    monkeypatch.setattr(LocalLink, "unsent", property(lambda link: held[id(link)]))
+    monkeypatch.setattr(WorldLink, "send", slow_send)
+    monkeypatch.setattr(WorldLink, "arrivals", looked)
+    monkeypatch.setattr(WorldLink, "unsent", property(lambda link: held[id(link)]))
     config = small(optimizer=SGD, train={"steps": 2})
 
     train_in_process(

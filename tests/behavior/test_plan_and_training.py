@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.exhaustive import by_default
+from support.local_world import LocalWorld, WorldTransport
 from support.page_blocks import BUNDLED
 
 from axsparse.config.load import configure
@@ -18,7 +19,6 @@ from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.plan_model import planned_model
 from axsparse.planner.stage_memory import GPU_OVERHEAD, HOST_OVERHEAD, memory_budget
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.precision import DTYPES
 from axsparse.training.plan import plan_run
 
@@ -63,13 +63,12 @@ def trained(loaded: Config, memory: float, *, on_host: bool) -> int | None:
     """The stages that a training takes."""
     overhead = HOST_OVERHEAD if on_host else GPU_OVERHEAD
     model = model_without_weights(loaded)
-    world: LocalWorld[None] = LocalWorld(RANKS)
     with contextlib.suppress(ConfigError):
         return plan_run(
             loaded,
             model,
             profile(model, DTYPES[loaded.precision]),
-            LocalTransport(world, 0),
+            WorldTransport(LocalWorld(RANKS), 0),
             budget=memory_budget(memory, overhead, on_host=on_host),
             on_host=on_host,
         ).coords.grid.g_inter

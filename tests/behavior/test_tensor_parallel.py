@@ -43,7 +43,7 @@ from axsparse.models.layer import TpStyle
 from axsparse.models.model_profile import profile
 from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.trainer import Trainer
@@ -231,7 +231,7 @@ def test_colwise_modules_of_one_input_share_the_sum_of_its_gradients() -> None:
 
 
 def test_a_look_without_gradients_shares_nothing() -> None:
-    group = TensorGroup(Grid(1, 1).coords(0), LocalTransport(LocalWorld(1), 0))
+    group = TensorGroup(Grid(1, 1).coords(0), LocalTransport())
     x = torch.ones(3, requires_grad=True)
 
     with torch.no_grad():

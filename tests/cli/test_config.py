@@ -30,18 +30,6 @@ def test_every_setting_says_where_it_comes_from(axsparse: Axsparse) -> None:
     assert said["g_inter: 2"] == "quickstart.yaml:7"
 
 
-def test_for_a_number_of_ranks_auto_is_decided_as_training_would(axsparse: Axsparse) -> None:
-    code, screen, _ = axsparse("config", "show", "--config", "quickstart.yaml", "--ranks", "6")
-
-    said = origins(screen)
-    assert code == 0
-    assert said["g_inter: 2"] == "quickstart.yaml:7"
-    assert said["g_data: 3"] == "auto (default)"
-    assert said["decay_steps: 60"] == "auto (default)"
-    assert said["split: [4, 4]"] == "auto (default)"
-    assert said["run_dir: auto"] == "default"
-
-
 @pytest.mark.parametrize("text", ["a # b", "two\nlines", "'", "x" * 200])
 def test_what_it_prints_is_a_configuration_again(
     text: str, tmp_path: Path, axsparse: Axsparse

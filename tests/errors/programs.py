@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import save_file
 from support import hf, mask_files, planner_cases, preparing, runs, sharded_model
 from support.hf import beside, gpt2_folder, ours_from, small_gpt
+from support.local_world import LocalWorld, WorldTransport
 from support.resuming import ran
 from support.runs import (
     mlp,
@@ -61,7 +62,7 @@ from axsparse.runtime.errors import AxsparseError
 from axsparse.runtime.files import run_folder, safetensors
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.index import base as index_base
 from axsparse.samo.precision import DTYPES
 from axsparse.training import plan, run_directory, run_sources
@@ -259,7 +260,7 @@ def resolved(ranks: int = 1, **sections: Any) -> RunPlan:
     """The resolved settings of a small GPT."""
     config = tiny_config(**sections)
     model = tiny_gpt(config)
-    transport: Transport = LocalTransport(LocalWorld(ranks), 0)
+    transport: Transport = WorldTransport(LocalWorld(ranks), 0)
     profiled = model_profile.profile(model, DTYPES[config.precision])
     loaded = config.with_origins("test", {})
     return plan_run(loaded, model, profiled, transport)
@@ -450,7 +451,7 @@ def pruned(field: str, **order: Any) -> None:
     few = ("batch.global_batch_size=8", "pruning.calibration_samples=8", "train.eval_steps=1")
     given = folder, (texts,), (), Path("pruned"), "prune_llama.yaml", few
     asked = PruneOrder(*given, "none", **order)
-    prune_folder(Job(LocalTransport(LocalWorld[object](1), 0)), asked)
+    prune_folder(Job(LocalTransport()), asked)
 
 
 def megatron(*number: Any, **sizes: int) -> None:

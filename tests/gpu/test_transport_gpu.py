@@ -12,8 +12,7 @@ from support.mpirun import TESTS, run_mpirun
 from axsparse.runtime.communication import wait_for
 from axsparse.runtime.gpu.device import CudaDevice
 from axsparse.runtime.gpu.nccl import NcclConnections, Rendezvous, nccl_backend
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
-from axsparse.runtime.machine import SleepingBackoff
+from axsparse.runtime.local.local_transport import LocalTransport
 
 LIMIT_SECONDS = 180
 PYTEST = (
@@ -88,7 +87,7 @@ def test_memory_of_a_stream_is_not_reused_while_compute_needs_it() -> None:
     "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8]
 )
 def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> None:
-    alone = LocalTransport(LocalWorld(1), 0, SleepingBackoff())
+    alone = LocalTransport()
     device = CudaDevice(torch.device("cuda", 0))
     connections = NcclConnections(Rendezvous(alone, nccl_backend), device, alone.backoff)
     communicator = connections.communicator("alone", (0,))
@@ -115,7 +114,7 @@ def test_nccl_of_one_member_leaves_every_buffer_as_it_is(dtype: torch.dtype) -> 
 
 @needs_nccl
 def test_nccl_sends_bytes_to_itself_in_a_group() -> None:
-    rendezvous = Rendezvous(LocalTransport(LocalWorld(1), 0), nccl_backend)
+    rendezvous = Rendezvous(LocalTransport(), nccl_backend)
     backend = rendezvous.group("itself", (0,), 4)
     start, end = backend._group_start, backend._group_end
     sent = torch.arange(200, dtype=torch.uint8, device="cuda")

@@ -23,7 +23,7 @@ from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Op, Transport, Work
 from axsparse.runtime.console import Console, Unit
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 
 RUN = RunFigures(
     steps=12,
@@ -63,7 +63,7 @@ class Screen:
     """A recorder of one rank, its screen and its file."""
 
     def __init__(self, folder: Path, *, run: RunFigures = RUN) -> None:
-        transport, self.stream = LocalTransport(LocalWorld(1), 0), io.StringIO()
+        transport, self.stream = LocalTransport(), io.StringIO()
         self.path = folder / "metrics.jsonl"
         file, console = MetricsFile(self.path), Console(self.stream, bar=False)
         self.recorder = Recorder(transport.world, transport.backoff, run, file, console)

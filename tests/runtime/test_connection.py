@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from support.commands import refusal
+from support.local_world import IDLE_TURNS
 from support.mpirun import LONGEST_SECONDS, mpirun_path, run_fresh, run_mpirun
 
 from axsparse.runtime import process
 from axsparse.runtime.connection import connect, connect_alone
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.local.local_transport import IDLE_TURNS
 from axsparse.runtime.process import (
     JOB_SIZE,
     LAUNCHER_VARIABLES,

@@ -8,13 +8,14 @@ import sys
 from typing import NoReturn
 
 import pytest
+from support.local_world import LocalWorld, Own, WorldTransport
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.job import Job, _last_words
-from axsparse.runtime.local.local_transport import Local, LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 
 
-class Closable(LocalTransport):
+class Closable(WorldTransport):
     """Notes which of its branches were closed, by their numbers."""
 
     def __init__(self, world: LocalWorld[list[int]], rank: int) -> None:
@@ -23,7 +24,7 @@ class Closable(LocalTransport):
         self.opened = [0]
         self.number = 0
 
-    def branch(self: Local) -> Local:
+    def branch(self: Own) -> Own:
         branch = copy.copy(self)
         assert isinstance(self, Closable) and isinstance(branch, Closable)
         self.opened[0] += 1
@@ -81,9 +82,8 @@ def test_last_words_are_written_in_one_piece_since_others_may_speak_at_the_same_
         def abort(self, code: int) -> NoReturn:
             sys.exit(code)
 
-    world: LocalWorld[None] = LocalWorld(1)
     monkeypatch.setattr(sys, "stderr", Pieces())
     with pytest.raises(SystemExit):
-        _last_words(Job(Ending(world, 0)), ConfigError("seed: 1"))
+        _last_words(Job(Ending()), ConfigError("seed: 1"))
 
     assert pieces == ["axsparse: error: rank 0: seed: 1\n"]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from axsparse.pruning.mask_file import write_masks
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 
 PRUNED = {
     "block0.fc.weight": (5, 4),
@@ -37,6 +37,6 @@ def small_mask_file(folder: Path) -> Path:
     """Bits, written by one rank."""
     path = folder / "mask.safetensors"
     own = {name: partial(given, mask) for name, mask in some_masks().items()}
-    transport = LocalTransport(LocalWorld(1), 0)
+    transport = LocalTransport()
     write_masks(path, PRUNED, own, transport=transport, coords=Grid(1, 1).coords(0))
     return path

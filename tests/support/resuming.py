@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.local_world import LocalWorld, WorldTransport
 from support.runs import around_step, tiny_gpt, token_data, with_layout
 from torch import Tensor
 
@@ -25,7 +26,6 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, StoppedError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
 from axsparse.samo.layer_construction import full_weights
 from axsparse.training.export import export
 from axsparse.training.placement import Placement
@@ -76,7 +76,7 @@ def ran(
     datasets = Datasets(data or token_data(), validation)
 
     def body(rank: int) -> None:
-        job = Job(LocalTransport(world, rank))
+        job = Job(WorldTransport(world, rank))
         job.placement = None if placement is None else placement(job.transport)
         trainer = build(job, model(config), lambda: datasets, source, resume=resume, **own)
         look(trainer)

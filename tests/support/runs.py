@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from support.local_world import LocalWorld, WorldTransport
 from support.oracle import Trace
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from axsparse.pruning.targets import find_targets, kept_entries
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.layer_construction import full_weights
 from axsparse.training.placement import Placement
@@ -41,7 +42,7 @@ def on_ranks(size: int, body: Callable[[Transport], T], order: int | None = None
     """The results of `body` on every rank of a world in this process; `order` draws an arrival
     order."""
     world: LocalWorld[T] = LocalWorld(size, seed=order)
-    return world.run(lambda rank: body(LocalTransport(world, rank)))
+    return world.run(lambda rank: body(WorldTransport(world, rank)))
 
 
 def all_here(transport: Transport) -> None:
@@ -52,7 +53,7 @@ def all_here(transport: Transport) -> None:
 
 def job_alone() -> Job:
     """A job of this process by itself."""
-    return Job(LocalTransport(LocalWorld[None](1), 0))
+    return Job(LocalTransport())
 
 
 def alone(

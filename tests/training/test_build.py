@@ -21,7 +21,7 @@ from axsparse.models.sequential import from_sequential
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.backend import HOST, Backend
 from axsparse.training.placement import GpuMemory, Placement
 from axsparse.training.plan import RunPlan
@@ -37,7 +37,7 @@ def opening(*_: object, pinned: bool, **__: object) -> NoReturn:
 
 
 def job_of_one(*, has_gpu: bool) -> Job:
-    job = Job(LocalTransport(LocalWorld(1), 0))
+    job = Job(LocalTransport())
     job.placement = Placement(job.transport, HOST)
     if has_gpu:
         backend = Backend(torch.device("cuda", 0), None)

@@ -12,7 +12,7 @@ from support.runs import tiny_config
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.gpu.rank_gpus import Gpu
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.backend import HOST, Backend
 from axsparse.training import placement as placing
 
@@ -23,7 +23,7 @@ def loaded(wanted: str = "auto") -> Config:
 
 def test_without_a_gpu_a_rank_stays_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "visible_gpus", list)
-    transport = LocalTransport(LocalWorld(1), 0)
+    transport = LocalTransport()
 
     assert placing.bind_rank(transport, loaded()) == placing.Placement(transport, HOST)
 
@@ -39,7 +39,7 @@ def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(placing, "visible_gpus", lambda: [Gpu("H200", "a"), Gpu("H200", "b")])
     monkeypatch.setattr(placing, "bind", bind)
-    transport = LocalTransport(LocalWorld(1), 0)
+    transport = LocalTransport()
 
     placement = placing.bind_rank(transport, loaded())
 
@@ -49,7 +49,7 @@ def test_a_process_by_itself_takes_its_first_gpu(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_most_memory_of_a_rank_is_that_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    transport, gpu = LocalTransport(LocalWorld(1), 0), torch.device("cuda", 3)
+    transport, gpu = LocalTransport(), torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7 * (device == gpu))
 
     assert placing.Placement(transport, Backend(gpu, None)).peak_memory_bytes() == 7

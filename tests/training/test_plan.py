@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.local_world import LocalWorld, WorldTransport
 from support.runs import on_ranks, tiny_config, tiny_gpt, with_layout
 
 import axsparse
@@ -21,15 +22,14 @@ from axsparse.planner.stage_memory import MemoryBudget
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.local.local_transport import LocalTransport, LocalWorld
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.precision import DTYPES
 from axsparse.training import plan
 from axsparse.training.plan import RunPlan, plan_run, reject_mismatching_rank
 
 
 def transport(ranks: int = 1, name: str = "local") -> Transport:
-    world: LocalWorld[None] = LocalWorld(ranks)
-    made = LocalTransport(world, 0)
+    made = WorldTransport(LocalWorld(ranks), 0)
     made.name = name
     return made
 
@@ -338,7 +338,7 @@ def test_without_a_precision_cpus_that_lack_bf16_train_in_fp32_and_a_line_says_s
 ) -> None:
     monkeypatch.setattr(plan, "cpu_multiplies", lambda dtype: dtype not in lacking)
     given = tiny_config(precision=asked).with_origins("test", {})
-    transport = LocalTransport(LocalWorld(1), 0)
+    transport = LocalTransport()
 
     found, lines = plan.decided_precision(given, transport, on_host=on_host)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.local_world import WorldLink
 from support.resuming import ran
 from support.runs import (
     FEW_MICROBATCHES,
@@ -32,7 +33,6 @@ from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.runtime.communication import Transport, wait
 from axsparse.runtime.errors import MissingInputError
 from axsparse.runtime.job import Job, _describe
-from axsparse.runtime.local.local_transport import LocalLink
 from axsparse.training import run_recorder
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
 from axsparse.training.evaluation import Evaluation
@@ -326,10 +326,10 @@ def test_ranks_that_wait_for_each_other_in_a_layer_send_meanwhile(
     """What one of them waits for may need a message of the other to another stage."""
     callers = set()
 
-    def push(_: LocalLink) -> None:
+    def push(_: WorldLink) -> None:
         callers.add(sys._getframe(1).f_code.co_name)
 
-    monkeypatch.setattr(LocalLink, "push", push)
+    monkeypatch.setattr(WorldLink, "push", push)
 
     ran(layout, tiny_config(**sections), tmp_path / "run", order=3)
 

@@ -17,7 +17,7 @@ from axsparse.runtime.gpu.collectives import (
     TwoWayCollective,
 )
 from axsparse.runtime.gpu.gpu_transport import PushingBackoff
-from axsparse.runtime.local.local_transport import LocalWorld, TurnBackoff
+from axsparse.runtime.machine import SleepingBackoff
 
 
 class Failing:
@@ -33,8 +33,7 @@ class Failing:
 
 
 def test_what_failed_while_compute_waited_is_told_at_the_next_pause_or_start() -> None:
-    world: LocalWorld[None] = LocalWorld(1)
-    backoff = PushingBackoff(TurnBackoff(world, 0))
+    backoff = PushingBackoff(SleepingBackoff())
     compute = SimpleNamespace(record=lambda: None, wait=lambda event: None)
     communicator = SimpleNamespace(
         rank=0, size=2, stream=compute, all_reduce=lambda buffer: Failing()
