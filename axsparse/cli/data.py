@@ -28,9 +28,9 @@ A killed run goes on where it was when it is started again with the same argumen
 EPILOG = """\
 how text is read:
   Files named *.jsonl or *.ndjson hold a record a line, *.json the same or a list of records,
-  *.parquet, *.arrow, *.csv and *.tsv a row each, all others are text; .gz, .bz2 or .xz after the
-  name says that a file is compressed. A record has a text, the messages of a chat, input_ids (and
-  labels, or masks), or a prompt and its completion, which alone is learnt.
+  *.parquet and *.arrow a row each, all others are text; .gz or .zst after the name says that a
+  file is compressed. A record has a text, the messages of a chat, input_ids (and labels, or
+  masks), or a prompt and its completion, which alone is learnt.
   Documents that cannot be used (not UTF-8, empty, a huge line, malformed JSON, a missing field)
   are left out, counted and named; they end nothing. A separator follows each document.
 

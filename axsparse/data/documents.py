@@ -7,13 +7,9 @@ never ends the preparation.
 
 from __future__ import annotations
 
-import bz2
-import csv
 import gzip
 import hashlib
-import io
 import json
-import lzma
 import os
 import re
 import stat
@@ -26,7 +22,7 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeGuard, cast
 
 from axsparse.data.chats import KWARGS, SYSTEM, TOOLS, Chat, Messages, chatml
-from axsparse.data.tables import open_compressed, open_table
+from axsparse.data.tables import open_table, open_zstd
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
 
@@ -39,7 +35,7 @@ PIECE = 1 << 16
 """Characters that are tokenized together; this takes about a hundred times their memory."""
 SLACK = 1 << 13
 """Characters beyond a piece in which a place to cut is searched for."""
-TABLES = (".parquet", ".arrow", ".csv", ".tsv", ".json")
+TABLES = (".parquet", ".arrow", ".json")
 """Endings of files whose documents have no lines, but rows."""
 DATA_SETS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 """Endings by which a folder holds a data set, whose other files are documents only where they have
@@ -187,21 +183,8 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def read_csv(file: BinaryIO, reading: Reading, *, separator: str = ",") -> Iterator[Piece]:
-    """The rows of a file of comma-separated values, whose first line names the columns."""
-    csv.field_size_limit(reading.max_line)
-    text = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline="")
-    try:
-        for number, row in enumerate(csv.DictReader(text, delimiter=separator), 1):
-            record = {key: one or None for key, one in row.items()}
-            if None in record:
-                yield Piece(number, "", problem="more cells than columns")
-            else:
-                yield _document(number, record, reading.jsonl_field)
-    except csv.Error as reason:
-        raise OSError(0, str(reason)) from reason
-    finally:
-        text.detach()
+def _reject_table(*_: object) -> NoReturn:
+    raise OSError(0, "no format that is read; write it as JSONL or Parquet, by `datasets` say")
 
 
 def _reject_archive(_: BinaryIO) -> NoReturn:
@@ -232,17 +215,13 @@ READERS: dict[str, Reader] = {
     ".json": read_json,
     ".parquet": partial(read_table, parquet=True),
     ".arrow": read_table,
-    ".csv": read_csv,
-    ".tsv": partial(read_csv, separator="\t"),
+    **dict.fromkeys((".csv", ".tsv"), _reject_table),
 }
 """The reader of each file ending; files of any other ending are text."""
 COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
     ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    ".zst": partial(open_compressed, codec="zstd"),
-    ".lz4": partial(open_compressed, codec="lz4"),
-    ".zip": _reject_archive,
+    ".zst": open_zstd,
+    **dict.fromkeys((".zip", ".bz2", ".xz", ".lz4"), _reject_archive),
 }
 """The opener of a compressed file by its ending; the ending before it names the format."""
 
@@ -548,7 +527,7 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
                     rest = ""
                 begins = found.ends
             _check_unchanged(raw, source)
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as reason:
+    except (OSError, EOFError, zlib.error) as reason:
         why = " ".join((getattr(reason, "strerror", None) or str(reason)).split())[:WHY]
         place = f"{source.name} ({why})"
         yield Piece(1, "", True, UNREADABLE, None, place, held_out, read)

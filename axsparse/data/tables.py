@@ -43,11 +43,11 @@ def open_table(
     return names, _rows(pyarrow, batches)
 
 
-def open_compressed(file: BinaryIO, *, codec: str) -> BinaryIO:
-    """The contents of a compressed file; it raises OSError where that is damaged, and ConfigError
-    without pyarrow."""
+def open_zstd(file: BinaryIO) -> BinaryIO:
+    """The contents of a file that zstd has compressed; it raises OSError where that is damaged, and
+    ConfigError without pyarrow."""
     with _damaged():
-        stream = _import_pyarrow().CompressedInputStream(file, codec)
+        stream = _import_pyarrow().CompressedInputStream(file, "zstd")
     return cast("BinaryIO", io.BufferedReader(stream))
 
 
@@ -84,7 +84,7 @@ def _import_pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError:
         raise ConfigError(
-            "files of Arrow, Parquet, .zst and .lz4 need pyarrow, which is not installed; "
+            "files of Arrow, Parquet and .zst need pyarrow, which is not installed; "
             "pip install 'axsparse[arrow]'"
         ) from None
     return pyarrow
