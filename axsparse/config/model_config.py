@@ -35,8 +35,8 @@ class Family(Section):
     name: str
     """A built-in model; custom models come through the Python API."""
     weights: PathText | None = None
-    """A file of initial weights, safetensors or torch, or a Hugging Face folder of `config.json`
-    and safetensors. It names tensors as this model does, or as Hugging Face. null initializes at
+    """A safetensors file of initial weights, or a Hugging Face folder of `config.json` and
+    safetensors. It names tensors as this model does, or as Hugging Face. null initializes at
     random."""
     from_: PathText | None = Field(default=None, alias="from")
     """A Hugging Face folder of `config.json` and safetensors that the model is: family, sizes and

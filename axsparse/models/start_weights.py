@@ -1,8 +1,7 @@
 """Starts a model at the values of a file of named tensors, which is read one tensor at a time.
 
-The names are global names of the model, or another library's, which a function translates. A name
-that ends in .safetensors or .safetensors.index.json sets the format of a file; any other file is a
-state dict that torch saved. Of a folder, its safetensors are read.
+The names are global names of the model, or another library's, which a function translates. Files
+are safetensors, or an index of several; of a folder, its safetensors are read.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from axsparse.models.layer import Model, StartValues, check_model, mismatched_values
 from axsparse.models.model_profile import match, profile
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, one_line, reading
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
@@ -46,7 +45,7 @@ Convert = Callable[[str, Tensor], Tensor]
 class WeightFile(Protocol):
     """A file of named tensors, opened for reading.
 
-    `TorchFile`, `SafetensorsFile` and `SafetensorsIndex` are such files, and `open_weights`
+    `SafetensorsFile`, `SafetensorsIndex` and `SparseFile` are such files, and `open_weights`
     chooses among them. To add a format, write a class with these members and return it there.
     Opening a file reads names and shapes, and no tensors if the format permits; it raises
     MissingInputError or DataError, and must never run code that the file contains. All ranks
@@ -76,63 +75,13 @@ class WeightFile(Protocol):
         """
 
 
-def _reject_unsafe_torch(path: Path) -> None:
-    """Raise DataError before torch 2.6, where even weights_only runs code (CVE-2025-32434)."""
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 6):
-        raise DataError(
-            f"{path}: torch {torch.__version__} may run code that it finds in such a file; take "
-            "torch 2.6 or newer, or a .safetensors file"
-        )
-
-
-class TorchFile:
-    """A state dict that `torch.save` wrote, mapped into memory.
-
-    Torch cannot map files from before version 1.6: they are read entirely, and held until the model
-    is built.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Raises DataError if the file is not a state dict, or holds other things than tensors."""
-        self.path = path
-        self.files: Sequence[Path] = (path,)
-        _reject_unsafe_torch(path)
-        try:
-            try:
-                config = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except RuntimeError:  # The file is older, or damaged.
-                config = torch.load(path, map_location="cpu", weights_only=True)
-        except Exception as reason:
-            raise DataError(
-                f"{path}: torch cannot read it as weights ({one_line(reason)[:200]}); save a state "
-                "dict: torch.save(model.state_dict(), path)"
-            ) from reason
-        if not isinstance(config, Mapping) or not all(
-            isinstance(name, str) and isinstance(value, Tensor) and not value.is_nested
-            for name, value in config.items()
-        ):
-            raise DataError(
-                f"{path}: holds other things than dense tensors by name; save a state dict: "
-                "torch.save(model.state_dict(), path)"
-            )
-        self._tensors: Mapping[str, Tensor] = config
-        self.shapes = {name: tuple(tensor.shape) for name, tensor in config.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def read(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
-
-
 def open_weights(path: str | Path) -> WeightFile:
     """Open a file of weights, or the safetensors of a folder that Hugging Face's library wrote.
 
     Raises MissingInputError if it cannot be read, DataError if it holds no weights.
     """
     path = Path(expanded(path))
-    suggestion = "name a safetensors file or a state dict of torch's"
-    with reading(f"weights {str(path)!r}:", suggestion):
+    with reading(f"weights {str(path)!r}:", "name a safetensors file"):
         if path.is_dir():
             path = _weights_in(path)
         open_regular(path).close()
@@ -140,12 +89,12 @@ def open_weights(path: str | Path) -> WeightFile:
         return SafetensorsIndex(path)
     if path.name == SPARSE_FILE:
         return SparseFile(path)
-    if path.suffix == PICKLED:
+    if path.suffix != SUFFIX:
         raise DataError(
-            f"{path}: pickled weights may run code when they are read; save them as safetensors "
-            "(save_pretrained of a recent transformers)"
+            f"{path}: is no {SUFFIX}, and pickled weights may run code when they are read; save "
+            "them by save_file of safetensors.torch, or save_pretrained of transformers"
         )
-    return SafetensorsFile(path) if path.suffix == SUFFIX else TorchFile(path)
+    return SafetensorsFile(path)
 
 
 def _weights_in(folder: Path) -> Path:

@@ -331,9 +331,9 @@ def masked(masks: dict[str, Tensor], *layers: Any, ties: Sequence[tuple[str, str
 
 def started(tensors: dict[str, Any], new: Sequence[str] = ()) -> None:
     """Read the weights of a linear layer from a file of these tensors."""
-    torch.save(tensors, "w.pt")
+    save_file(tensors, "w.safetensors")
     model = sequential([nn.Linear(16, 5)])
-    start = start_from(model, open_weights(Path("w.pt")), new=new).start
+    start = start_from(model, open_weights(Path("w.safetensors")), new=new).start
     assert start is not None
     for name in ("0.weight", "0.bias"):
         start.read(name)

@@ -1,4 +1,4 @@
-"""Runs that start from a file, with torchvision's names or ours, in either file format."""
+"""Runs that start from a file, with torchvision's names or ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.exhaustive import by_default
 from support.images import (
     assert_equal_tensors,
     buffers_of,
@@ -59,30 +58,17 @@ def random_tensors(model: Model, called: Callable[[str], str] = str) -> dict[str
     return state
 
 
-def save(path: Path, state: dict[str, Tensor]) -> Path:
-    if path.suffix == ".safetensors":
-        return write_safetensors(path, state)
-    torch.save(state, path, _use_new_zipfile_serialization=path.stem != "old")
-    return path
-
-
 # -- a run ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("file", "g_inter"),
-    by_default([("new.safetensors", 3)], [("new.safetensors", 3), ("new.pt", 1), ("old.pth", 3)]),
-)
-def test_a_run_starts_at_what_a_file_of_torchvisions_names_holds(
-    file: str, g_inter: int, tmp_path: Path
-) -> None:
+def test_a_run_starts_at_what_a_file_of_torchvisions_names_holds(tmp_path: Path) -> None:
     plain = small_wide_resnet()
     state = random_tensors(plain, torchvision_name)
-    path = save(tmp_path / file, state)
+    path = write_safetensors(tmp_path / "w.safetensors", state)
     model = start_from(plain, open_weights(path), named=torchvision_name)
     config = image_config(train={"steps": 1}, pruning={"sparsity": 0.0}, optimizer=STILL)
 
-    ranks = train_in_process(g_inter, 1, model, config, image_data(33))
+    ranks = train_in_process(3, 1, model, config, image_data(33))
 
     weights = {name: weight for _, trace in ranks for name, weight in trace.weights.items()}
     expected = {name: state[torchvision_name(name)] for name in shapes_of(plain)}
@@ -98,9 +84,9 @@ def test_a_tied_weight_is_in_a_file_once_or_twice_alike(tmp_path: Path) -> None:
     plain = tiny_gpt(config)
     state = random_tensors(plain)
     del state["head.weight"]
-    once = start_from(plain, open_weights(save(tmp_path / "once.pt", state)))
+    once = start_from(plain, open_weights(write_safetensors(tmp_path / "once.safetensors", state)))
     state["head.weight"] = state["embed.token.weight"].clone()
-    start_from(plain, open_weights(save(tmp_path / "twice.pt", state)))
+    start_from(plain, open_weights(write_safetensors(tmp_path / "twice.safetensors", state)))
 
     ranks = train_in_process(2, 1, once, config, token_data())
 
@@ -110,9 +96,9 @@ def test_a_tied_weight_is_in_a_file_once_or_twice_alike(tmp_path: Path) -> None:
 
 def test_ranks_compare_what_they_start_at(tmp_path: Path) -> None:
     state = random_tensors(small_vgg())
-    one = save(tmp_path / "one.safetensors", state)
+    one = write_safetensors(tmp_path / "one.safetensors", state)
     state["classifier.6.bias"][0] += 1
-    two = save(tmp_path / "two.safetensors", state)
+    two = write_safetensors(tmp_path / "two.safetensors", state)
 
     assert fingerprint(one) != fingerprint(two)
     assert (
@@ -134,7 +120,7 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
             reads.append(name)
             return self.file.read(name)
 
-    path = save(tmp_path / "w.safetensors", random_tensors(small_vgg()))
+    path = write_safetensors(tmp_path / "w.safetensors", random_tensors(small_vgg()))
     model = start_from(small_vgg(), Watched(path))
     assert reads == []  # names and shapes are checked by the header alone
     config = image_config(train={"steps": 1})
@@ -152,7 +138,9 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
 def test_buffers_of_other_numbers_are_refused(tmp_path: Path) -> None:
     plain = small_wide_resnet()
     state = {**random_tensors(plain), "stem.bn1.running_mean": torch.zeros(4, dtype=torch.int8)}
-    start = start_from(plain, open_weights(save(tmp_path / "w.pt", state))).start
+    start = start_from(
+        plain, open_weights(write_safetensors(tmp_path / "w.safetensors", state))
+    ).start
 
     assert start is not None
     start.read("stem.bn1.num_batches_tracked")
@@ -178,7 +166,7 @@ def old(name: str) -> str:
 def pretrained(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     """A file of another library's names, whose head has other classes."""
     state = {f"old.{name}": value for name, value in body_and_head(7).state_dict().items()}
-    return save(tmp_path / "body.pt", state), state
+    return write_safetensors(tmp_path / "body.safetensors", state), state
 
 
 @pytest.mark.parametrize("own_modules", [True, False])
@@ -239,7 +227,7 @@ def test_new_tensors_are_named_where_a_configuration_starts(
 ) -> None:
     settings = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "tie_embeddings": False}
     state = random_tensors(named_model(ax.configure({"model": settings})))
-    path = save(tmp_path / "body.safetensors", state)
+    path = write_safetensors(tmp_path / "body.safetensors", state)
     new = [next(name for name in state if name.endswith("bias"))]
     second = ax.configure(
         {
