@@ -15,7 +15,6 @@ from torch import Tensor
 
 _NUMPY: Any = np.random
 """numpy's module, whose type stubs lack some of its functions."""
-_FIRST = _NUMPY.get_bit_generator()
 
 
 def keyed_seed(*key: int | str) -> int:
@@ -69,33 +68,10 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
     long as all the rest. The code does not wait for other ranks.
     """
     meanwhile = _spare() if is_seeded else np.random.MT19937()
+    of_torch, of_python = _torch_state(), random.getstate()
     of_numpy = _NUMPY.get_bit_generator()
     if not is_seeded and isinstance(of_numpy, np.random.MT19937):
         meanwhile.state = of_numpy.state
-    with _numpy_replaced(meanwhile):
-        yield
-
-
-@contextmanager
-def kept_rng() -> Iterator[None]:
-    """Let other threads draw from the global generators and replace them, and continue afterwards
-    as if none had: ranks that are threads of one process wait in it for each other."""
-    of_numpy = _NUMPY.get_bit_generator()
-    state = of_numpy.state
-    try:
-        # A thread that replaces the generator meanwhile may put the one that it finds back much
-        # later.
-        with _numpy_replaced(_FIRST):
-            yield
-    finally:
-        of_numpy.state = state
-
-
-@contextmanager
-def _numpy_replaced(meanwhile: Any) -> Iterator[None]:
-    """Give numpy another generator; afterwards numpy's, torch's and Python's are as before."""
-    of_torch, of_python = _torch_state(), random.getstate()
-    of_numpy = _NUMPY.get_bit_generator()
     _NUMPY.set_bit_generator(meanwhile)
     try:
         yield

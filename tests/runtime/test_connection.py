@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 from support.commands import refusal
-from support.local_world import IDLE_TURNS
 from support.mpirun import LONGEST_SECONDS, mpirun_path, run_fresh, run_mpirun
 
 from axsparse.runtime import process
-from axsparse.runtime.connection import connect, connect_alone
+from axsparse.runtime.connection import connect
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.process import (
     JOB_SIZE,
@@ -287,16 +286,3 @@ def test_a_job_of_another_size_than_asked_for_is_refused_once() -> None:
         "-n 4 …"
     ], str(job)
     assert job.returncode == 78, str(job)
-
-
-def test_a_rank_by_itself_waits_for_a_device_as_long_as_that_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    slept: list[float] = []
-    monkeypatch.setattr(time, "sleep", slept.append)
-    transport = connect_alone()
-
-    for _ in range(2 * IDLE_TURNS):
-        transport.backoff.pause()
-
-    assert len(slept) > IDLE_TURNS

@@ -12,10 +12,12 @@ import itertools
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,9 +34,11 @@ from axsparse.runtime.exchange import exchanged_bytes, store_sum_in_rank_order
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.host_channel import neighbours
 from axsparse.runtime.process import exit_process
-from axsparse.runtime.seeds import kept_rng
+from axsparse.runtime.seeds import preserved_rng
 
 T = TypeVar("T")
+_NUMPY: Any = np.random
+_FIRST = _NUMPY.get_bit_generator()
 IDLE_TURNS = 2_000
 """How many turns without progress, on average over the ranks, are taken for a deadlock."""
 
@@ -133,6 +137,21 @@ class LocalWorld(Generic[T]):
             self._turns[self._next_after(rank)].release()
         else:
             self._finished.set()
+
+
+@contextmanager
+def kept_rng() -> Iterator[None]:
+    """Let other ranks draw from the global generators and replace them, and continue afterwards as
+    if none had."""
+    of_numpy = _NUMPY.get_bit_generator()
+    state = of_numpy.state
+    try:
+        with preserved_rng(is_seeded=True):
+            # A rank that replaces the generator may put the one that it finds back much later.
+            _NUMPY.set_bit_generator(_FIRST)
+            yield
+    finally:
+        of_numpy.state = state
 
 
 class TurnBackoff:

@@ -1,1 +1,1 @@
-"""The transport between ranks that are threads of one process and take turns."""
+"""The transport of one process by itself, without MPI."""
