@@ -1,4 +1,4 @@
-"""`axsparse config show` and `schema`."""
+"""`axsparse config show`."""
 
 from __future__ import annotations
 

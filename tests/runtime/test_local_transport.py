@@ -13,10 +13,10 @@ import pytest
 import torch
 from support.collective_contract import CONTRACT as COLLECTIVE_CONTRACT
 from support.link_contract import CONTRACT
-from support.local_world import LocalWorld, WorldTransport
+from support.local_world import LocalWorld
 from support.runs import on_ranks
 
-from axsparse.runtime.communication import Direction, Message, Op, Transport
+from axsparse.runtime.communication import Direction, Message, Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.seeds import preserved_rng, seed_all
@@ -74,15 +74,6 @@ def test_ranks_that_wait_for_each_other_draw_as_if_they_were_alone(order: int | 
     assert of_numpy.get_bit_generator() is before
 
 
-@pytest.mark.parametrize(("rank", "direction"), [(0, Direction.BACKWARD), (1, Direction.FORWARD)])
-def test_a_message_to_no_neighbour_is_an_internal_error(rank: int, direction: Direction) -> None:
-    world: LocalWorld[None] = LocalWorld(2)
-    link = WorldTransport(world, rank).link(Grid(2, 1).coords(rank))
-
-    with pytest.raises(AssertionError, match="no such neighbour"):
-        link.send(Message(direction, 0, (torch.zeros(1),)))
-
-
 def _arrivals_in_the_middle(order: int | None) -> str:
     """The arrivals at the middle of three stages in each call, both neighbours sending three
     messages."""
@@ -102,12 +93,3 @@ def _arrivals_in_the_middle(order: int | None) -> str:
         return " | ".join(calls)
 
     return on_ranks(3, main, order)[1]
-
-
-def test_members_that_start_different_operations_are_an_internal_error() -> None:
-    def start(transport: Transport) -> None:
-        op = Op.BROADCAST if transport.rank else Op.ALL_REDUCE
-        transport.world.start(op, torch.zeros(3))
-
-    with pytest.raises(AssertionError, match="members disagree"):
-        on_ranks(2, start)

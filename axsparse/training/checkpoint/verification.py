@@ -203,7 +203,7 @@ def steps_in(run_dir: Path) -> list[int]:
 
 MEANS = (
     *("layout.", "pipeline.", "checkpoint.", "transport", "run_dir", "data.path"),
-    *("train.log_every", "train.peak_flops", "train.trace", "train.nvtx"),
+    *("train.log_every", "train.peak_flops", "train.trace"),
     *("train.compare_replicas_every", "train.check_layers", "watchdog.", "logging."),
     *("samo.index", "samo.weights", "samo.zero_stage", "samo.offload"),
     "samo.sparse_products",
