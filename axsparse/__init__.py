@@ -34,6 +34,13 @@ if TYPE_CHECKING:
     from axsparse.models.start_weights import start_from as start_from
     from axsparse.models.zoo.model_registry import named_model as named_model
     from axsparse.planner.plan_model import plan_for as plan_for
+    from axsparse.runtime.errors import AxsparseError as AxsparseError
+    from axsparse.runtime.errors import ConfigError as ConfigError
+    from axsparse.runtime.errors import DataError as DataError
+    from axsparse.runtime.errors import MissingInputError as MissingInputError
+    from axsparse.runtime.errors import OutputError as OutputError
+    from axsparse.runtime.errors import StoppedError as StoppedError
+    from axsparse.runtime.errors import TrainingError as TrainingError
     from axsparse.samo.optim.optimizer import Hyper as Hyper
     from axsparse.samo.optim.optimizer import Optimizer as Optimizer
     from axsparse.samo.optim.optimizer import StateBlock as StateBlock
@@ -59,6 +66,10 @@ _HOMES = {
         "models.start_weights": ("open_weights", "start_from"),
         "models.zoo.model_registry": ("named_model",),
         "planner.plan_model": ("plan_for",),
+        "runtime.errors": (
+            *("AxsparseError", "ConfigError", "DataError", "MissingInputError"),
+            *("OutputError", "StoppedError", "TrainingError"),
+        ),
         "samo.optim.optimizer": ("Hyper", "Optimizer", "StateBlock"),
         "samo.pruned_weight": ("accelerate",),
         "training.export": ("export", "load"),

@@ -241,7 +241,18 @@ class Prefetcher:
             step = self._next_step + len(self._coming)
             if self._end is not None and step >= self._end:
                 return
-            self._coming.append(self._thread.submit(self._read, step))
+            self._coming.append(self._reading(step))
+
+    def _reading(self, step: int) -> Future[Batch]:
+        try:
+            return self._thread.submit(self._read, step)
+        except RuntimeError:  # at the program's exit, where a run that was left is closed
+            read: Future[Batch] = Future()
+            try:
+                read.set_result(self._read(step))
+            except Exception as failure:
+                read.set_exception(failure)
+            return read
 
     def __enter__(self) -> Prefetcher:
         return self

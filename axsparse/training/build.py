@@ -196,6 +196,11 @@ def reject_arguments(
     given = [name for name, is_given in starts.items() if is_given]
     if len(given) > 1:
         raise ConfigError(f"Trainer: {' and '.join(given)} exclude each other; give one of them")
+    if starts["overwrite"] and config.run_dir == "auto":
+        raise ConfigError(
+            "Trainer: overwrite begins the run of run_dir anew, and run_dir is auto, a directory "
+            "that no run has; name it, as in run_dir='runs/first'"
+        )
     if starts["quiet"]:
         reject_quiet(config)
 

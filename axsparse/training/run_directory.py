@@ -38,7 +38,7 @@ from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
 from axsparse.runtime.files.run_folder import automatic_run_dirs as automatic_run_dirs
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint import checkpoint_folder
-from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, step_of
+from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, run_of, step_of
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
     flat,
@@ -338,7 +338,7 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
         )
     if resume == AUTO:
         return last_run(config.run_dir, config.name), None
-    named = Path(expanded(resume))
+    named = run_of(Path(expanded(resume)))
     if is_marked(named):
         if not steps_in(named):
             raise MissingInputError(f"--resume {named}: has no checkpoint; name another run")

@@ -43,10 +43,11 @@ if "late-hook" in rest:
     sys.excepthook = own_hook
 if how == "train":
     trainer.train()
-elif how == "steps":
+elif how in ("steps", "left"):
     while trainer.steps_done < trainer.config.train.steps:
         trainer.step()
-    trainer.close()
+    if how == "steps":
+        trainer.close()
 else:
     for step in trainer:
         result = trainer.step()
@@ -144,7 +145,7 @@ def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
     every = {"step-3", "step-6", "step-8"}
     assert saved.keys() == every
 
-    for name in ("loop", "steps"):
+    for name in ("loop", "steps", "left"):
         assert run(ranks, tmp_path, name, name, *how).returncode == 0
         same(tmp_path / name, tmp_path / "train", steps=every)
 
@@ -249,7 +250,7 @@ second.close()
 assert signal.getsignal(signal.SIGINT) is handler
 try:
     trainer()
-except Exception as error:
+except ax.OutputError as error:
     [line] = error._render_traceback_()
     print("told", line)
 assert "mpi4py.MPI" not in sys.modules

@@ -25,7 +25,7 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.files.run_folder import RunLock, RunMark
 from axsparse.training.checkpoint import checkpoint_folder
-from axsparse.training.checkpoint.verification import open_checkpoint
+from axsparse.training.checkpoint.verification import checkpoint_of, open_checkpoint
 from axsparse.training.progress import BestEntry, Progress
 from axsparse.training.run_directory import (
     RunDir,
@@ -536,9 +536,10 @@ def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path, tmp_
     RunLock(run).release()
 
 
-@pytest.mark.parametrize("named", ["run", "step"])
+@pytest.mark.parametrize("named", [".", "checkpoints", "checkpoints/step-5"])
 def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path, tmp_path: Path) -> None:
-    path = run if named == "run" else checkpoint(run, 5)
+    path = run / named
+    assert checkpoint_of(path, None).step == 5
 
     for source in (loaded(), loaded(run)):
         found = opened(source, str(path))

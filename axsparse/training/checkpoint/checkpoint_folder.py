@@ -29,7 +29,7 @@ from axsparse.config.schema import CheckpointConfig
 from axsparse.pruning.methods.pruner import MethodState
 from axsparse.runtime.errors import DataError, printable, reading
 from axsparse.runtime.files.atomic import sync_folder, write_new
-from axsparse.runtime.files.run_folder import delete_own, own_files
+from axsparse.runtime.files.run_folder import delete_own, has_mark, own_files
 from axsparse.runtime.process import write_line
 from axsparse.training.progress import Count, Progress
 
@@ -178,6 +178,11 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _OWN_FILE = re.compile(rf"[0-9]{{4,}}-.*\.safetensors|{re.escape(MANIFEST_FILE)}")
 """Matches the names of the files of a checkpoint."""
 _REMAINS = re.compile(rf"{_STEP.pattern}({re.escape(UNFINISHED)}|{re.escape(REMOVED)}(-[0-9]+)?)")
+
+
+def run_of(path: Path) -> Path:
+    """The run whose folder of checkpoints a path is; the path itself if it is none."""
+    return path.parent if path.name == CHECKPOINTS and has_mark(path.parent) else path
 
 
 def path_of(folder: Path, step: int) -> Path:

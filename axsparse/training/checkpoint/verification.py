@@ -35,6 +35,7 @@ from axsparse.training.checkpoint.checkpoint_folder import (
     open_plain,
     path_of,
     read_manifest,
+    run_of,
     saved_steps,
     step_of,
     unfinished,
@@ -116,7 +117,8 @@ def is_complete(path: Path) -> bool:
 
 
 def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
-    """The checkpoint that a path names: itself, or the one of `step` in a run, or its newest.
+    """The checkpoint that a path names: itself, or the one of `step` in a run, or its newest. The
+    folder of a run's checkpoints means the run.
 
     "best" has the lowest validation loss, as the newest one remembers it.
 
@@ -129,6 +131,7 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
         if step is not None:
             raise ConfigError(f"--step: {run} is a checkpoint already; leave --step out")
         return open_checkpoint(run)
+    run = run_of(run)
     steps = steps_in(run)
     if not steps:
         raise MissingInputError(
