@@ -220,6 +220,9 @@ def start_from(
     if needed.keys() <= file.shapes.keys():
         named, convert = str, unchanged
     names = {name: named(name) for name in needed}
+    for second, first in profiled.ties.items():  # a file may hold one of the names, either of them
+        if first in names and names[first] not in file.shapes and named(second) in file.shapes:
+            names[first] = named(second)
     for name, there in names.items():
         if there not in file.shapes:
             raise DataError(
@@ -288,7 +291,8 @@ def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:
     """DataError if a file has a tied weight twice, with two values; `seconds` maps second names to
     first ones, as in the file."""
     for second, first in seconds.items():
-        if second in file.shapes and not torch.equal(file.read(second), file.read(first)):
+        both = {first, second} <= file.shapes.keys()
+        if both and not torch.equal(file.read(second), file.read(first)):
             raise DataError(
                 f"{file.path}: {first!r} and {second!r} differ, and are one weight in the model; "
                 "take them apart in the model (tie_word_embeddings: false in its config.json, "

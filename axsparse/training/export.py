@@ -10,7 +10,8 @@ tokenizer of the data. `axsparse.models.zoo.gpt` knows the names and shapes of G
 of transformers has its own.
 
 Pruned entries are zero in dense tensors. A tied weight is written once, under the name of its
-first use. Buffers are written after the parameters of their layer.
+first use, or under those that the folder of `model.from` has. Buffers are written after the
+parameters of their layer.
 """
 
 from __future__ import annotations
@@ -452,25 +453,27 @@ def _published(config: Family, known: Tensors) -> Tensors:
             stored = TensorHeader(header.dtype, shape)
             there = named(gpt2_name(name), "transformer")
             tensors[there] = stored, partial(_turned, name, value)
-        return tensors
-    assert isinstance(config, HfConfig), f"{config.name} is no model of transformers"
-    causal = empty_model(config.hf)
-    names = PublishedNames(causal)
-    for name, (header, value) in known.items():
-        empty = torch.empty(header.shape, device="meta")
-        for there, one in names.tensors(name, empty).items():
-            stored = TensorHeader(header.dtype, tuple(one.shape))
-            own = named(there, causal.base_model_prefix)
-            tensors[own] = stored, partial(names.one, name, there, value)
-    if file is None:
-        assert surrounding(causal)[0] is causal, "a text model among others is a folder's"
-        return tensors
-    for first, again in tied_names(causal):
-        if again in file.shapes and first in tensors:
-            tensors[again] = tensors[first]
-    for name in HfFile(file, causal).others:
-        header = TensorHeader(file.dtype(name), file.shapes[name])
-        tensors[name] = header, partial(file.read, name)
+        ties = [(gpt2_name("embed.token.weight"), gpt2_name("head.weight"))]
+    else:
+        assert isinstance(config, HfConfig), f"{config.name} is no model of transformers"
+        causal = empty_model(config.hf)
+        names, whole = PublishedNames(causal), surrounding(causal)[0]
+        for name, (header, value) in known.items():
+            empty = torch.empty(header.shape, device="meta")
+            for there, one in names.tensors(name, empty).items():
+                stored = TensorHeader(header.dtype, tuple(one.shape))
+                own = named(there, causal.base_model_prefix)
+                tensors[own] = stored, partial(names.one, name, there, value)
+        assert file or whole is causal, "a text model among others is a folder's"
+        ties = tied_names(whole)
+        if file:
+            for name in HfFile(file, causal).others:
+                header = TensorHeader(file.dtype(name), file.shapes[name])
+                tensors[name] = header, partial(file.read, name)
+    held = file.shapes if file else {}
+    for first, again in ties:
+        if again in held and again not in tensors and first in tensors:
+            tensors[again] = tensors[first] if first in held else tensors.pop(first)
     return tensors
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from axsparse.config.hf_config import CONFIG_FILE, hf_settings, read_json
 from axsparse.models.layer import mismatched_values
 from axsparse.models.module_buffers import slots
+from axsparse.models.stand_ins import tied_names
 from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.hf_models import HfFile, empty_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
@@ -56,11 +57,12 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
     file = HfFile(opened, causal)
     places = {name: (module, turned) for module, name, _, turned in multiplied_weights(causal)}
     kept_exact = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
-    replaced = 0
+    replaced, others = 0, dict(tied_names(causal))
     for name, parameter in causal.named_parameters():
-        if name not in file.shapes:
+        there = name if name in file.shapes else others.get(name, name)
+        if there not in file.shapes:
             continue
-        tensor = _checked(file, name, parameter)
+        tensor = _checked(file, there, parameter)
         exact = any(part in name.split(".") for part in kept_exact)
         value = tensor.to(torch.float32 if exact else torch.bfloat16)
         owner = causal.get_submodule(name.rpartition(".")[0])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from support.allocated import peak_of
 from support.commands import Axsparse
 from support.hf import hf_logits, saved_model, write_folder
@@ -51,6 +52,10 @@ def folder_of(kind: str, path: Path, sparsity: float = 0.6) -> Path:
         for _, _, weight, _ in multiplied_weights(model):
             weight[torch.rand_like(weight) < sparsity] = 0
     model.save_pretrained(path)
+    if kind == "llama":
+        save_model(
+            model, str(path / "model.safetensors")
+        )  # the tied weight by the head's name alone
     return path
 
 

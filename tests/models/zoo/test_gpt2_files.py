@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_model
 from support.hf import (
     SMALL_LLAMA,
     beside,
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from axsparse.config.hf_config import config_json
 from axsparse.models.model_profile import profile
+from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
 from axsparse.models.zoo.hf_models import HfFile
 from axsparse.runtime.errors import DataError
@@ -94,7 +96,8 @@ def test_names_logits_and_losses_are_those_of_transformers_in_every_pipeline(
 def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
     transformers: Any, kind: str, tmp_path: Path
 ) -> None:
-    make(transformers, kind, tmp_path / "start")
+    first = make(transformers, kind, tmp_path / "start")
+    save_model(first, str(tmp_path / "start" / "model.safetensors"))  # a tied weight by the head
     config = config_from(
         tmp_path / "start",
         pruning={"sparsity": 0.7},
@@ -111,6 +114,8 @@ def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
     )
 
     assert not any(report.values()), report
+    start, ours = (open_weights(tmp_path / one).shapes for one in ("start", "ours"))
+    assert ours == start
     state = theirs.state_dict()
     for name, master in masters.items():
         assert torch.equal(state[gpt2_name(name)], turned(name, master)), name
