@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
 from axsparse.models.module_buffers import named_tensors, replaced, slots
-from axsparse.models.sequential import OwnValues, reject_unfit, structure
+from axsparse.models.sequential import PLAIN, OwnValues, reject_unfit, structure
 from axsparse.models.stand_ins import (
     Modules,
     PartModule,
@@ -75,6 +75,7 @@ def from_module(
     inputs = _as_wide(example(2), module)
     modes = [(child, child.training) for child in module.modules()]
     buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]
+    before = OwnValues({}, module).contents()
     with torch.no_grad(), preserved_rng(), replaced(buffers):
         try:
             if not any(mode for _, mode in modes):
@@ -86,6 +87,8 @@ def from_module(
             _reject_other_result(module, parts, inputs)
         finally:
             _set_back(modes)
+    after = OwnValues({}, module).contents()
+    changed = [name for name in after if after[name] != before.get(name)]
     tensors = {
         layer.full_name(name): tensor
         for layer, part in zip(layers, parts, strict=True)
@@ -102,7 +105,7 @@ def from_module(
         name=type(module).__name__.lower(),
         metrics=metrics,
         example=example,
-        start=OwnValues(tensors, module),
+        start=OwnValues(tensors, module, [n for n in changed if isinstance(after[n], PLAIN)]),
         container=module,
     )
 

@@ -115,10 +115,14 @@ class OwnValues:
     """`StartValues` taken from modules in memory."""
 
     def __init__(
-        self, tensors: Mapping[str, Tensor], modules: nn.Module | Iterable[nn.Module]
+        self,
+        tensors: Mapping[str, Tensor],
+        modules: nn.Module | Iterable[nn.Module],
+        written: Iterable[str] = (),
     ) -> None:
-        """`tensors` has all tensors of the modules, by global name."""
-        self.tensors = tensors
+        """`tensors` has all tensors of the modules, by global name; `written` names numbers and
+        texts that forwards of the modules write."""
+        self.tensors, self.written = tensors, frozenset(written)
         self._container = modules if isinstance(modules, nn.Module) else nn.ModuleList(modules)
         self._parts = _parts(self._container)
         self.fingerprint = f"modules {digest_of(tensors.items())}"
@@ -336,8 +340,10 @@ class Snapshot:
         before, now = self._contents, self._start.contents(self._contents)
         for name in () if now == before else (*before, *now):
             values = before.get(name), now.get(name)
-            is_number = self._start.is_number(name, values)
-            if values[0] != values[1] and not (is_number and may_be_set(name, values[0])):
+            is_free = name in self._start.written or (
+                self._start.is_number(name, values) and may_be_set(name, values[0])
+            )
+            if values[0] != values[1] and not is_free:
                 return name
         self._looks += 1
         looks_at_all = self._looks & (self._looks - 1) == 0

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
 from axsparse.models.own_forward import from_module
-from axsparse.models.sequential import plain_model
+from axsparse.models.sequential import Snapshot, plain_model
 from axsparse.runtime.errors import ConfigError
 
 
@@ -133,6 +133,33 @@ class Skips(nn.Module):
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return own_models.Vit()
+
+
+class Counted(own_models.Vit):
+    """Notes its calls before and behind its blocks, those in evaluation by themselves."""
+
+    calls, finished, scale = 0, 0, 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if not self.training:
+            self.last = f"{len(x)} samples"
+        result = super().forward(x) * self.scale
+        self.finished += 1
+        return result
+
+
+def test_numbers_that_the_forward_writes_may_change_in_the_given_module_and_others_may_not() -> (
+    None
+):
+    module = Counted()
+    seen = Snapshot(cut(module))
+
+    module.eval()(images().read(np.arange(3))[0][0])
+
+    assert seen.change(lambda *_: False, lambda *_: False) is None
+    module.scale = 2.0
+    assert seen.change(lambda *_: False, lambda *_: False) == "scale"
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
