@@ -41,7 +41,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, writing
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
-from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
+from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.job import Job
 from axsparse.training.build import prune_layers
 from axsparse.training.checkpoint.verification import steps_in
@@ -57,11 +57,11 @@ UNTRAINED = (
 
 
 OPTIONS = {
-    "--resume auto": "the same command",
+    RESUME_AUTO: "the same command",
     ANOTHER_RUN_DIR: "another --out",
-    "--tokenizer": "--from",
+    "--tokenizer: ": "--from: ",
 }
-"""Options in errors of data and of training, and their names in this command."""
+"""Suggestions and places in errors of data and of training, and their names in this command."""
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from axsparse.runtime.canonical_form import digest_of
 from axsparse.runtime.errors import DataError
+from axsparse.runtime.files.run_folder import RESUME_AUTO
 from axsparse.runtime.targets import IGNORED
 
 Tokens = NDArray[np.unsignedinteger[Any]]
@@ -239,7 +240,7 @@ class TokenDataset:
             if path.stat().st_size < needed:
                 raise DataError(
                     f"{path}: has {path.stat().st_size} bytes, and had {needed} when it was "
-                    "opened; copy it again, and start with --resume auto"
+                    f"opened; copy it again, and start with {RESUME_AUTO}"
                 )
 
     def count_targets(self, targets: Tensor) -> int:

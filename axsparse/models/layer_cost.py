@@ -324,6 +324,9 @@ class Tracer:
                 f"layer {name}: on the meta device, where its cost is found, {what}; {suggestion}"
             )
         given = ", ".join(str(tuple(shape)) for shape, _ in self.shapes)
+        if self._dtype != torch.float32 and " Float" in what:
+            half = str(self._dtype).removeprefix("torch.")
+            given += f" in {half}; set precision: fp32 for an operation that takes nothing else"
         return CostError(f"layer {name}: on the first samples of the data, {what}; it gets {given}")
 
 

@@ -447,6 +447,9 @@ def _reject_other_result(
             values = values if isinstance(values, tuple) else (values,)
     except Exception as reason:
         why = f"its forward depends on more than what its blocks are given ({one_line(reason)})"
+        if isinstance(reason, NotImplementedError):
+            told = one_line(reason).partition(". ")[0]
+            why = f"its forward does around its blocks what the meta device cannot run ({told})"
         raise _unfit(module, why) from reason
     for ours, theirs in zip(tensors_of(values), tensors_of(module(*inputs)), strict=True):
         if ours.shape != theirs.shape or not torch.allclose(ours, theirs, equal_nan=True, **CLOSE):
@@ -464,6 +467,10 @@ def _above(name: str) -> str:
 
 
 def _unfit(module: nn.Module, why: str, way: str = BY_HAND) -> ConfigError:
+    if any(
+        isinstance(each, torch.ScriptObject) for m in module.modules() for each in vars(m).values()
+    ):
+        way = "give it as it was before it was quantized (torch.ao), or " + way
     if isinstance(module, nn.ModuleList):
         way = "give nn.Sequential(*modules) if each gets the result of the one before it"
     if hasattr(module, "save_pretrained"):

@@ -30,7 +30,7 @@ from axsparse.models.module_buffers import (
     switch_mode,
     tracked_norms,
 )
-from axsparse.runtime.canonical_form import canonical
+from axsparse.runtime.canonical_form import canonical, canonical_gradient
 from axsparse.runtime.errors import ConfigError, note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_state import LayerState
@@ -139,7 +139,7 @@ class LayerRunner:
         outputs = self._once_or_twice(inputs, key)
         for output in outputs:
             if output.requires_grad and not output.is_leaf:
-                output.register_hook(canonical)
+                output.register_hook(canonical_gradient)
                 # Autograd has finished all later layers before this one's first operation.
                 output.register_hook(self._expand)
         return outputs if record is None else record.end(outputs, self._slots)
@@ -332,7 +332,7 @@ def _watched(tensors: Tensors, gradients: list[Tensor | None]) -> Tensors:
     gradients.extend([None] * len(tensors))
 
     def note(place: int, gradient: Tensor) -> None:
-        gradients[place] = gradient.detach().clone()
+        gradients[place] = None if gradient is None else gradient.detach().clone()
 
     for place, tensor in enumerate(tensors):
         if tensor.requires_grad:

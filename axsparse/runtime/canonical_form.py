@@ -32,6 +32,12 @@ def canonical(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(tensor.shape) if has_odd_strides else tensor
 
 
+def canonical_gradient(gradient: Tensor | None) -> Tensor | None:
+    """The canonical form of a gradient; an operation without a derivative, such as a product with
+    quantized weights, gives None."""
+    return None if gradient is None else canonical(gradient)
+
+
 def _default_strides(tensor: Tensor) -> tuple[int, ...]:
     """The strides of new memory; kernels also read strides that `is_contiguous` ignores."""
     strides, stride = [], 1

@@ -25,6 +25,7 @@ from axsparse.runtime.files.run_folder import (
     ANOTHER_RUN_DIR,
     CONFIG_FILE,
     OTHER_RUN_DIR,
+    RESUME_AUTO,
     InUseError,
     RunLock,
     RunMark,
@@ -231,8 +232,8 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
             lock.release()
     raise _TakenError(
         f"{where}: {path} holds another run's records or checkpoints, which would be mixed up; "
-        f"choose {ANOTHER_RUN_DIR}, or go on with that run by --resume auto "
-        '(in Python resume="auto", or overwrite=True to begin it anew)'
+        f"choose {ANOTHER_RUN_DIR}, or go on with that run by {RESUME_AUTO}, "
+        "or begin it anew (in Python overwrite=True)"
     )
 
 
@@ -341,14 +342,13 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
     named = run_of(Path(expanded(resume)))
     if is_marked(named):
         if not steps_in(named):
-            raise MissingInputError(f"--resume {named}: has no checkpoint; name another run")
+            raise MissingInputError(f"resume: {named} has no checkpoint; name another run")
         if "run_dir" in config.origins and Path(config.run_dir).resolve() != named.resolve():
             return None, path_of(named / CHECKPOINTS, steps_in(named)[0])
         return named, None
     if not named.is_dir():
         raise MissingInputError(
-            f"--resume {named}: no such folder; name a run, one of its {CHECKPOINTS}/step-<n>, or "
-            "auto"
+            f"resume: {named} is no folder; name a run, one of its {CHECKPOINTS}/step-<n>, or auto"
         )
     setting = config.run_dir
     run = named.resolve().parent.parent
@@ -375,7 +375,7 @@ def _reject_older(run_dir: Path, named: Path) -> None:
     newest = steps_in(run_dir)[0] if steps_in(run_dir) else step
     if newest > step:
         raise ConfigError(
-            f"--resume {named}: the run has a later checkpoint, step-{newest}; give this one "
+            f"resume: {named}: the run has a later checkpoint, step-{newest}; give this one "
             f"{ANOTHER_RUN_DIR}, or remove the later ones"
         )
 

@@ -472,7 +472,7 @@ class SkippedSteps:
         if before is not None:
             way += (
                 f"; weights were good up to step {before}: go on from there by --resume "
-                f"{run}/{CHECKPOINTS}/step-{before} in {ANOTHER_RUN_DIR}"
+                f"{run}/{CHECKPOINTS}/step-{before} (in Python resume=) in {ANOTHER_RUN_DIR}"
             )
         raise everywhere(
             TrainingError(

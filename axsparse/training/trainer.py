@@ -52,7 +52,7 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.exchange import meet, sum_by_owner, sum_of, together
 from axsparse.runtime.files.paths import expanded
-from axsparse.runtime.files.run_folder import RunLock
+from axsparse.runtime.files.run_folder import RESUME_AUTO, RunLock
 from axsparse.runtime.job import Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
 from axsparse.runtime.process import exit_in_c, flush_streams, write_line
@@ -1007,7 +1007,7 @@ class Trainer:
                 "stopped before the first step, with nothing to save; start it again"
             )
         raise StoppedError(
-            f"stopped after step {self.steps_done}, saved in {saver.shown}; --resume auto goes on"
+            f"stopped after step {self.steps_done}, saved in {saver.shown}; {RESUME_AUTO} goes on"
         )
 
     def _make_tracing(self) -> TraceRecorder | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
 
+from axsparse.runtime.files.run_folder import RESUME_AUTO
 from axsparse.runtime.shared_segments import SHARED
 
 TRAIN = (
@@ -59,7 +60,7 @@ def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> 
     ]
     assert ours == [
         "axsparse: stops after the step under way and saves; Ctrl-C once more leaves at once",
-        f"axsparse: stopped after step {steps[-1]}, saved in {run}/checkpoints; --resume auto goes "
+        f"axsparse: stopped after step {steps[-1]}, saved in {run}/checkpoints; {RESUME_AUTO} goes "
         "on",
     ]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps[-1]}"]

@@ -382,6 +382,12 @@ def tokens() -> Model:
     )
 
 
+def quantized() -> nn.Module:
+    """In a layer before which nothing gets a gradient."""
+    packed = torch.ao.nn.quantized.dynamic.Linear(WIDTH, WIDTH, dtype=torch.float16)
+    return after(lambda m, x: m.packed(x.float()).to(x.dtype), packed=packed)
+
+
 FINE: dict[str, Callable[[], Model]] = {
     "dropout": lambda: given(partial(nn.Dropout, 0.5)),
     "dropout in a declared layer": lambda: declared(partial(nn.Dropout, 0.5)),
@@ -402,6 +408,7 @@ FINE: dict[str, Callable[[], Model]] = {
     "numbers of Python and numpy": lambda: given(
         lambda: after(lambda _, x: x * random.random() + float(np.random.rand()))  # noqa: S311
     ),
+    "quantized": lambda: given(quantized),
     "all in evaluation": lambda: from_sequential(
         nn.Sequential(linear(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH), linear(CLASSES)).eval(),
         summed_loss,
@@ -420,7 +427,7 @@ WAYS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("name", "way"), each_once(list(FINE), list(WAYS)))
-@pytest.mark.filterwarnings("ignore:.*(non-full|batch_norm)")
+@pytest.mark.filterwarnings("ignore:.*(non-full|batch_norm|an autograd kernel)")
 def test_what_plain_torch_computes_alike_is_never_stopped(name: str, way: str) -> None:
     layout, sections = WAYS[way]
     if name == "spectral norm":  # whose own vectors are in fp32

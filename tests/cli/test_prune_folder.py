@@ -32,7 +32,7 @@ from axsparse.data.token_file import read_sidecar
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.mask_file import open_masks
 from axsparse.runtime.errors import EXIT_CONFIG, EXIT_SAVED, OutputError
-from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
+from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.training.checkpoint.verification import steps_in
 
 FEW = (
@@ -316,6 +316,7 @@ def test_a_card_that_cannot_be_written_is_told(tmp_path: Path) -> None:
 
 
 def test_errors_of_training_name_the_options_of_this_command() -> None:
-    text = r"^full; choose another --out, or the same command$"
+    other = "`axsparse data prepare --tokenizer t`"
+    text = rf"^--from: full; choose another --out, {other}, or the same command$"
     with pytest.raises(OutputError, match=text), own_options():
-        raise OutputError(f"full; choose {ANOTHER_RUN_DIR}, or --resume auto")
+        raise OutputError(f"--tokenizer: full; choose {ANOTHER_RUN_DIR}, {other}, or {RESUME_AUTO}")

@@ -9,6 +9,7 @@ from support.mpirun import TESTS, Finished, run_mpirun
 
 from axsparse.observe.watchdog.heartbeat import HEARTBEATS
 from axsparse.observe.watchdog.watchdog import REPORT_FILE
+from axsparse.runtime.files.run_folder import RESUME_AUTO
 
 
 def train(run_dir: Path, grid: str, fault: str) -> Finished:
@@ -60,7 +61,7 @@ def test_a_rank_that_gets_stuck_is_named_and_ends_the_job(
     (line,) = done.errors
     assert line.startswith(f"axsparse: error: rank {rank} ({where}): hangs"), str(done)
     assert all(part in line for part in what), line
-    assert f"the stacks of all ranks are in {run / REPORT_FILE}; --resume auto goes on" in line
+    assert f"the stacks of all ranks are in {run / REPORT_FILE}; {RESUME_AUTO} goes on" in line
     report = (run / REPORT_FILE).read_text()
     assert line == f"axsparse: error: {report.splitlines()[0]}"
     told = report.count("\nthread MainThread:") + report.count("\nno stacks: it did not answer")

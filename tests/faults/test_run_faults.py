@@ -15,6 +15,7 @@ from support.mpirun import KILLED, TESTS, Finished, run_mpirun
 from support.resuming import records_of
 from support.warm_python import warm_python
 
+from axsparse.runtime.files.run_folder import RESUME_AUTO
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps, unfinished
 from axsparse.training.checkpoint.verification import is_complete
 
@@ -163,7 +164,7 @@ def test_a_signal_to_the_launcher_saves_and_ends_with_75_also_while_it_saves(
     assert done.returncode == 75, str(done)
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("axsparse:")]
     at = int(line.removeprefix("axsparse: stopped after step ").split(",")[0])
-    assert line == f"axsparse: stopped after step {at}, saved in {folder}; --resume auto goes on"
+    assert line == f"axsparse: stopped after step {at}, saved in {folder}; {RESUME_AUTO} goes on"
     assert saved_steps(folder)[0] == at
     assert all(is_complete(folder / f"step-{step}") for step in saved_steps(folder))
     assert losses(run) == {step: loss for step, loss in losses(whole).items() if step <= at}

@@ -162,6 +162,17 @@ def test_numbers_that_the_forward_writes_may_change_in_the_given_module_and_othe
     assert seen.change(lambda *_: False, lambda *_: False) == "scale"
 
 
+class Packed(own_models.Vit):
+    """Has quantized weights before its blocks, which no layer behind them can compute again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = torch.ao.nn.quantized.dynamic.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.packed(x))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a U-shaped network": (own_models.UNet, images),
     "a block far up": (Skips, images),
@@ -175,9 +186,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a module at both ends": (Twice, images),
     "inputs that do not fit": (own_models.Block, images),
     "no values": (on_meta, images),
+    "quantized": (Packed, images),
 }
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize")
 @pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
 def test_a_forward_of_another_form_is_refused_by_name(case: str, line: str) -> None:
     module, data = REFUSED[case]

@@ -48,7 +48,7 @@ def test_steps_that_are_skipped_leave_a_checkpoint_from_before_which_the_error_n
     there = f"{tmp_path}/run/checkpoints/step-{good}"
     assert str(again.value).endswith(
         f"or look at the data; weights were good up to step {good}: go on from there by --resume "
-        f"{there} in another --run-dir (in Python run_dir=)"
+        f"{there} (in Python resume=) in another --run-dir (in Python run_dir=)"
     )
     assert str(first.value).startswith("step 5: ")
     again_from = ran((1, 1), config, tmp_path / "another", resume=there)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from axsparse.runtime.files.run_folder import own_files
+from axsparse.runtime.files.run_folder import RESUME_AUTO, own_files
 from axsparse.runtime.grid import RankCoords
 
 HEARTBEATS = "heartbeat"
@@ -184,7 +184,7 @@ def error_line(ranks: Sequence[RankView], report: Path | None) -> str:
     if report is None:
         where = "above; a"
     else:
-        where = f"in {report}; --resume auto goes on from the last checkpoint, and a"
+        where = f"in {report}; {RESUME_AUTO} goes on from the last checkpoint, and a"
     return (
         f"{last.coords}: {what}; the stacks of all ranks are {where} larger watchdog.timeout waits "
         "longer"

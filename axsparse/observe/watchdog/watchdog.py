@@ -40,7 +40,7 @@ from axsparse.observe.watchdog.heartbeat import (
 from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
 from axsparse.runtime.exchange import gather_texts, together
-from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
+from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.process import exit_at_once, write_line
 
@@ -178,7 +178,7 @@ class Watchdog:
         if self._unchanged_seconds >= 2 * self._patience:
             self._end(
                 f"{self._coords}: hangs, and so does the disk of {self._heartbeats.folder.parent}, "
-                "where it would be reported; --resume auto goes on from the last checkpoint"
+                f"where it would be reported; {RESUME_AUTO} goes on from the last checkpoint"
             )
 
     @property

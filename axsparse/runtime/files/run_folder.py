@@ -81,7 +81,7 @@ def replaced(path: Path) -> OutputError:
     return OutputError(
         f"{path} is not the directory of this run any more: it was moved, removed or replaced "
         "while the run trained, and nothing can be saved there; put it back, or start again with "
-        "--resume auto where it is now"
+        f"{RESUME_AUTO} where it is now"
     )
 
 
@@ -94,7 +94,7 @@ def is_marked(path: Path) -> bool:
         raise ConfigError(
             f"{path} has {' and '.join(found)}, but no whole {MARK_FILE}, the mark of a run: what "
             "is there may not be a run's, or not all of it; copy the whole directory, or choose "
-            f"{ANOTHER_RUN_DIR} (--resume CHECKPOINT continues from a checkpoint there)"
+            f"{ANOTHER_RUN_DIR} (--resume CHECKPOINT, in Python resume=, continues from one there)"
         )
     return False
 
@@ -203,6 +203,7 @@ LOCK_FILE = "run.lock"
 RUN_DIR = "--run-dir (in Python run_dir=)"
 ANOTHER_RUN_DIR = f"another {RUN_DIR}"
 OTHER_RUN_DIR = f"choose {ANOTHER_RUN_DIR}"
+RESUME_AUTO = '--resume auto (in Python resume="auto")'
 _JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID")
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors by which the system says that another process holds a lock."""

@@ -25,6 +25,7 @@ from axsparse.observe.watchdog.heartbeat import (
     report,
     straggler,
 )
+from axsparse.runtime.files.run_folder import RESUME_AUTO
 from axsparse.runtime.grid import Grid
 
 BEAT = Heartbeat(
@@ -169,7 +170,7 @@ def test_a_stopped_rank_is_told_of_by_what_it_did_last_and_what_others_await() -
     assert line == (
         "rank 1 (stage 1, replica 0): hangs, last seen in compute (F3) of step 25: its process is "
         "stopped by a signal; rank 0 awaits its gradient 5 in step 26; the stacks of all ranks are "
-        "in runs/my/hang-report.txt; --resume auto goes on from the last checkpoint, and a larger "
+        f"in runs/my/hang-report.txt; {RESUME_AUTO} goes on from the last checkpoint, and a larger "
         "watchdog.timeout waits longer"
     )
 

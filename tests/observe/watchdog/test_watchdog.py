@@ -21,6 +21,7 @@ from axsparse.observe.watchdog.watchdog import (
 )
 from axsparse.pipeline.engine import Engine
 from axsparse.runtime.communication import Message
+from axsparse.runtime.files.run_folder import RESUME_AUTO
 from axsparse.runtime.grid import Grid
 from axsparse.training.trainer import Trainer
 
@@ -156,7 +157,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_the_job_ends_with_70(
     assert line == (
         "axsparse: error: rank 1 (stage 1, replica 0): hangs in compute (B2) of step 7, no "
         "progress for 20 s; rank 0 awaits its gradient 2 in step 7; the stacks of all ranks are "
-        f"in {job.folder / REPORT_FILE}; --resume auto goes on from the last checkpoint, and a "
+        f"in {job.folder / REPORT_FILE}; {RESUME_AUTO} goes on from the last checkpoint, and a "
         "larger watchdog.timeout waits longer"
     )
 
@@ -256,7 +257,7 @@ def test_a_disk_that_hangs_with_training_ends_the_job(
     assert job.left == [(1, 70)]
     assert capsys.readouterr().err == (
         "axsparse: error: rank 1 (stage 1, replica 0): hangs, and so does the disk of "
-        f"{job.folder}, where it would be reported; --resume auto goes on from the last "
+        f"{job.folder}, where it would be reported; {RESUME_AUTO} goes on from the last "
         "checkpoint\n"
     )
 
