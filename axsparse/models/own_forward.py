@@ -14,7 +14,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,8 +38,10 @@ from axsparse.models.stand_ins import (
 )
 from axsparse.models.watched_forward import (
     Apart,
+    Call,
     Name,
     Watch,
+    is_recorded,
     state_of,
     tensors_of,
 )
@@ -51,6 +53,9 @@ SMALL = 4
 BY_HAND = 'cut it by hand, as docs/howto/own-models.md shows under "A forward that is no sequence"'
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 """Within which the layers one after the other give what the module gives."""
+SAME_GRADIENT, NOISE = 0.02, 1e-5
+"""Most by which two gradients of one parameter differ, relative to its largest entry and to that of
+all parameters: sums over uses in half precision differ by 1e-2."""
 
 
 def from_module(
@@ -84,7 +89,7 @@ def from_module(
             _set_back(modes)
             layers, parts = _Split(module, watch, inputs).layers()
             modes += [(child, child.training) for part in parts for child in part.modules()]
-            _reject_other_result(module, parts, inputs)
+            _reject_other_result(module, watch.calls, dict(zip(layers, parts, strict=True)), inputs)
         finally:
             _set_back(modes)
     after = OwnValues({}, module).contents()
@@ -155,7 +160,8 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> Watch:
     lists, watch = sorted(sizes, key=sizes.__getitem__), None
     while watch is None:
         try:
-            watch = Watch(module, lists).run(*inputs)
+            with torch.enable_grad():
+                watch = Watch(module, lists).run(*inputs)
         except Apart as apart:  # noqa: PERF203
             least = next(path for path in lists if path in apart.paths)
             if least == lists[-1] or SMALL * sizes[least] > sizes[lists[-1]]:
@@ -164,9 +170,7 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> Watch:
         except Exception as reason:
             given = ", ".join(f"{each.dtype} {tuple(each.shape)}" for each in inputs)
             given = given.replace("torch.", "")
-            why = (
-                f"its forward fails on two samples without gradients, {given} ({one_line(reason)})"
-            )
+            why = f"its forward fails on two samples, {given} ({one_line(reason)})"
             raise _unfit(
                 module, why, "give samples that it takes (data=), or correct it"
             ) from reason
@@ -194,6 +198,7 @@ class _Run:
     """The tensors on the meta device that the segment reads."""
     before: ExitStack
     """Is open before the segment."""
+    has_gradients: bool = field(default_factory=torch.is_grad_enabled)
 
 
 _RUN: ContextVar[_Run] = ContextVar("_RUN")
@@ -217,8 +222,7 @@ class _Split:
             self._items.append(("call", number))
         del self._items[-1]
         self._into = self._names_into(len(inputs))
-        for call in self._calls:
-            call.forget()
+        watch.forget()
 
     def __deepcopy__(self, memo: object) -> _Split:
         """The modules of a layer are copied for each stage, and share what runs them."""
@@ -226,6 +230,7 @@ class _Split:
 
     def layers(self) -> tuple[list[Layer], list[PartModule]]:
         layers, parts = list[Layer](), list[PartModule]()
+        tied = {id(self._module.get_parameter(name)) for name, _ in tied_names(self._module)}
         for item, (kind, number) in enumerate(self._items):
             if kind == "call":
                 name, key = self._calls[number].name, self._calls[number].key
@@ -241,7 +246,12 @@ class _Split:
             part.training = module.training
             place: Kind = "embedding" if (kind, number) == ("segment", 0) else "block"
             parts.append(part)
-            layers.append(Layer(name, partial(structure, part), kind=place, prefix=prefix))
+            # A tied weight is trained by its other use.
+            is_frozen = (kind == "call" and not self._calls[number].has_gradients) and not tied & {
+                id(parameter) for parameter in part.parameters()
+            }
+            build = partial(structure, part, is_frozen=is_frozen)
+            layers.append(Layer(name, build, kind=place, prefix=prefix))
         for last in [number for number, part in enumerate(parts) if [*part.parameters()]][-1:]:
             if layers[last].kind == "block":
                 layers[last] = replace(layers[last], kind="head")
@@ -372,7 +382,8 @@ class _Split:
             for leaf, name in zip(leaves, self._arguments[number], strict=True)
         ]
         args, kwargs = tree_unflatten(given, call.spec)
-        output = member(*args, **kwargs)
+        with torch.set_grad_enabled(call.has_gradients and torch.is_grad_enabled()):
+            output = member(*args, **kwargs)
         if item == len(self._items) - 1:
             return output if isinstance(output, tuple) else (output,)
         for leaf, tensor in enumerate(tree_leaves(output)):
@@ -387,7 +398,8 @@ class _Split:
         return values
 
     def _passed_on(self, item: int, values: Mapping[Name, Tensor]) -> tuple[Tensor, ...]:
-        return tuple(values[name] for name in self._into[item + 1])
+        passed = (values[name] for name in self._into[item + 1])
+        return tuple(each.clone() if each.is_inference() else each for each in passed)
 
     def _ran(
         self, tree: nn.Module, first: int, stop: int, values: Mapping[Name, Tensor]
@@ -395,7 +407,7 @@ class _Split:
         """Run the forward from segment `first` on: what call `stop` is given and False, or the
         result and True."""
         inputs = [values.get(("input", number, 0)) for number in range(len(self._dtypes))]
-        with ExitStack() as before:
+        with torch.set_grad_enabled(torch.is_grad_enabled()), ExitStack() as before:
             seen: dict[Name, Tensor] = {}
             if first:
                 before.enter_context(_disable_current_modes())  # which count flops of this layer
@@ -422,7 +434,12 @@ class _Split:
             for name in self._used[run.first]:
                 if name in run.seen:
                     value = run.values[name]
-                    torch._C._swap_tensor_impl(run.seen[name], value.view_as(value))
+                    with (
+                        torch.inference_mode(mode=False),
+                        torch.set_grad_enabled(run.has_gradients),
+                    ):
+                        value = value.view_as(value)
+                    torch._C._swap_tensor_impl(run.seen[name], value)
             run.before.close()
             outputs = [
                 run.values.get(("output", number, leaf), constant)
@@ -434,15 +451,26 @@ class _Split:
         return member(*args, **kwargs)
 
 
+@torch.enable_grad()
 def _reject_other_result(
-    module: nn.Module, parts: Sequence[nn.Module], inputs: Sequence[Tensor]
+    module: nn.Module,
+    calls: Sequence[Call],
+    layers: Mapping[Layer, nn.Module],
+    inputs: Sequence[Tensor],
 ) -> None:
-    """ConfigError where the layers in a row give another result than the module in evaluation."""
-    for each in (module, *parts):
+    """ConfigError where the layers in a row give another result than the module in evaluation, or
+    another gradient of the smallest trained parameter of a layer."""
+    smallest: dict[str, Tensor] = {}
+    for layer, part in layers.items():
+        trained = {name: each for name, each in part.named_parameters() if each.requires_grad}
+        if trained:
+            name = min(trained, key=lambda name: trained[name].numel())
+            smallest[layer.full_name(name)] = trained[name]
+    for each in (module, *layers.values()):
         _set_mode(each, training=False)
     values: Any = inputs
     try:
-        for part in parts:
+        for part in layers.values():
             values = part(*values)
             values = values if isinstance(values, tuple) else (values,)
     except Exception as reason:
@@ -451,9 +479,55 @@ def _reject_other_result(
             told = one_line(reason).partition(". ")[0]
             why = f"its forward does around its blocks what the meta device cannot run ({told})"
         raise _unfit(module, why) from reason
-    for ours, theirs in zip(tensors_of(values), tensors_of(module(*inputs)), strict=True):
-        if ours.shape != theirs.shape or not torch.allclose(ours, theirs, equal_nan=True, **CLOSE):
+    gradients = _gradients(tensors_of(values), smallest)
+    ours = [each.detach() for each in tensors_of(values)]
+    del values  # and the activations behind it
+    recorded: list[bool] = []
+    hooks = [
+        module.get_submodule(call.name).register_forward_pre_hook(
+            lambda *_: recorded.append(is_recorded())
+        )
+        for call in calls
+    ]
+    try:
+        theirs = tensors_of(module(*inputs))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for one, other in zip(ours, theirs, strict=True):
+        if one.shape != other.shape or not torch.allclose(one, other, equal_nan=True, **CLOSE):
             raise _unfit(module, "its layers one after the other give another result")
+    if recorded != [call.has_gradients for call in calls]:
+        return  # The forward calls torch.no_grad() in one mode only.
+    plain = _gradients(theirs, smallest)
+    largest = max((float(each.abs().max()) for each in plain.values()), default=0.0)
+    for name, gradient in plain.items():
+        within = SAME_GRADIENT * float(gradient.abs().max()) + NOISE * largest
+        if name not in gradients or not torch.allclose(
+            gradients[name], gradient, rtol=0.0, atol=within
+        ):
+            hooked = [path for path, found in _lists(module).items() if found._backward_hooks]
+            more = f", without the backward hooks of {hooked[0]}" if hooked else ""
+            why = f"its layers one after the other give {name} another gradient{more}"
+            raise _unfit(module, why)
+
+
+def _gradients(results: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients of parameters for a weighted sum of results, as a plain sum of a softmax is
+    constant; empty if torch.autograd.grad fails, as it does for some checkpoints."""
+    total = torch.zeros(())
+    try:
+        for each in results:
+            if each.is_floating_point() and each.dim():
+                weights = torch.arange(each.shape[-1], device=each.device).cos()
+                total = total + (each @ weights.to(each.dtype)).sum()
+        found = torch.autograd.grad(total, [*parameters.values()], allow_unused=True)
+    except Exception:
+        return {}
+    return {
+        name: torch.zeros(()) if one is None else one.float().nan_to_num()
+        for name, one in zip(parameters, found, strict=True)
+    }
 
 
 def _as_wide(inputs: Sequence[Tensor], module: nn.Module) -> list[Tensor]:

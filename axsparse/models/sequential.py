@@ -219,9 +219,10 @@ def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
                 )
 
 
-def structure(module: nn.Module) -> nn.Module:
+def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
     """A copy of a module on the meta device, with all that the user has set; its tensors are not
-    copied for this, and neither are hooks of other objects, such as recorders."""
+    copied for this, and neither are hooks of other objects, such as recorders. No parameter of a
+    frozen one is trained."""
     empty: dict[int, Tensor] = {
         id(parameter): like(parameter, parameter.detach().to("meta"))
         for parameter in module.parameters()
@@ -231,7 +232,7 @@ def structure(module: nn.Module) -> nn.Module:
         vars(empty[id(buffer)]).update(vars(buffer))
     shared = {id(hook): hook for hook in _hooks(module) if not _holds_module(hook)}
     made: nn.Module = copy.deepcopy(module, {**empty, **shared})
-    return made
+    return made.requires_grad_(requires_grad=False) if is_frozen else made
 
 
 @torch.no_grad()

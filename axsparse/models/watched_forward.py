@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from traceback import walk_stack
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
@@ -39,6 +41,8 @@ class Call:
     output_spec: Any = None
     keeps_shape: bool = False
     """Whether the result is one tensor like the first argument."""
+    has_gradients: bool = field(default_factory=lambda: is_recorded())
+    """Whether autograd records it, as it does outside `torch.no_grad()`."""
 
     @property
     def name(self) -> str:
@@ -57,11 +61,6 @@ class Call:
             and isinstance(first, Tensor)
             and (first.shape, first.dtype) == (self.outputs[0].shape, self.outputs[0].dtype)
         )
-
-    def forget(self) -> None:
-        """Keep no tensor of the forward that was watched."""
-        for values in (self.leaves, self.outputs):
-            values[:] = [None if isinstance(value, Tensor) else value for value in values]
 
 
 class Apart(Exception):  # noqa: N818 - the choice of lists goes on without one of them
@@ -140,6 +139,13 @@ class Watch(TorchFunctionMode):
         self.exists[-1] |= len(results) != 1 or not any(results[0] is each for each in last)
         self._kept.clear()
         return self
+
+    def forget(self) -> None:
+        """Keep no tensor of the forward."""
+        self.result = None
+        for call in self.calls:
+            for values in (call.leaves, call.outputs):
+                values[:] = [None if isinstance(value, Tensor) else value for value in values]
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -250,6 +256,14 @@ class Watch(TorchFunctionMode):
                     raise Apart(f"{name} runs {called.count(key)} times", of_list)
             if called != keys:
                 raise Apart(f"{path or 'it'} runs in the order {', '.join(called)}", of_list)
+
+
+def is_recorded() -> bool:
+    """Whether autograd records what runs now, or a function of autograd runs it, such as a
+    checkpoint, whose backward does."""
+    return torch.is_grad_enabled() or any(
+        isinstance(frame.f_locals.get("ctx"), FunctionCtx) for frame, _ in walk_stack(None)
+    )
 
 
 def as_constants(arguments: Arguments) -> Arguments:

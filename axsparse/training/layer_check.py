@@ -481,14 +481,15 @@ def _module_of(layer: Layer) -> str:
 
 
 def _distinct(layers: Sequence[BuiltLayer]) -> list[int]:
-    known: list[tuple[nn.Module, str]] = []
+    known: list[tuple[nn.Module, str, list[bool]]] = []
     distinct = []
     for number, layer in enumerate(layers):
         is_sharded = layer.state.group is not None and layer.spec.tp_plan
         given = given_module(layer.spec)
         if given is None:
             given = on_meta(layer.spec) if is_sharded else layer.module
-        kind = given, str(layer.spec.tp_plan)
+        trains = [parameter.requires_grad for parameter in layer.module.parameters()]
+        kind = given, str(layer.spec.tp_plan), trains
         if not any(are_alike(kind, other) for other in known):
             known.append(kind)
             distinct.append(number)

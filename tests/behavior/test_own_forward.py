@@ -33,11 +33,13 @@ MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
     "ResNet": (own_models.ResNet, images, summed_loss),
     "Stages": (own_models.Stages, images, summed_loss),
     "Residual": (own_models.Residual, images, summed_loss),
+    "Probe": (own_models.Probe, images, summed_loss),
     "Gpt": (own_models.Gpt, words, word_loss),
     "TorchEncoder": (own_models.TorchEncoder, words, word_loss),
     "Windows": (own_models.Windows, images, summed_loss),
 }
 USUAL = [("Vit", (1, 1)), ("Dit", (2, 1)), ("ResNet", (1, 2)), ("Gpt", (2, 1))]
+USUAL += [("Probe", layout) for layout in LAYOUTS]
 
 
 def settings(**sections: Any) -> Config:
@@ -63,8 +65,8 @@ def model_of(name: str, module: nn.Module) -> tuple[Model, ArrayDataset]:
 
 @lru_cache(maxsize=4)
 def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and last weights of the module in plain torch, with torch's AdamW; only the order of
-    the data is ours."""
+    """Losses and last weights that train of the module in plain torch, with torch's AdamW; only the
+    order of the data is ours."""
     module, config, (_, data, loss) = made(name).train(), settings(), MODULES[name]
     read, optimizer, losses = data(), config.optimizer, []
     groups = [
@@ -92,7 +94,8 @@ def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
         nn.utils.clip_grad_norm_(module.parameters(), optimizer.clip_norm)
         stepper.step()
         losses.append(total)
-    return losses, {name: each.detach() for name, each in module.named_parameters()}
+    trained = {name: each for name, each in module.named_parameters() if each.grad is not None}
+    return losses, {name: each.detach() for name, each in trained.items()}
 
 
 @pytest.mark.parametrize(("name", "layout"), by_default(USUAL, product(MODULES, LAYOUTS)))

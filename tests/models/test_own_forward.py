@@ -130,6 +130,15 @@ class Skips(nn.Module):
         return out
 
 
+def hooked() -> nn.Module:
+    def softened(_: nn.Module, given: Any, __: Any) -> Any:
+        return (0.1 * given[0],)
+
+    module = own_models.ResNet()
+    module.layer2.register_full_backward_hook(softened)
+    return module
+
+
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return own_models.Vit()
@@ -182,6 +191,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a block never": (lambda: Looped([0, 1]), images),
     "values decide": (own_models.ByValue, images),
     "blocks are written to": (own_models.Told, images),
+    "a list whose hook writes gradients": (hooked, images),
     "no list": (own_models.PatchEmbed, images),
     "a module at both ends": (Twice, images),
     "inputs that do not fit": (own_models.Block, images),

@@ -276,6 +276,34 @@ class Residual(nn.Sequential):
         return x * self.scale
 
 
+class Probe(nn.Module):
+    """Blocks that run without gradients between a stem and blocks that train; a residual passes
+    one of them by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(192, WIDTH)
+        self.backbone = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    @torch.no_grad()
+    def encode(self, x: Tensor) -> Tensor:
+        out: Tensor = self.backbone[0](x).tanh()
+        return out
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.stem(x.flatten(1)).unsqueeze(1)
+        x = first + self.encode(first)
+        with torch.inference_mode():
+            taught = self.backbone[1](x)
+        x = x + taught.clone()
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x.mean(1))
+        return out
+
+
 class Gpt(nn.Module):
     """As nanoGPT writes it: a dictionary of modules, a mask, and one weight at both ends."""
 
