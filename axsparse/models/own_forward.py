@@ -55,7 +55,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 """Within which the layers one after the other give what the module gives."""
 SAME_GRADIENT, NOISE = 0.02, 1e-5
 """The largest difference of two gradients of one parameter, relative to its largest entry and to
-that of all parameters: sums over uses in half precision differ by 1e-2."""
+the largest one of all parameters: sums over uses in half precision differ by 1e-2."""
 
 
 def from_module(

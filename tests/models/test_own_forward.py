@@ -130,13 +130,20 @@ class Skips(nn.Module):
         return out
 
 
-def hooked() -> nn.Module:
-    def softened(_: nn.Module, given: Any, __: Any) -> Any:
+class Hooked(nn.Module):
+    """A list of which a hook makes gradients smaller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.body = nn.Linear(192, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        self.body.register_full_backward_hook(self.soften)
+
+    def soften(self, _: nn.Module, given: Any, __: Any) -> Any:
         return None if given[0] is None else (0.1 * given[0],)
 
-    module = own_models.ResNet()
-    module.layer2.register_full_backward_hook(softened)
-    return module
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.body(self.stem(x.flatten(1)))
+        return out
 
 
 def on_meta() -> nn.Module:
@@ -191,7 +198,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a block never": (lambda: Looped([0, 1]), images),
     "values decide": (own_models.ByValue, images),
     "blocks are written to": (own_models.Told, images),
-    "a list whose hook writes gradients": (hooked, images),
+    "a list whose hook writes gradients": (Hooked, images),
     "no list": (own_models.PatchEmbed, images),
     "a module at both ends": (Twice, images),
     "inputs that do not fit": (own_models.Block, images),
