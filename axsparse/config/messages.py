@@ -32,7 +32,9 @@ OTHER_NAMES = {
         *("beta1", "beta2", "adam_beta1", "adam_beta2"),
     ),
     "optimizer.eps": ("epsilon", "adam_epsilon", "adam_eps"),
-    "optimizer.weight_decay": ("wd", "l2", "weight_decay_rate", "adam_weight_decay"),
+    "optimizer.weight_decay": (
+        *("wd", "l2", "weight_decay_rate", "adam_weight_decay", "optimizer.decay"),
+    ),
     "optimizer.clip_norm": (
         *("max_grad_norm", "gradient_clip", "grad_clip", "clip_grad", "gradient_clip_val"),
         *("gradient_clipping", "max_norm"),
@@ -42,14 +44,20 @@ OTHER_NAMES = {
     "schedule.final_ratio, a fraction of optimizer.learning_rate": (
         *("min_lr", "lr_min", "eta_min"),
     ),
-    "schedule.decay": ("scheduler", "lr_scheduler", "lr_scheduler_type"),
+    "schedule.decay": (
+        *("scheduler", "lr_scheduler", "lr_scheduler_type", "optimizer.schedule", "train.schedule"),
+    ),
     "train.steps": (
         *("max_steps", "num_steps", "total_steps", "iterations", "max_iters", "train_iters"),
+        "optimizer.steps",
     ),
     "train.steps, a number of steps": (
         *("epoch", "epochs", "max_epochs", "num_epochs", "num_train_epochs"),
     ),
-    "train.log_every": ("logging_steps", "log_interval", "print_every"),
+    "train.log_every": (
+        *("logging_steps", "log_interval", "print_every"),
+        *("logging.steps", "logging.interval", "logging.every"),
+    ),
     "train.eval_every": ("eval_interval", "evaluation_interval"),
     "batch.global_batch_size": ("batch_size", "train_batch_size"),
     "batch.microbatch_size": (
@@ -60,9 +68,13 @@ OTHER_NAMES = {
     ),
     "pruning.sparsity": ("amount", "ratio"),
     "pruning.sparsity, 1 minus the density": ("density",),
+    "pruning.sparsity, 0 for none": ("pruning.enabled",),
     "model.sequence_length": ("max_position_embeddings", "n_positions", "n_ctx"),
     "model.hidden_size": ("n_embd", "d_model", "hidden_dim"),
-    "model.num_layers": ("n_layer", "n_layers", "num_hidden_layers"),
+    "model.hidden_size, a quarter of the width of MLPs": (
+        *("ffn_hidden_size", "intermediate_size", "n_inner", "d_ff", "ffn_dim"),
+    ),
+    "model.num_layers": ("n_layer", "n_layers", "num_hidden_layers", "model.layers"),
     "model.num_heads": ("n_head", "n_heads", "num_attention_heads"),
     "model.tie_embeddings": ("tie_word_embeddings",),
     "model.from": ("model_name_or_path",),
@@ -77,7 +89,10 @@ OTHER_NAMES = {
     "precision": ("dtype", "torch_dtype"),
     "precision, such as bf16": ("bf16", "fp16", "amp"),
     "run_dir": ("output_dir", "save_dir", "out_dir"),
-    "checkpoint.every": ("save_every", "save_steps", "save_interval"),
+    "checkpoint.every": (
+        *("save_every", "save_steps", "save_interval", "checkpoint.steps", "checkpoint.interval"),
+    ),
+    "watchdog.timeout, 0 for none": ("watchdog.enabled",),
     "layout.g_tensor": ("tensor_parallel", "tensor_parallel_size", "tp_size", "tp"),
     "layout.g_inter": (
         *("pipeline_stages", "pipeline_parallel", "pipeline_parallel_size", "pp_size", "pp"),
@@ -85,14 +100,19 @@ OTHER_NAMES = {
     "layout.g_data": ("data_parallel", "data_parallel_size", "dp_size", "dp"),
     "seed": ("random_seed", "manual_seed"),
 }
-"""Key -> names that other libraries have for the setting, and that look like no key of ours. What
-follows the key says what its value is, where other libraries have another unit or meaning."""
-GENERAL = ("name", "path")
-"""Last words of keys that say nothing without their section."""
+"""Key -> names that other libraries have for the setting, and that look like no key of ours; with a
+section where they mean it there alone. What follows the key says what its value is, where other
+libraries have another unit or meaning."""
+GENERAL = (
+    *("name", "path", "source", "from", "new", "weights", "layers", "split", "schedule", "method"),
+    *("enabled", "steps", "every", "interval", "initial", "threshold", "gradient", "decay"),
+)
+"""Last words of keys that mean something else in another section."""
 FOREIGN_KEYS = {name: key for key, names in OTHER_NAMES.items() for name in names}
-_SUGGESTIONS = {"string_type": "; write it in quotes", "bool_type": "; write true or false"}
-"""Pydantic's error type -> the suggestion in YAML, where pydantic's text has none."""
-
+OFF = ("null", "false", "'none'", "'off'", "0", "-1")
+"""Values by which other libraries switch something off."""
+SWITCHES_OFF = re.compile(r"[.;]\s((?:0|null)\s[a-z][^.;(]*)")
+"""Matches what the description of a key says of the value that switches it off."""
 NUMBER = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?")
 """Matches a text that is a number in quotes."""
 NEARNESS = 0.7
@@ -123,16 +143,28 @@ def _said(problems: list[Any]) -> str:
         return f"{show(list(value))} is too short; give more entries"
     texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)
     texts = dict.fromkeys(text.replace("a valid tuple", "a list") for text in texts)
-    suggestion = _SUGGESTIONS.get(kind, "") if len(problems) == 1 else ""
-    default = FIELDS.get(_key_of(problems[0]), {}).get("default")
-    if kind == "tuple_type" and isinstance(default, list) and default:
-        suggestion = f" such as {default}"
-    elif kind == "tuple_type" and isinstance(value, str):
-        suggestion = f"; write [{value}]"
-    if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
-        suggestion = "; write it without quotes"
+    suggestion = _suggestion(kind, value, FIELDS.get(_key_of(problems[0]), {}))
     shown = show(list(value) if isinstance(value, tuple) else value)
     return f"{shown} should {' or '.join(texts)}{suggestion}"
+
+
+def _suggestion(kind: str, value: object, field: Mapping[str, Any]) -> str:
+    """The suggestion for pydantic's type of error, where pydantic's text has none."""
+    off, default = SWITCHES_OFF.search(field.get("description", "")), field.get("default")
+    if off is not None and show(value) in OFF:
+        return f"; {' '.join(off[1].split())}"
+    if show(value) in ("null", "''") and default is not None:
+        return f"; leave it out for {show(default)}"
+    if kind == "tuple_type" and isinstance(default, list) and default:
+        return f" such as {default}"
+    if kind == "tuple_type" and isinstance(value, str):
+        entries = re.split(r",\s*", value)
+        return f"; write [{', '.join(e if NUMBER.fullmatch(e) else repr(e) for e in entries)}]"
+    if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
+        return "; write it without quotes"
+    if kind == "string_type" and type(value) in (int, float):
+        return "; write it in quotes"
+    return "; write true or false" if kind == "bool_type" and default != "auto" else ""
 
 
 def _of_another_family(name: str, leaf: str) -> str:
@@ -173,9 +205,13 @@ def unknown_key(key: str, origin: str) -> ConfigError:
         return ConfigError(f"{key} ({origin}): a section has no value; set one of {own}")
     key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
-    leaves = {known.rpartition(".")[2]: known for known in FIELDS}
-    leaves = {name: known for name, known in leaves.items() if name not in GENERAL}
-    near = [names[leaf] for names in (FOREIGN_KEYS, leaves) if leaf in names]
+    leaves: dict[str, str] = {}
+    for known in FIELDS:
+        name = known.rpartition(".")[2]
+        if not (section and name in GENERAL):
+            leaves[name] = f"{leaves[name]} or {known}" if name in leaves else known
+    named = ((FOREIGN_KEYS, key), (FOREIGN_KEYS, leaf), (leaves, leaf))
+    near = [names[each] for names, each in named if each in names]
     # Where the section is right, only the rest distinguishes its keys.
     near += [
         f"{section}.{name}"

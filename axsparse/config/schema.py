@@ -9,6 +9,7 @@ For every setting that may be `auto`, docs/reference/auto.md names the function 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -255,6 +256,11 @@ class PruningConfig(Section):
     layout. It replaces the settings of this section that choose entries, `exclude` included."""
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
+        if self.pattern is not None and not any(parse_pattern(self.pattern)):
+            yield (
+                "pattern",
+                f"{self.pattern!r} is not N:M with 0 < N < M; write 2:4 to keep two of every four",
+            )
         method, at, rewind = self.method, self.at_step, self.rewind_step
         draws = prunes(self) and self.mask is None
         initial = self.initial_sparsity if draws else 0.0
@@ -317,12 +323,19 @@ def _as_yaml(value: object) -> str:
     return "null" if value is None else str(value)
 
 
+def parse_pattern(text: str) -> tuple[int, int]:
+    """The two numbers of a pattern such as "2:4"; 0 and 0 for any other text."""
+    numbers = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text)
+    n, m = map(int, numbers.groups()) if numbers else (0, 0)
+    return (n, m) if 0 < n < m else (0, 0)
+
+
 def final_sparsity(pruning: PruningConfig) -> float:
     """The sparsity that a pattern, or the settings, ask for."""
     if pruning.pattern is None:
         return pruning.sparsity
-    kept, of = map(int, pruning.pattern.split(":"))
-    return 1 - kept / of
+    n, m = parse_pattern(pruning.pattern)
+    return 1 - n / m
 
 
 def prunes(pruning: PruningConfig) -> bool:
@@ -511,7 +524,7 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     """Whether `tensorboard/` in the run directory has them; needs `axsparse[tensorboard]`."""
     wandb: Annotated[str, Field(min_length=1)] | None = None
-    """A project of Weights & Biases that gets them; needs `axsparse[wandb]`. null: none."""
+    """A project of Weights & Biases that gets them; needs `axsparse[wandb]`. null sends nothing."""
 
 
 @dataclass

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from math import isqrt
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -38,10 +38,22 @@ FromList = BeforeValidator(lambda value: tuple(value) if isinstance(value, list)
 """Turns the lists of YAML into the tuples of a frozen configuration."""
 
 
+def _plain(value: Any) -> Any:
+    """The value in Python's own types, if it is a number or an array of numpy or torch."""
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _path_text(value: object) -> object:
+    """The text of a `Path`; PydanticCustomError for null and an empty text."""
+    if value is None or value == "":
+        raise PydanticCustomError("path", "Input should be a path, and not empty")
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _expanded(text: str) -> str:
     """`expanded` of a setting; PydanticCustomError for what is no path."""
-    if not text:
-        raise PydanticCustomError("path", "Input should be a path, and not empty")
     try:
         return expanded(text)
     except ConfigError:
@@ -52,7 +64,7 @@ def _expanded(text: str) -> str:
 
 PathText = Annotated[
     str,
-    BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value),
+    BeforeValidator(_path_text),
     AfterValidator(_expanded),
 ]
 """A path of the user's, a text or a `Path`, in which `~` and `$VARIABLE` are expanded."""
@@ -86,6 +98,11 @@ class Section(BaseModel):
         for key, said in self.broken_rules():
             raise BrokenRule(key, said)
         return self
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _is_of_python(cls, value: object) -> object:
+        return _plain(value)
 
     @field_validator("*", mode="after")
     @classmethod

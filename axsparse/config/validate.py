@@ -165,6 +165,11 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
     for key, why in _without_effect(config):
         if config.origins[key] != "configure":  # as every `auto` is that was decided
             yield f"note: {config.where(key)} {why}"
+    if config.checkpoint.keep_every and not config.checkpoint.every:
+        yield (
+            "note: with checkpoint.every 0, checkpoint.keep_every keeps checkpoints of signals, "
+            "checkpoint.keep_best and Trainer.save alone"
+        )
     steps, warm_up = config.train.steps, config.schedule.warmup_steps
     if warm_up > steps:
         yield (

@@ -36,7 +36,7 @@ from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums,
 from axsparse.models.module_buffers import slots, unfilled_attribute
 from axsparse.models.sequential import reject_script
 from axsparse.models.stand_ins import PartModule, are_alike
-from axsparse.runtime.errors import ConfigError, one_line
+from axsparse.runtime.errors import ConfigError, check_kind, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
@@ -243,7 +243,10 @@ def profile(
     parameters = _by_name(layers)
     if not any(parameter.trained for parameter in parameters.values()):
         raise ConfigError("model: no parameter requires a gradient; there is nothing to train")
-    for metric in model.metrics:
+    named = 'give functions by their names, such as {"top1": ax.count_top1}'
+    check_kind("model: metrics", model.metrics, Mapping, named)
+    for metric, function in model.metrics.items():
+        check_kind(f"metric {metric}", function, Callable, named)
         if metric in ("", "step", "eval_loss", "perplexity"):
             raise ConfigError(
                 f"metric {metric!r}: evaluations have a figure of this name, or it has none; "

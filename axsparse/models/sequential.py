@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Ties, on_meta
 from axsparse.models.module_buffers import named_tensors, slots, unfilled_attribute
 from axsparse.runtime.canonical_form import bytes_of, digest_of
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, check_kind
 
 
 def from_sequential(
     modules: nn.Sequential | Iterable[nn.Module],
     loss: LossFunction,
     *,
-    kinds: Mapping[str, Kind] = {},
+    kinds: Mapping[Any, Kind] = {},
     metrics: Mapping[str, MetricFunction] = {},
     name: str = "sequential",
     example: Callable[[int], tuple[Tensor, ...]] | None = None,
@@ -32,7 +32,7 @@ def from_sequential(
     The layers have their names in the `nn.Sequential`, or "0", "1", … in a list. `loss`, `metrics`
     and `example` are as in `Model`. An `nn.Embedding` is an embedding, the last module with
     parameters is the head, and all others are blocks; `kinds` overrides this for the layers that it
-    names. If the first module is an embedding, its rows are the vocabulary.
+    names, or numbers. If the first module is an embedding, its rows are the vocabulary.
 
     The model starts at the values of the modules, which are not changed by training.
 
@@ -46,6 +46,8 @@ def from_sequential(
     layers = _by_name(modules)
     for module in layers.values():
         reject_unfit(module)
+    check_kind("sequential: kinds", kinds, Mapping, 'write them by layer, as {"0": "embedding"}')
+    kinds = {str(layer): kind for layer, kind in kinds.items()}
     for layer in kinds:
         if layer not in layers:
             raise ConfigError(

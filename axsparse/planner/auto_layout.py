@@ -153,14 +153,15 @@ def resolve_grid(config: Config, ranks: int, num_layers: int) -> Grid:
     else:
         split = config.layout.split
         g_inter = 1 if split == "auto" else len(split)
-        g_data = ranks // g_inter
+        g_data = ranks // g_inter or 1
 
     if ranks != g_inter * g_data:
         tensor = f" × g_tensor {g_tensor}" * (g_tensor > 1)
+        also = " and layout.split" * (config.layout.split != "auto")
         raise ConfigError(
             f"layout: {counted(all_ranks, 'rank')} ≠ g_inter {g_inter} × g_data {g_data}{tensor}; "
             f"start {counted(g_inter * g_data * g_tensor, 'rank')} or set layout.g_inter to "
-            f"{one_of(stages, near=g_inter)} and layout.g_data to auto"
+            f"{one_of(stages, near=g_inter)} and layout.g_data{also} to auto"
         )
     check_split(config, g_inter, num_layers)
     return Grid(g_inter, g_data, g_tensor)

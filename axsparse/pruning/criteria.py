@@ -11,8 +11,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from axsparse.config.schema import ONCE, Config
-from axsparse.pruning.targets import n_of_m, parse_pattern
+from axsparse.config.schema import ONCE, Config, parse_pattern
+from axsparse.pruning.targets import n_of_m
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.masks import Shape, Weight

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from axsparse.config.schema import Config, PruningConfig, prunes
+from axsparse.config.schema import Config, PruningConfig, parse_pattern, prunes
 from axsparse.models.model_profile import ModelProfile, ParameterInfo, match, named_value
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.mask_file import MaskFile, open_masks
@@ -391,18 +391,6 @@ def erdos_renyi_kernel(
 
 
 # -- N:M, as sparse tensor cores need it (2:4) ------------------------------------------
-
-
-def parse_pattern(text: str) -> tuple[int, int]:
-    """The two numbers of a pattern such as "2:4"; ConfigError for any other text."""
-    numbers = re.fullmatch(r"([0-9]+):([0-9]+)", text)
-    n, m = map(int, numbers.groups()) if numbers else (0, 0)
-    if not 0 < n < m:
-        raise ConfigError(
-            f"pruning.pattern: {text!r} is not N:M with 0 < N < M; write 2:4 to keep two of "
-            "every four"
-        )
-    return n, m
 
 
 def check_pattern(

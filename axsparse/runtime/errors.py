@@ -16,8 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import UnionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 EXIT_DATA = 65
 EXIT_MISSING = 66
@@ -116,10 +115,8 @@ def _why(reason: OSError | ValueError) -> str | None:
     raise reason
 
 
-def check_kind(
-    what: str, given: object, kinds: type | UnionType | tuple[type, ...], suggestion: str
-) -> None:
-    """ConfigError for an argument of the Python API that is of another type."""
+def check_kind(what: str, given: object, kinds: Any, suggestion: str) -> None:
+    """ConfigError for an argument of the Python API that is of none of the `isinstance` kinds."""
     if not isinstance(given, kinds):
         raise ConfigError(f"{what} is {type(given).__name__}; {suggestion}")
 

@@ -340,11 +340,12 @@ class _Comparison:
         for number, pair in enumerate(zip(record.outputs, outputs, strict=False)):
             found = _difference(pair[0], pair[1].detach(), TOLERANCE[self.plan.dtype])
             if found is not None:
+                precision = self.plan.config.precision
+                fp32 = ", or set precision: fp32" * (precision != "fp32")
                 raise ConfigError(
                     f"layer {name}: output {number} differs by {found[0]:.2g}, where the largest "
-                    f"entry is {found[1]:.2g}, if its inputs are not rounded to "
-                    f"{self.plan.config.precision} before; shift and scale samples in the "
-                    f"data set, or set precision: fp32; {self._suggestion()}"
+                    f"entry is {found[1]:.2g}, if its inputs are not rounded to {precision} "
+                    f"before; shift and scale samples in the data set{fp32}; {self._suggestion()}"
                 )
 
     def _changes_from_call_to_call(self, plain: Run) -> bool:

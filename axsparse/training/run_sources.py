@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
@@ -82,7 +82,7 @@ def tokens(
 ModelSource = Model | nn.Module | Hf | str | None
 """A model, a module, `ax.hf(folder)`, the name of a model such as "gpt", or None for the settings'
 model."""
-DataSource = Dataset | tuple[Dataset, Dataset] | Datasets | Tokens | Callable[[], Datasets] | None
+DataSource = Dataset | Sequence[Dataset] | Datasets | Tokens | Callable[[], Datasets] | None
 """Training data, a pair with validation data, `ax.tokens(path)`, a function that opens them where
 they are read, or None for the settings' data."""
 
@@ -179,12 +179,17 @@ def _opener(data: DataSource, config: Config) -> Callable[[], Datasets]:
         return partial(open_datasets, config)
     if isinstance(data, FunctionType | partial | MethodType):
         return data
-    if isinstance(data, tuple):
+    if isinstance(data, tuple) or (isinstance(data, list) and any(map(_is_dataset, data))):
         if len(data) != 2:
             raise ConfigError(f"Trainer: data are {len(data)} data sets; give (train, validation)")
         data = Datasets(*data)
     datasets = data if isinstance(data, Datasets) else Datasets(cast(Dataset, data))
     return lambda: datasets
+
+
+def _is_dataset(given: object) -> bool:
+    """Whether it is meant as a data set, and not as a sample."""
+    return hasattr(given, "read") or isinstance(given, DataLoader | torch.utils.data.Dataset)
 
 
 @dataclass(frozen=True)

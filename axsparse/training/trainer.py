@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ from axsparse.runtime.errors import (
     ConfigError,
     StoppedError,
     TrainingError,
+    check_kind,
     everywhere,
     note_errors,
 )
@@ -157,7 +159,7 @@ class Trainer:
         TrainingError where a GPU has no memory for the state.
         """
         job = own_job()
-        if isinstance(learning_rate, (int, float)):
+        if isinstance(learning_rate, (int, float, Real)):
             settings["learning_rate"], learning_rate = learning_rate, None
         given = together(
             job.transport,
@@ -468,9 +470,12 @@ class Trainer:
         `evaluate`, `save` and those that give weights or masks. ConfigError for others.
         """
         self._reject_closed("train")
+        given = dict(zip(CALLBACKS, (on_step, on_evaluation, on_checkpoint), strict=True))
+        for name, function in given.items():
+            way = "give a function; the number of steps is train.steps"
+            check_kind(f"train: {name}", function, Callable | None, way)
         with self._call("train", in_callbacks=False), self._ending_on_failure():
-            given = (on_step, on_evaluation, on_checkpoint)
-            self._callbacks = dict(zip(CALLBACKS, given, strict=True))
+            self._callbacks = given
             if on_evaluation is not None and not self._evaluates:
                 self.recorder.say(
                     "warning: on_evaluation is never called: there are no validation data, or "

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -91,6 +94,23 @@ def test_what_only_yaml_1_1_takes_for_a_value_is_text(text: str, value: str) -> 
 
 def test_a_path_may_be_given_as_such(tmp_path: Path) -> None:
     assert configure({"run_dir": tmp_path}).run_dir == str(tmp_path)
+
+
+def test_numbers_and_arrays_of_numpy_and_torch_are_those_of_python() -> None:
+    values = {
+        "train.steps": np.int64(2),
+        "optimizer.learning_rate": torch.tensor(0.5),
+        "optimizer.betas": np.array([0.5, 0.75]),
+        "layout.split": (np.int32(1), 3),
+    }
+
+    config = configure(values)
+
+    assert config.train.steps == 2
+    assert config.optimizer.learning_rate == 0.5
+    assert config.optimizer.betas == (0.5, 0.75)
+    assert config.layout.split == (1, 3)
+    assert configure(yaml.safe_load(to_yaml(config))) == config
 
 
 def test_lists_anchors_and_a_byte_order_mark_are_read(write: Write) -> None:

@@ -34,8 +34,11 @@ def test_consistent_settings_pass(overrides: tuple[str, ...]) -> None:
 
 def test_what_may_not_be_meant_is_remarked() -> None:
     settings = ["schedule.warmup_steps=50", "train.steps=20", "batch.global_batch_size=48"]
+    settings += ["checkpoint.every=0", "checkpoint.keep_every=3"]
 
     assert [*remarks(configure(None, settings), 68)] == [
+        "note: with checkpoint.every 0, checkpoint.keep_every keeps checkpoints of signals, "
+        "checkpoint.keep_best and Trainer.save alone",
         "note: the warm-up of 50 steps is longer than the run, so that the learning rate does not "
         "reach its peak (schedule.warmup_steps)",
         "note: 20 steps of 48 samples go 14.1 times over the data, which has 68 (train.steps, "

@@ -61,7 +61,7 @@ def test_layers_have_the_modules_names_and_kinds() -> None:
 def test_lists_are_numbered_embeddings_are_found_and_kinds_can_be_said() -> None:
     modules = [nn.Embedding(9, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2), nn.ReLU()]
 
-    found = profile(from_sequential(modules, summed_loss, kinds={"1": "embedding"}))
+    found = profile(from_sequential(modules, summed_loss, kinds={1: "embedding"}))
 
     assert [(layer.name, layer.kind) for layer in found.layers] == [
         ("0", "embedding"),

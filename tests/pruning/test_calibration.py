@@ -16,13 +16,12 @@ from support.runs import VOCABULARY, job_alone, tiny_config, tiny_gpt, token_dat
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, parse_pattern
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.calibration import CalibrationProgress
-from axsparse.pruning.targets import parse_pattern
 from axsparse.training.trainer import build
 
 SAMPLES = 6

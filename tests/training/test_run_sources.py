@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.hf import write_llama
@@ -68,6 +69,15 @@ def test_a_setting_knows_where_it_was_given(tmp_path: Path) -> None:
     assert loaded.where("precision") == "precision (default)"
 
 
+def test_a_peak_learning_rate_may_be_a_number_of_numpy() -> None:
+    peak: Any = np.float32(0.5)
+
+    trainer = ax.Trainer(MODEL, DATA, learning_rate=peak, quiet=True, global_batch_size=6)
+    trainer.close()
+
+    assert trainer.config.optimizer.learning_rate == 0.5
+
+
 def test_settings_that_the_call_replaces_are_named_at_the_start(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,7 +98,8 @@ def test_settings_that_the_call_replaces_are_named_at_the_start(
 
 
 @pytest.mark.parametrize(
-    "data", [DATA, (DATA, DATA), ax.Datasets(DATA, DATA), lambda: ax.Datasets(DATA, DATA)]
+    "data",
+    [DATA, (DATA, DATA), [DATA, DATA], ax.Datasets(DATA, DATA), lambda: ax.Datasets(DATA, DATA)],
 )
 def test_data_are_one_or_a_pair_or_a_function_of_them(data: Any) -> None:
     opened = run_sources(MODEL, data, None, {}).open_datasets()
