@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
+from axsparse.models.model_profile import COPIABLE
 from axsparse.models.module_buffers import named_tensors, replaced, slots
 from axsparse.models.sequential import PLAIN, OwnValues, reject_unfit, structure
 from axsparse.models.stand_ins import (
@@ -212,7 +213,10 @@ class _Split:
         self._calls, self._arguments, self._used = watch.calls, watch.arguments, watch.used
         self._dtypes = [tensor.dtype for tensor in inputs]
         self._lists = {call.path for call in self._calls}
-        self._meta = structure(module).requires_grad_(requires_grad=False)
+        try:
+            self._meta = structure(module).requires_grad_(requires_grad=False)
+        except Exception as reason:
+            raise _unfit(module, f"it has no copy ({one_line(reason)})", COPIABLE) from reason
         self._put_stand_ins()
         self._owned = self._owners(watch)
         self._items: list[tuple[str, int]] = []

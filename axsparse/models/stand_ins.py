@@ -50,6 +50,8 @@ class StandIn(nn.Module):
         vars(self)["_run"] = run
 
     def __getattr__(self, name: str) -> Any:
+        if name == "__deepcopy__":  # of a parametrized layer, which would copy the layer
+            raise AttributeError(name)
         return getattr(vars(self)["_layer"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

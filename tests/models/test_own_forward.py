@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +147,12 @@ class Hooked(nn.Module):
         return out
 
 
+def locked() -> nn.Module:
+    module = own_models.Vit()
+    module.blocks[0].lock = threading.Lock()  # type: ignore[assignment]
+    return module
+
+
 def on_meta() -> nn.Module:
     with torch.device("meta"):
         return own_models.Vit()
@@ -199,6 +206,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "values decide": (own_models.ByValue, images),
     "blocks are written to": (own_models.Told, images),
     "a list whose hook writes gradients": (Hooked, images),
+    "no copy": (locked, images),
     "no list": (own_models.PatchEmbed, images),
     "a module at both ends": (Twice, images),
     "inputs that do not fit": (own_models.Block, images),
@@ -208,6 +216,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
+@pytest.mark.filterwarnings("ignore:Full backward hook")
 @pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
 def test_a_forward_of_another_form_is_refused_by_name(case: str, line: str) -> None:
     module, data = REFUSED[case]

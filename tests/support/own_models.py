@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 from axsparse.data.dataset import ArrayDataset
 
@@ -261,11 +262,11 @@ class Stages(nn.Module):
 
 
 class Residual(nn.Sequential):
-    """A list with a forward and a parameter of its own."""
+    """A list of parametrized members, with a forward and a parameter of its own."""
 
     def __init__(self) -> None:
         first = nn.Sequential(nn.Flatten(), nn.Linear(192, WIDTH))
-        super().__init__(first, *(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+        super().__init__(first, *(weight_norm(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
         self.scale = nn.Parameter(torch.full((WIDTH,), 0.5))
 
     def forward(self, x: Tensor) -> Tensor:
