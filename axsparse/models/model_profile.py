@@ -513,17 +513,11 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
             f"layer {layer.name}: {unfilled!r} is a tensor without values, since `init` fills "
             "parameters only; make it in the forward, or leave Layer's init out"
         )
-    for prefix, child in module.named_modules():
+    for child in module.modules():
         if isinstance(child, nn.SyncBatchNorm):
             raise ConfigError(
                 f"layer {layer.name}: SyncBatchNorm needs torch.distributed, and its results would "
                 "depend on the layout; use BatchNorm, which sees one microbatch"
-            )
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.max_norm is not None:
-            raise ConfigError(
-                f"layer {layer.name}: parameter {f'{prefix}.weight'.lstrip('.')!r} has a max_norm, "
-                "by which a forward writes to weights: replicas would drift apart; leave max_norm "
-                "out, and normalize the rows that the forward has looked up"
             )
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):

@@ -236,7 +236,8 @@ class LayerRunner:
             if is_changed:
                 raise ConfigError(
                     f"layer {self.name}: its forward writes to parameter {name!r}, whose masters "
-                    "keep their values; compute with a changed copy (weight.clamp(…), not clamp_)"
+                    "keep their values; compute with a changed copy (weight.clamp(…), not clamp_, "
+                    "and no max_norm)"
                 )
 
     def _call(self, inputs: Tensors) -> object:

@@ -108,12 +108,6 @@ def masks_digest(layers: Iterable[BuiltLayer]) -> int:
     return int.from_bytes(digest.digest(), "big") >> 12
 
 
-def bits_digest(values: Tensor) -> int:
-    """A 52-bit hash (exact as a float) of the bits of a tensor."""
-    raw = bytes_of(values.detach().cpu().contiguous()).numpy()
-    return int.from_bytes(hashlib.blake2b(raw.tobytes(), digest_size=8).digest(), "big") >> 12
-
-
 def weights_digest(layers: Iterable[BuiltLayer]) -> int:
     """A 52-bit hash (exact as a float) of sums of the weights' bits; waits for a GPU once. It is a
     sum over weights, modulo 2⁵², so that the hashes of a model's stages add to the model's."""

@@ -26,7 +26,6 @@ from axsparse.data_parallel.step_consensus import (
     StepConsensus,
     StepResult,
 )
-from axsparse.models.module_buffers import slots
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine
 from axsparse.pruning.methods.pruner import MaskUpdate
@@ -39,13 +38,12 @@ from axsparse.samo.backend import to_host
 from axsparse.samo.fixed_point import UnitFit, Units
 from axsparse.samo.gradient_hooks import GradientCollector
 from axsparse.samo.layer_construction import BuiltLayer
-from axsparse.samo.masks import bits_digest, masks_digest, weights_digest
+from axsparse.samo.masks import masks_digest, weights_digest
 from axsparse.samo.offload import Offload
 from axsparse.samo.optim.optimizer import Hyper
 from axsparse.samo.optim.update import clip_factor, norm_partials, update
 from axsparse.samo.shards import Replicas
 from axsparse.samo.tensor_state import TensorState
-from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_steps
 from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.plan import RunPlan
@@ -72,7 +70,6 @@ class Step:
     weights: WeightGather
     statistics: RunningStatistics
     replicas: Replicas
-    tp_group: TensorGroup | None
     offload: Offload | None
     transport: Transport
     phases: Phases
@@ -162,8 +159,6 @@ class Step:
             if every and (self.progress.step + 1) % every == 0:
                 with self.phases("optimizer"):
                     digest = weights_digest(self.layers)
-                if self.tp_group is not None:
-                    reject_partial_gradients(self.tp_group, self.layers, self._coords.stage)
             verdict = self._agree(losses, notice, digest)
             if self._units is None or not verdict.finite:
                 return verdict
@@ -375,33 +370,6 @@ UNEQUAL_MASKS = (
     "masks: replica {replica} keeps other entries than replica 0 on stage {stage}; masks must "
     "depend on seed, names and weights only"
 )
-
-
-def reject_partial_gradients(group: TensorGroup, layers: Sequence[BuiltLayer], stage: int) -> None:
-    """ConfigError if tensor-parallel ranks have other gradients of a parameter that all of them
-    have, or other buffers. All ranks call this together."""
-    states = [layer.state for layer in layers]
-    for state in states:
-        # Replicas may share the state of each rank in another way, as shards keep other numbers of
-        # entries.
-        state.gather_gradient()
-    full = {
-        f"{tensor.name}: its gradient": state.gradient_of(tensor)
-        for state in states
-        for tensor in state.owned
-        if tensor.shard is None
-    }
-    for layer in layers:
-        kept = (slot for slot in slots(layer.module) if slot.persists)
-        full |= {f"{layer.spec.full_name(slot.name)}: this buffer": slot.tensor for slot in kept}
-    digests = torch.tensor([bits_digest(values) for values in full.values()], dtype=torch.float64)
-    for what, of_ranks in zip(full, group.gather_rows(digests).t().tolist(), strict=True):
-        if len(set(of_ranks)) > 1:
-            raise ConfigError(
-                f"{what} differs between the ranks of stage {stage}, so that it sees "
-                'some heads or features only; make its module "replicated" in Layer.tp_plan, move '
-                'it in front of the colwise module, or make that "gather_output"'
-            )
 
 
 def reject_drifted_weights(verdict: StepResult, step: int, grid: Grid) -> None:

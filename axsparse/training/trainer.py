@@ -356,7 +356,6 @@ class Trainer:
             weights=WeightGather(gradients, backoff, self.phases),
             statistics=self.statistics,
             replicas=options.replicas,
-            tp_group=self.tp_group,
             offload=self.offload,
             transport=transport,
             phases=self.phases,
