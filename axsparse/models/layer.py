@@ -200,9 +200,9 @@ def mismatched_values(tensor: Tensor, *, trained: bool) -> str:
 
     Values that are not trained may be infinite, such as a mask of scores.
     """
-    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+    if tensor.layout != torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
-        return f"a {'quantized' if tensor.is_quantized else kind} tensor, not dense numbers"
+        return f"a {kind} tensor, not dense numbers"
     if not tensor.is_floating_point() or not can_be_stored(tensor):
         return f"{str(tensor.dtype).removeprefix('torch.')}, not real floating-point numbers"
     if not trained or not tensor.numel():
