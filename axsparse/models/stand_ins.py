@@ -82,8 +82,9 @@ class PartModule(nn.Module):
     def forward(self, *inputs: Tensor) -> Any:
         """The outputs of the layer for its inputs."""
         parts, run = vars(self)["_parts"], vars(self)["_run"]
-        for module in parts.values():
-            module.training = self.training
+        for name, module in parts.items():
+            if self._modules.get(name) is not module:
+                module.training = self.training
         outputs = run(parts, *inputs)
         return outputs[0] if len(outputs) == 1 else outputs
 

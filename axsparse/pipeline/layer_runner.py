@@ -110,8 +110,8 @@ class LayerRunner:
         self._state = state
         self._module = module
         self._is_recomputed = is_recomputed
-        self._modes = [(each, each.training) for each in module.modules()]
-        """All modules, and whether they train: one that was set to evaluation stays there."""
+        self._modes: list[tuple[nn.Module, bool]] | None = None
+        """All modules, and whether they train otherwise, within an evaluation; else None."""
         self._slots = slots(module)
         self._changing: list[BufferSlot] | None = None
         """The buffers that a training forward changes; None until the first call has shown them."""
@@ -132,7 +132,7 @@ class LayerRunner:
         Here and in `evaluate`, the caller preserves the global generators.
         """
         self._expand()
-        self._set_mode(training=True)
+        self.end_evaluation()
         record = self.record
         if record is not None:
             inputs = record.begin(inputs, key, self._slots)
@@ -145,9 +145,12 @@ class LayerRunner:
         return outputs if record is None else record.end(outputs, self._slots)
 
     def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
-        """The outputs of an evaluation, which must not change a buffer that is state."""
+        """The outputs of an evaluation, which must not change a buffer that is state. The module
+        stays in evaluation until `end_evaluation`."""
         self._expand()
-        self._set_mode(training=False)
+        if self._modes is None:
+            self._modes = [(each, each.training) for each in self._module.modules()]
+            self._set_mode(training=False)
         seed_all(*key, "evaluate")
         return self._own(inputs)
 
@@ -157,13 +160,19 @@ class LayerRunner:
         if self._state is not None:
             self._state.expand()
 
-    def _set_mode(self, *, training: bool) -> None:
-        """Set the modes of all modules, if any differs: the check takes a hundredth of torch's
-        time."""
-        if any(each.training is not (training and trains) for each, trains in self._modes):
-            switch_mode(self.name, self._module, training=training)
+    def end_evaluation(self) -> None:
+        """Give the modules the modes that the first evaluation since has found, which may be the
+        user's: a frozen normalisation stays in evaluation."""
+        if self._modes is not None:
+            self._set_mode(training=True)
             for each, trains in self._modes:
-                each.training = each.training and trains
+                each.training = trains
+            self._modes = None
+
+    def _set_mode(self, *, training: bool) -> None:
+        """Set the modes of all modules, if any of them trains otherwise."""
+        if any(trains for _, trains in self._modes or ()):
+            switch_mode(self.name, self._module, training=training)
 
     # -- recomputation ------------------------------------------------------------------
 

@@ -90,6 +90,8 @@ def evaluate(
             if coords.is_last and coords.tp_rank == 0:
                 targets += batch.num_targets
             after_batch(step + 1, asked)
+    for layer in engine.stage.layers:
+        layer.end_evaluation()
     rows = sum_by_owner(transport.world, transport.backoff, [*exact_sum(losses), targets, *counts])
     sums, remainders, *columns = (list(column) for column in zip(*rows, strict=True))
     total_targets, *totals = map(sum, columns)

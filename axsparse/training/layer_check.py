@@ -209,6 +209,9 @@ def _first_failure(
             module = kept.enter_context(_plain_module(layer, weights, record, config.seed))
             if trains_all or _module_of(layer.spec).startswith(OWN_MODELS):
                 module.train()
+            modes = {path: child.training for path, child in layer.module.named_modules()}
+            for path, child in module.named_modules():  # The user may have set those of the copy.
+                child.training = modes.get(path, child.training)
             try:
                 comparison = _Comparison(plan, layer, record, module)
                 comparison.reject_difference()

@@ -55,6 +55,21 @@ def test_activations_are_recomputed_from_the_first_forward_on(is_recomputed: boo
     assert module.weight.grad.item() == 6
 
 
+def test_a_mode_that_is_set_between_two_steps_stays_set_behind_an_evaluation() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3))
+    layer, inputs = LayerRunner("layer", module, is_recomputed=False), (torch.ones(2, 3),)
+    modes = []
+    for step in range(3):
+        layer.train(inputs, (0, "layer", step, 0))
+        layer.evaluate(inputs, (0, "layer", step, 0))
+        modes.append([each.training for each in module.modules()])
+        layer.end_evaluation()
+        modes.append([each.training for each in module.modules()])
+        module[0].eval()
+
+    assert modes == [[False] * 3, [True] * 3, *[[False] * 3, [True, False, True]] * 2]
+
+
 # -- fused layers ---------------------------------------------------------------------------
 
 
