@@ -141,16 +141,13 @@ def load_settings(
     A source is what `configure` takes or has returned. Settings are by dotted keys, or by their
     last parts alone where only one key ends so. Raises what `configure` raises.
     """
+    way = 'give a path, a dict such as {"pruning.sparsity": 0.5}, or what configure returns'
+    check_kind("Trainer: config", source, (Config, Mapping, str, Path, NoneType), way)
     if isinstance(source, Config):
         values, name = source.by_key(), source._source.name
         settings = {key: Setting(values[key], origin) for key, origin in source.origins.items()}
-    elif source is None or isinstance(source, (Mapping, str, Path)):
-        settings, name = _read(source, "config")
     else:
-        raise ConfigError(
-            f"Trainer: config is {type(source).__name__}; give a path, a dict such as "
-            '{"pruning.sparsity": 0.5}, or what configure returns'
-        )
+        settings, name = _read(source, "config")
     for given in above:
         said = ((full_key(key), Setting(value, "Trainer")) for key, value in given.items())
         settings.update(_once(said))

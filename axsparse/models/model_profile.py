@@ -29,6 +29,7 @@ from axsparse.models.layer import (
     Model,
     StartValues,
     TensorShard,
+    Tie,
     Ties,
     on_meta,
 )
@@ -40,6 +41,7 @@ from axsparse.runtime.errors import ConfigError, check_kind, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
+EXAMPLE = "give a function of a number of samples, such as lambda n: (inputs[:n],)"
 COPIABLE = (
     "give a module that copy.deepcopy can copy; if it has hooks of torch.nn.utils.prune or "
     "weight_norm, call prune.remove or remove_weight_norm before"
@@ -229,11 +231,8 @@ def profile(
     if not model.layers:
         raise ConfigError("model: no layers; a model is a list of at least one")
     for number, given in enumerate(model.layers):
-        if not isinstance(given, Layer):
-            raise ConfigError(
-                f"model: layer {number} is {type(given).__name__}; make it Layer(name, build), or "
-                "the model with from_sequential"
-            )
+        way = "make it Layer(name, build), or the model with from_sequential"
+        check_kind(f"model: layer {number}", given, Layer, way)
     tracer = None
     if model.example is not None:
         example = example_of(model.example, samples)
@@ -287,6 +286,7 @@ def _by_name(layers: Sequence[LayerInfo]) -> dict[str, ParameterInfo]:
 
 def example_of(make: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Tensor, ...]:
     """The inputs that `Model.example` makes; ConfigError if these are not tensors."""
+    check_kind("Model.example", make, Callable, EXAMPLE)
     inputs = make(samples)
     if not isinstance(inputs, tuple) or not all(isinstance(tensor, Tensor) for tensor in inputs):
         raise ConfigError(
@@ -549,6 +549,8 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
 def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> Ties:
     """The model's ties; ConfigError for a tie that does not fit the parameters."""
     order = list(parameters)
+    for number, tie in enumerate(model.ties):
+        check_kind(f"model: tie {number}", tie, Tie, "make it Tie(first, second)")
     used = [name for tie in model.ties for name in (tie.first, tie.second)]
     for tie in model.ties:
         pair = [parameters[name] for name in (tie.first, tie.second) if name in parameters]

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
-from axsparse.models.model_profile import COPIABLE
+from axsparse.models.model_profile import COPIABLE, EXAMPLE
 from axsparse.models.module_buffers import named_tensors, replaced, slots
 from axsparse.models.sequential import PLAIN, OwnValues, reject_unfit, structure
 from axsparse.models.stand_ins import (
@@ -77,6 +77,7 @@ def from_module(
     Raises ConfigError for a module that has no such forward.
     """
     check_kind("from_module: module", module, nn.Module, "give an nn.Module")
+    check_kind("from_module: example", example, Callable, EXAMPLE)
     reject_unfit(module)
     inputs = _as_wide(example(2), module)
     modes = [(child, child.training) for child in module.modules()]

@@ -194,11 +194,8 @@ def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Modul
     )
     layers: dict[str, nn.Module] = {}
     for layer, module in named:
-        if not isinstance(module, nn.Module):
-            raise ConfigError(
-                f"sequential: {layer} is {type(module).__name__}; give torch.nn.Modules, "
-                "a function as the forward of one"
-            )
+        way = "give torch.nn.Modules, a function as the forward of one"
+        check_kind(f"sequential: {layer}", module, nn.Module, way)
         layers[layer] = module
     return layers
 

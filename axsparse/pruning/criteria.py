@@ -13,7 +13,7 @@ from torch import Tensor
 
 from axsparse.config.schema import ONCE, Config, parse_pattern
 from axsparse.pruning.targets import n_of_m
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, check_kind
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import (
@@ -211,6 +211,7 @@ def _reject_arguments(config: Config, score: Score) -> None:
     """ConfigError for a score that cannot be called with the arguments that the method has when it
     draws masks."""
     pruning = config.pruning
+    check_kind("Trainer: score", score, Callable, "give a function of a tensor's name and weights")
     found = _signature(score)
     if found is None:
         return

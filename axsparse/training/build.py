@@ -42,7 +42,7 @@ from axsparse.pruning.methods.pruner import Pruner
 from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Collective, Link, Transport
 from axsparse.runtime.console import Console, make_console
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, check_kind
 from axsparse.runtime.exchange import gather_texts, text_of_first, together
 from axsparse.runtime.job import Job
 from axsparse.runtime.machine import give_back_at_once, keep_freed_blocks
@@ -181,17 +181,11 @@ def reject_arguments(
 ) -> None:
     """ConfigError for rules of wrong types, which would otherwise be found deep within, and for
     arguments of a trainer that exclude each other; `starts` says which of them are given."""
-    if not isinstance(optimizer, Optimizer | None):
-        raise ConfigError(
-            f"Trainer: optimizer is {type(optimizer).__name__}; give an ax.Optimizer, or leave it "
-            "out and set optimizer.name"
-        )
+    way = "give an ax.Optimizer, or leave it out and set optimizer.name"
+    check_kind("Trainer: optimizer", optimizer, Optimizer | None, way)
+    way = "give a number, or a function of the number of a step"
+    check_kind("Trainer: learning_rate", learning_rate, Callable | None, way)
     if learning_rate is not None:
-        if not callable(learning_rate):
-            raise ConfigError(
-                f"Trainer: learning_rate is {type(learning_rate).__name__}; give a number, or a "
-                "function of the number of a step"
-            )
         own_learning_rate(learning_rate, 0)
     given = [name for name, is_given in starts.items() if is_given]
     if len(given) > 1:

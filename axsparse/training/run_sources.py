@@ -116,11 +116,13 @@ def run_sources(
         of_model = model.settings
     elif isinstance(model, str):
         of_model = {"model.name": model}
-    elif model is not None and not isinstance(model, Model | nn.Module):
-        raise ConfigError(
-            f"Trainer: model is {type(model).__name__}; give an nn.Module and loss=, an ax.Model, "
-            "ax.hf(folder), or leave it out for that of the settings"
-        )
+    check_kind(
+        "Trainer: model",
+        model,
+        Model | nn.Module | Hf | str | None,
+        "give an nn.Module and loss=, an ax.Model, ax.hf(folder), or leave it out for that of the "
+        "settings",
+    )
     of_data = data.settings if isinstance(data, Tokens) else {}
     whole = load_settings(config, of_model, of_data, settings)
     kind = type(model).__name__
