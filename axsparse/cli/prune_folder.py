@@ -262,6 +262,7 @@ def _prepare(order: PruneOrder) -> None:
     request = Request(
         inputs=order.data,
         out=order.work / "tokens",
+        written=(order.work, order.out),
         validation=order.validation,
         validation_fraction=0.0 if order.validation else 0.05,
         tokenizer=order.source,

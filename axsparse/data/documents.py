@@ -14,7 +14,7 @@ import os
 import re
 import stat
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -434,19 +434,19 @@ class DocumentSource:
 
 
 def find_sources(
-    training: Sequence[Path], validation: Sequence[Path], out: Path
+    training: Sequence[Path], validation: Sequence[Path], *written: Path
 ) -> tuple[list[DocumentSource], list[tuple[str, str]]]:
     """The named files, and the files below named folders in the order of their paths.
 
-    Hidden files, links to folders and the folder `out` are skipped. Each file is read once, as
-    validation data if it is named as both. Returned second are the names of files and folders that
-    are left out, and why. Raises MissingInputError for a path that is neither a file nor a folder,
-    ConfigError for a folder of several splits.
+    Hidden files, links to folders and the folders that are `written` are skipped. Each file is read
+    once, as validation data if it is named as both. Returned second are the names of files and
+    folders that are left out, and why. Raises MissingInputError for a path that is neither a file
+    nor a folder, ConfigError for a folder of several splits.
     """
     found: dict[str, DocumentSource] = {}
     left_out: list[tuple[str, str]] = []
     for paths, is_validation in ((validation, True), (training, False)):
-        for path in _files(paths, out.resolve(), left_out):
+        for path in _files(paths, {folder.resolve() for folder in written}, left_out):
             try:
                 status = path.stat()
                 if not stat.S_ISREG(status.st_mode):
@@ -460,7 +460,9 @@ def find_sources(
     return list(found.values()), left_out
 
 
-def _files(paths: Sequence[Path], out: Path, left_out: list[tuple[str, str]]) -> Iterator[Path]:
+def _files(
+    paths: Sequence[Path], written: Collection[Path], left_out: list[tuple[str, str]]
+) -> Iterator[Path]:
     for path in paths:
         if path.is_file():
             yield path
@@ -475,7 +477,9 @@ def _files(paths: Sequence[Path], out: Path, left_out: list[tuple[str, str]]) ->
             path, onerror=lambda error: left_out.append((error.filename, UNREADABLE))
         ):
             at = Path(folder)
-            subfolders[:] = [n for n in subfolders if n[0] != "." and (at / n).resolve() != out]
+            subfolders[:] = [
+                n for n in subfolders if n[0] != "." and (at / n).resolve() not in written
+            ]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
         if any(_format(name) in DATA_SETS for name in names):
             others = {name for name in names if _format(name) not in (*READERS, ".txt")}

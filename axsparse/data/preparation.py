@@ -108,6 +108,8 @@ class Request:
     """Files and folders of text."""
     out: Path
     """The folder that receives the tokens."""
+    written: tuple[Path, ...] = ()
+    """Other folders that are written to, and therefore not read."""
     validation: tuple[Path, ...] = ()
     """Files and folders whose documents form the validation part."""
     validation_fraction: float = 0.0
@@ -175,7 +177,9 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
     with writing(f"--out: {out}", "free the disk, or choose another place"):
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out, console):
-            sources, left_out = find_sources(request.inputs, request.validation, out)
+            sources, left_out = find_sources(
+                request.inputs, request.validation, out, *request.written
+            )
             firsts = [*first_contents(sources, request.reading)]
             chats = [content for content in firsts if isinstance(content, Chat)]
             template = ChatTemplate(given) if chats else None

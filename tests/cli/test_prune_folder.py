@@ -56,10 +56,13 @@ def pruned(cwd: Path, out: str, *more: str, ranks: int = 1) -> dict[str, torch.T
 
 def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path: Path) -> None:
     write_folder(tmp_path / "model")
-    out = "it's [out]: #1"
+    out = "texts/it's [out]: #1"
 
     found = pruned(tmp_path, out)
 
+    read = read_sidecar(tmp_path / f"{out}.run" / "tokens", "--out").sources
+    there = [path for name in ("texts", "held") for path in (tmp_path / name).iterdir()]
+    assert read.files == sum(path.is_file() for path in there), "what is written is not read"
     gates = "model.layers.1.mlp.gate_proj.weight"
     assert float((found[gates] == 0).float().mean()) == pytest.approx(0.5, abs=0.02)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / out)

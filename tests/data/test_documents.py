@@ -453,9 +453,10 @@ def write(root: Path, *names: str) -> Path:
 
 def test_files_below_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) -> None:
     root = write(tmp_path, "b", "a/z", "a/b/c", "a.txt", ".hidden", ".git/config", "out/train")
+    write(tmp_path, "a/of.run/run.lock")
     (root / "loop").symlink_to(root, target_is_directory=True)
 
-    found, _ = find_sources([root], [], root / "out")
+    found, _ = find_sources([root], [], root / "out", root / "a" / "of.run")
 
     names = [source.name.removeprefix(f"{root}/") for source in found]
     assert names == ["a.txt", "a/b/c", "a/z", "b"]
