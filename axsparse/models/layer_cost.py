@@ -22,7 +22,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+from axsparse.config.hf_config import CONFIG_FILE
 from axsparse.models.layer import StartValues, as_tuple
+from axsparse.models.stand_ins import PartModule
 from axsparse.runtime.communication import NO_SUM, Sums
 from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.seeds import preserved_rng
@@ -239,7 +241,7 @@ class Tracer:
         except Exception as reason:
             if self._counter is not None and isinstance(reason, ConfigError):
                 raise  # it says what does not fit a shard
-            raise self._fails(name, reason) from reason
+            raise self._fails(name, reason, module) from reason
         given = as_tuple(name, outputs)
         self.sums = self._layer_sums(name, given, run)
         self._flow = tuple(map(self._input, given))
@@ -313,13 +315,17 @@ class Tracer:
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors) // self._samples
 
-    def _fails(self, name: str, reason: Exception) -> CostError:
+    def _fails(self, name: str, reason: Exception, module: nn.Module | None = None) -> CostError:
         """The error of a layer whose forward or backward raises one."""
         what = one_line(reason)
         if self.device is None:
             suggestion = "make its tensors on the device of its inputs"
             if self._counter is None:
-                suggestion += ", or leave Model.example out: then the first samples of the data run"
+                suggestion += (
+                    f", or correct its sizes (of a folder, those in {CONFIG_FILE})"
+                    if isinstance(module, PartModule)  # whose example nobody wrote
+                    else ", or leave Model.example out: then the first samples of the data run"
+                )
             return CostError(
                 f"layer {name}: on the meta device, where its cost is found, {what}; {suggestion}"
             )
