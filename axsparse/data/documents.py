@@ -148,15 +148,21 @@ def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
 def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
     """The records of a JSON file as `datasets` reads it: a list, which is read as a whole, or one a
     line."""
-    is_list = file.read(PIECE).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
+    begin = file.read(PIECE).removeprefix(BYTE_ORDER_MARK).lstrip()
     file.seek(0)
-    if not is_list:
+    first, _, rest = begin.partition(b"\n")
+    is_indented = rest[:1] in (b" ", b"\t") and not first.rstrip().endswith(b"}")
+    if not begin.startswith(b"[") and not is_indented:
         yield from read_json_lines(file, reading)
         return
     try:
         records = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError):
         yield Piece(1, "", problem="malformed JSON")
+        return
+    if isinstance(records, dict):
+        what = f"an object, neither a list nor a record a line (it has {_some(records)})"
+        yield Piece(1, "", problem=what)
         return
     for number, record in enumerate(records, 1):
         yield _document(number, record, reading.jsonl_field)
@@ -204,11 +210,14 @@ LABELS = "labels"
 """The column of targets next to token ids."""
 MASKS = ("completion_mask", "assistant_masks")
 """Columns next to token ids: 0 for tokens that are no targets."""
+LOSS_MASK = "loss_mask"
+"""A column next to token ids that is 0 for tokens that are no targets in some programs, and for
+those before them in others: it is rejected."""
 PADDING = "attention_mask"
 """The column next to token ids that is 0 for padding, which is no text."""
 PACKED = LENGTHS, PLACES = "seq_lengths", "position_ids"
 """Columns that say where documents begin that TRL has packed into one row of ids."""
-OTHER_COLUMNS = (LABELS, PADDING, *MASKS, *PACKED, TOOLS, KWARGS, SYSTEM)
+OTHER_COLUMNS = (LABELS, PADDING, *MASKS, LOSS_MASK, *PACKED, TOOLS, KWARGS, SYSTEM)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
@@ -380,9 +389,13 @@ def _completion(number: int, record: dict[str, Any]) -> Piece:
 
 def _missing(found: Iterable[str], field: str) -> str:
     wanted = ", ".join(map(" with ".join, _kinds(field)))
+    return f"missing field (it has {_some(found)}, and {wanted} are read)"
+
+
+def _some(found: Iterable[str]) -> str:
+    """The first of these names."""
     names = sorted(found)
-    some = f"{', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"[:WHY]
-    return f"missing field (it has {some or 'none'}, and {wanted} are read)"
+    return f"{', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"[:WHY] or "none"
 
 
 def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
@@ -403,6 +416,11 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
             return Piece(number, "", problem=f"{name} that do not fit the ids")
     is_text = columns.get(PADDING, [1] * len(ids))
     labels = columns.get(LABELS, ids)
+    lost = [] if columns.keys() - {PADDING} else record.get(LOSS_MASK) or []
+    if any(is_here and not one for is_here, one in zip(is_text, lost, strict=False)):
+        where = "programs differ in whether they are of these ids or of the next"
+        what = f"{LOSS_MASK} with zeros ({where}; give {LABELS}, or {MASKS[0]})"
+        return Piece(number, "", problem=what)
     content = []
     for at, (id_, label, is_here) in enumerate(zip(ids, labels, is_text, strict=True)):
         if not is_here:
@@ -431,6 +449,17 @@ class DocumentSource:
     """Time of the last change, in nanoseconds."""
     validation: bool
     """Whether the user named it as validation data."""
+
+    @property
+    def named(self) -> PurePath:
+        """The path whose endings say the format. The cache of the hub has links with endings to
+        files without; a link without one has the format of its file."""
+        name = PurePath(self.name)
+        return name if name.suffix else PurePath(self.path)
+
+    @property
+    def reader(self) -> Reader:
+        return READERS.get(_format(self.named), read_text)
 
 
 def find_sources(
@@ -509,14 +538,13 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
     changed since it was found.
     """
     rest, held_out, begins, place, read = "", False, True, "", 0
-    *_, ending = _endings(source.path)
+    *_, ending = _endings(source.named)
     unit = "row" if ending in TABLES else "line"
     try:
         with Path(source.path).open("rb") as raw:
             _check_unchanged(raw, source)
             file = cast("BinaryIO", COMPRESSIONS[ending](raw)) if ending in COMPRESSIONS else raw
-            reader = READERS.get(_format(PurePath(source.path)), read_text)
-            for found in reader(file, reading):
+            for found in source.reader(file, reading):
                 is_blank = found.content is None and (not found.text or found.text.isspace())
                 if begins and found.ends and found.problem is None and is_blank:
                     continue
@@ -543,7 +571,7 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
 def first_contents(sources: Sequence[DocumentSource], reading: Reading) -> Iterator[Content]:
     """The contents that are no text of the first documents of files."""
     for source in sources:
-        if any(suffix in READERS for suffix in _endings(source.path)):
+        if source.reader is not read_text:
             for piece in islice(documents(source, reading, 0.0), FIRST):
                 if piece.content is not None:
                     yield piece.content
@@ -556,13 +584,13 @@ def has_marks(content: Content | None) -> bool:
 
 def _format(path: PurePath) -> str:
     """The ending of a file's name that says its format, before one of a compression."""
-    *before, ending = _endings(str(path))
+    *before, ending = _endings(path)
     return "".join(before) if ending in COMPRESSIONS else ending
 
 
-def _endings(path: str) -> list[str]:
+def _endings(path: PurePath) -> list[str]:
     """The last two endings of a file's name, in small letters."""
-    return ["", *map(str.lower, PurePath(path).suffixes[-2:])][-2:]
+    return ["", *map(str.lower, path.suffixes[-2:])][-2:]
 
 
 def pieces(text: str) -> Iterator[str]:

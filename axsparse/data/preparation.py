@@ -35,6 +35,7 @@ from axsparse.data.documents import (
     find_sources,
     first_contents,
     has_marks,
+    read_text,
 )
 from axsparse.data.token_file import (
     DISTINCT,
@@ -180,6 +181,7 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
             sources, left_out = find_sources(
                 request.inputs, request.validation, out, *request.written
             )
+            _reject_unused(request, sources)
             firsts = [*first_contents(sources, request.reading)]
             chats = [content for content in firsts if isinstance(content, Chat)]
             template = ChatTemplate(given) if chats else None
@@ -255,13 +257,33 @@ def _settings(request: Request, given: GivenTokenizer | None) -> Settings:
             "library": library_version(),
         }
     elif given is not None:
+        end = given.end or SEPARATOR
         settings |= {
             "tokenizer": f"file {hashlib.blake2b(given.json, digest_size=16).hexdigest()}",
-            "separator": request.separator or given.end or SEPARATOR,
+            "separator": end if request.separator is None else request.separator,
             "split_special_tokens": given.split_special_tokens,
             "library": library_version(),
         }
     return settings
+
+
+def _reject_unused(request: Request, sources: Sequence[DocumentSource]) -> None:
+    """ConfigError for an option of which the rest of the request makes no use."""
+    reading, are_text = request.reading, [source.reader is read_text for source in sources]
+    separator, sample = request.separator, request.bpe_sample_bytes
+    unused = {
+        "--separator: goes with --tokenizer": request.tokenizer is None
+        and separator not in (None, SEPARATOR),
+        "--bpe-sample-mb: goes with --train-bpe": request.train_bpe is None
+        and sample != Request.bpe_sample_bytes,
+        "--split-documents: divides text files, and the input has none": not any(are_text)
+        and reading.split_documents != Reading.split_documents,
+        "--jsonl-field: names a key of records, and the input has none (files that end in .jsonl, "
+        ".json, .parquet or .arrow)": all(are_text) and reading.jsonl_field != Reading.jsonl_field,
+    }
+    found = [line for line, is_so in unused.items() if is_so]
+    if found and sources:
+        raise ConfigError(f"{found[0]}; leave it out")
 
 
 def _key(settings: Settings, sources: Sequence[DocumentSource]) -> str:
@@ -341,7 +363,7 @@ class _Run:
                 shutil.rmtree(other)
         for killed in (*request.out.glob(f"*{UNFINISHED}*"), *folder.glob(f"*{UNFINISHED}*")):
             killed.unlink()
-        tokenizer = self._tokenizer()
+        tokenizer = self._tokenizer(str(settings.get("separator", SEPARATOR)))
         progress = self._write(tokenizer, left_out)
         _reject_empty(progress, request)
         dtype, documents = dtype_for(tokenizer.vocab_size, marked=self.marked), progress.documents
@@ -391,7 +413,7 @@ class _Run:
         _write_file(request.out / SIDECAR, sidecar.model_dump_json(indent=2).encode() + b"\n")
         return sidecar
 
-    def _tokenizer(self) -> Tokenizer:
+    def _tokenizer(self, separator: str) -> Tokenizer:
         """The tokenizer that is asked for, by its file in the folder, if it has one."""
         request, path = self.request, self.folder / TOKENIZER
         if request.train_bpe is None and self.given is None:
@@ -408,8 +430,7 @@ class _Run:
             library=library_version(),
             split_special_tokens=self.given is not None and self.given.split_special_tokens,
         )
-        end = request.separator or (self.given and self.given.end) or SEPARATOR
-        return Subwords(path, record, end, given=request.tokenizer)
+        return Subwords(path, record, separator, given=request.tokenizer)
 
     def _sample(self) -> Iterator[str]:
         """A share of the training documents, spread evenly, to learn a vocabulary from."""

@@ -271,10 +271,12 @@ def _refusing(path: Path, what: str) -> Iterator[None]:
     except BaseException as reason:
         if not isinstance(reason, Exception) and type(reason).__name__ != "PanicException":
             raise
+        said = printable(str(reason))
+        # transformers names the last of the libraries that it tries.
+        more = "pip install sentencepiece protobuf, or " if "tiktoken" in said else ""
         raise DataError(
-            f"--tokenizer: {path} {what} ({printable(str(reason))}); name a "
-            f"{TOKENIZER} of Hugging Face's tokenizers library, or a folder that save_pretrained "
-            "wrote"
+            f"--tokenizer: {path} {what} ({said}); {more}name a {TOKENIZER} of Hugging Face's "
+            "tokenizers library, or a folder that save_pretrained wrote"
         ) from None
 
 

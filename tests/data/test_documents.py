@@ -241,6 +241,8 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
         },
         [-6, -7, 7, -9],
     ),
+    ({**IDS, "labels": [-100, 6, 7, 8, 9], "loss_mask": [0, 1, 1, 1, 0]}, [-6, 6, 7, 8, 9]),
+    ({**IDS, "loss_mask": [0, 1, 1, 1, 1]}, Unusable("loss_mask with zeros")),
     ({**IDS, "attention_mask": [0] * 5}, Unusable("empty")),
     ({**IDS, "completion_mask": [1]}, Unusable("completion_mask that do not fit the ids")),
     ({**IDS, "labels": [1] * 5}, Unusable("labels that do not fit the ids")),
@@ -268,6 +270,26 @@ def test_each_record_is_its_document_or_says_why_it_is_none() -> None:
     assert (named.text, named.choice) == ("x", "")
     (taken,) = read_json_lines(io.BytesIO(record), Reading())
     assert (taken.content, taken.choice) == ([1], "input_ids taken, text left out")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"text": "a"}\n',
+        '[\n {"text": "a"}]',
+        '{"text":\n"b"}\n{"text": "a"}',
+        '\n{"text": "a"}\n  \n',
+    ],
+)
+def test_json_is_a_list_or_a_record_a_line_and_a_link_says_so(content: str, tmp_path: Path) -> None:
+    """As in the cache of the hub; a link without an ending has that of its file."""
+    for file, link in (("blob", "a.json"), ("b.json", "link")):
+        (tmp_path / file).write_text(content)
+        (tmp_path / link).symlink_to(file)
+
+        found = pieces_of(tmp_path / link)
+
+        assert [piece.text for piece in found if piece.problem is None] == ["a"]
 
 
 def test_a_huge_line_is_passed_over_and_the_next_record_is_found(
