@@ -245,6 +245,7 @@ class LayerState:
         for number, tensor in enumerate(self.tensors if self.is_exact else ()):
             tensor.most = self.most[number : number + 1]
         self.optimizer_state = OptimizerState(self.shares, stored, backend, gathers=self.gathers)
+        self._looks, self._is_written_uncounted = 0, False
         self._expansion = expansion
         is_fp32 = stored.weight == torch.float32
         self._stores_weights = not self.gathers and (
@@ -506,6 +507,37 @@ class LayerState:
                 else:
                     assert tensor.kept_weight is not None
                     tensor.kept_weight[start:stop] = weight_K
+
+    def note_writes(self) -> None:
+        """Note that dense weights and masters agree."""
+        for tensor in self.owned:
+            tensor.version = tensor.parameter._version
+
+    def adopt_writes(self) -> None:
+        """Give masters the values that a program has written to dense weights since `note_writes`,
+        such as clipped ones; entries that it has left keep their masters.
+
+        Torch does not count writes to `.data`: the 1st, 2nd, 4th, 8th, … look compares all weights,
+        and every look once there was such a write.
+        """
+        self._looks += 1
+        looks_at_all = self._looks & (self._looks - 1) == 0 or self._is_written_uncounted
+        state = self.optimizer_state
+        for tensor in () if self.gathers else self.owned:
+            is_counted = tensor.parameter._version != tensor.version
+            if not (is_counted or looks_at_all) or tensor.expanded_at is not None:
+                continue
+            if state.master_K is None:  # The weights are the masters.
+                break
+            for start, stop in self.shares.blocks(tensor, self.shares.held):
+                weight_K = state.read_weight(tensor, start, stop)
+                master_K = state.read_master(tensor, start, stop)
+                is_own = precision.round_to(master_K, weight_K.dtype) == weight_K
+                if not is_own.all():
+                    self._is_written_uncounted |= not is_counted
+                    values_K = torch.where(is_own, master_K, weight_K.float())
+                    state.write_master(tensor, start, values_K)
+        self.note_writes()
 
     # -- masks ------------------------------------------------------------------------
 

@@ -49,6 +49,9 @@ class TensorState:
     """The place in the full tensor, if this is a shard of one."""
     shards_kept: int = 0
     """Kept entries of all shards, if this is one."""
+    version: int = 0
+    """Torch's count of writes to the dense weight, as of the last look at them
+    (`LayerState.adopt_writes`)."""
     begun: int = 0
     """Updates of the run before this tensor's first one, where it was thawed at a resume."""
     expanded_at: range | None = None

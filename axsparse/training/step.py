@@ -279,6 +279,8 @@ class Step:
                 staged_layers=iter if self.offload is None else self.offload.staged_layers,
             )
         self.weights.finish()
+        for state in self._states:
+            state.note_writes()
 
     # -- between steps --------------------------------------------------------------------
 

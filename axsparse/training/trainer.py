@@ -511,6 +511,8 @@ class Trainer:
             if meets:
                 meet(self.transport, f"calls {what}() after step {self.steps_done}")
             _use_threads(self.config.train.threads)
+            if not outer:
+                self._adopt_writes()
             yield
         except BaseException as failure:
             job.note_left(failure)
@@ -536,17 +538,23 @@ class Trainer:
         if not self._is_ready:
             with self._ending_on_failure():
                 if self not in self._job.in_progress:
-                    together(self.transport, self._reject_late_changes)
+                    together(self.transport, self._follow_program)
                     self._job.in_progress.append(self)
                     self._heed_signal()
                 elif self._under_way != "train":  # which looks after each callback
-                    self._reject_late_changes()
+                    self._follow_program()
                 self._is_ready = self._between_steps()
         return self._is_ready
 
-    def _reject_late_changes(self) -> None:
-        """ConfigError if the program has changed the modules that it gave, of which copies train,
-        by more than trained weights."""
+    @torch.no_grad()
+    def _adopt_writes(self) -> None:
+        for layer in self.layers:
+            layer.state.adopt_writes()
+
+    def _follow_program(self) -> None:
+        """Adopt what the program has written to weights of the copies that train. ConfigError if it
+        has changed the modules that it gave by more than trained weights."""
+        self._adopt_writes()
         live = self._live_weights
         if self._is_over or (name := self._given.change(live.may_have, live.may_be_set)) is None:
             return
@@ -894,7 +902,7 @@ class Trainer:
             # A callback may switch gradients off: the end of the block switches them on again.
             with note_errors(f"{name} {when} {step}"), torch.enable_grad(), self._within(name):
                 answer = callback(step, value)
-                self._reject_late_changes()
+                self._follow_program()
             kind = str(getattr(answer, "dtype", type(answer).__name__))
             ends = kind in ("bool", "torch.bool") and bool(answer)
             if meet(self.transport, f"returns from {name}", value=ends) and not self._is_over:

@@ -297,6 +297,27 @@ def renamed(_: nn.Module, state: dict[str, torch.Tensor], prefix: str, __: objec
     state[f"{prefix}kernel"] = state.pop(f"{prefix}weight")
 
 
+@pytest.mark.parametrize(
+    "clip", [lambda weight: weight.clamp_(-0.05, 0.05), lambda w: w.data.clamp_(-0.05, 0.05)]
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_weights_of_the_copy_that_a_callback_writes_are_trained(
+    clip: Callable[[Tensor], object], precision: str
+) -> None:
+    settings = {"learning_rate": 1e-6, "precision": precision, "sparsity": 0.0}
+    trainer = trainer_of(sequential(), **settings)
+
+    def clipped(*_: object) -> None:
+        with torch.no_grad():
+            clip(trainer.layers[0].module.get_parameter("weight"))
+
+    trainer.train(clipped)
+
+    weights = trainer.state_dict()
+    assert weights is not None
+    assert weights["first.weight"].abs().max() == pytest.approx(0.05, abs=1e-4)
+
+
 def test_what_a_user_has_set_is_there_while_a_run_trains_and_in_its_model() -> None:
     made: Any = nn.Conv2d(4, 4, 3)
     made.to(memory_format=torch.channels_last)
