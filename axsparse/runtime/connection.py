@@ -102,6 +102,12 @@ def end_mpi(process: int | None = None) -> None:
         mpi.Finalize()
 
 
+def mpi_has_ended() -> bool:
+    """Whether the program has called `MPI.Finalize`, after which no rank reaches another one."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_finalized())
+
+
 def _alone() -> Transport:
     from axsparse.runtime.local.local_transport import LocalTransport
 

@@ -26,7 +26,7 @@ import torch
 from pydantic import ValidationError
 
 from axsparse.runtime.communication import Closable, Transport
-from axsparse.runtime.connection import connect, connect_alone, end_mpi
+from axsparse.runtime.connection import connect, connect_alone, end_mpi, mpi_has_ended
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
     EXIT_INTERNAL,
@@ -271,6 +271,15 @@ def _leave(job: Job) -> None:
 
 def _leave_at_exit(job: Job) -> None:
     """`_leave`, where Python ignores exceptions."""
+    if mpi_has_ended():
+        if not job.in_progress:
+            return
+        write_line(
+            f"error: {job.where}: MPI.Finalize() was called in the middle of a run, and nothing "
+            "can be saved any more; call the trainer's close() before it"
+        )
+        flush_streams()
+        exit_in_c(EXIT_CONFIG)
     if job.calls:
         job.left = job.left or SystemExit(0)
         job.left.__dict__["way"] = "the main thread has ended, and another one trains; join it"

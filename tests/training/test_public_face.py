@@ -226,6 +226,39 @@ def test_errors_of_all_ranks_are_one_line_with_their_code(tmp_path: Path) -> Non
     assert done.errors == ["axsparse: error: pruning.sparsity (Trainer): 2 should be less than 1"]
 
 
+@pytest.mark.parametrize(("steps", "code"), [(2, 0), (1, 78)])
+def test_a_program_may_end_mpi_by_itself_after_its_runs(
+    steps: int, code: int, tmp_path: Path
+) -> None:
+    program = """
+import sys
+from mpi4py import MPI
+import axsparse as ax
+from support.runs import mlp, vector_data
+
+trainer = ax.Trainer(
+    mlp(), vector_data(), steps=2, eval_steps=0, global_batch_size=12, g_inter=2, run_dir="run"
+)
+for step in trainer:
+    trainer.step()
+    if step == int(sys.argv[1]):
+        break
+if step == 2:
+    trainer.close()
+MPI.Finalize()
+"""
+    done = run_mpirun(2, ["-c", program, str(steps)], cwd=tmp_path)
+
+    assert done.returncode == code, done
+    assert len(done.errors) == (2 if code else 0)
+    assert all("MPI.Finalize() was called in the middle" in line for line in done.errors)
+    assert (
+        ax.load(tmp_path / "run")
+        if code == 0
+        else not (tmp_path / "run/checkpoints/step-1").exists()
+    )
+
+
 def test_an_error_in_a_notebook_is_one_line_and_nothing_ends_the_process(tmp_path: Path) -> None:
     program = """
 import sys

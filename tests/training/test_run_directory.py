@@ -540,6 +540,8 @@ def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path, tmp_
 def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path, tmp_path: Path) -> None:
     path = run / named
     assert checkpoint_of(path, None).step == 5
+    copied = shutil.copytree(checkpoint(run, 5), tmp_path / "best")
+    assert checkpoint_of(copied, None).step == 5
 
     for source in (loaded(), loaded(run)):
         found = opened(source, str(path))

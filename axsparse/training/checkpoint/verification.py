@@ -28,6 +28,7 @@ from axsparse.runtime.exchange import together
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
 from axsparse.training.checkpoint.checkpoint_folder import (
     CHECKPOINTS,
+    MANIFEST_FILE,
     UNFINISHED,
     CheckpointManifest,
     DataEntry,
@@ -127,7 +128,7 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
     """
     with reading(f"{run}:", "name a run that has saved a checkpoint, or a checkpoint"):
         named = run.resolve()
-    if step_of(named) is not None:
+    if step_of(named) is not None or (named / MANIFEST_FILE).is_file():
         if step is not None:
             raise ConfigError(f"--step: {run} is a checkpoint already; leave --step out")
         return open_checkpoint(run)
