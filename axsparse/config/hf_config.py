@@ -278,7 +278,8 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             "newer transformers"
         )
     try:
-        settings = configs[kind].from_dict(dict(theirs))
+        # A file has infinities as {"__float__": "Infinity"}, which from_dict leaves as they are.
+        settings = configs[kind].from_dict(configs[kind]._decode_special_floats(dict(theirs)))
         text = settings.get_text_config()
     except Exception as reason:
         raise DataError(
