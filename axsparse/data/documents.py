@@ -40,6 +40,8 @@ TABLES = (".parquet", ".arrow", ".json")
 DATA_SETS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 """Endings by which a folder holds a data set, whose other files are documents only where they have
 an ending of data, or of texts: not its card, its licence or its scripts, as `datasets` has it."""
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+"""Files of save_to_disk of `datasets`, next to its .arrow files, that are no documents."""
 SPLIT = re.compile(
     r"(?:^|/)(\w*(?:train|valid|test|dev|eval)\w*)(-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.arrow$)"
 )
@@ -510,8 +512,11 @@ def _files(
                 n for n in subfolders if n[0] != "." and (at / n).resolve() not in written
             ]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
-        if any(_format(name) in DATA_SETS for name in names):
+        endings = {*map(_format, names)}
+        if not endings.isdisjoint(DATA_SETS):
             others = {name for name in names if _format(name) not in (*READERS, ".txt")}
+            if ".arrow" in endings:
+                others |= {name for name in names if name.name in METADATA}
             names = [name for name in names if name not in others]
             left_out.extend((str(path / name), NO_DATA) for name in others)
         taken = sorted(names, key=PurePath.as_posix)

@@ -492,7 +492,8 @@ def test_the_card_and_the_scripts_of_a_data_set_are_no_documents(
     ending: str, tmp_path: Path
 ) -> None:
     data, notes = f"data/train-00000-of-00001.{ending}", "more/notes.txt"
-    root = write(tmp_path, "README.md", "LICENSE", "load.py", data, notes)
+    saved = ("data/dataset_info.json", "data/state.json", "dataset_dict.json")
+    root = write(tmp_path, "README.md", "LICENSE", "load.py", data, notes, *saved)
 
     found, left_out = find_sources([root], [], root / "out")
 
@@ -502,8 +503,9 @@ def test_the_card_and_the_scripts_of_a_data_set_are_no_documents(
         assert left_out == []
         assert {"README.md", "load.py"} < names
     else:
-        assert names == {data, notes}
-        others = ("LICENSE", "README.md", "load.py")
+        is_saved = ending == "arrow"
+        assert names == {data, notes, *(() if is_saved else saved)}
+        others = ("LICENSE", "README.md", *(saved if is_saved else ()), "load.py")
         assert sorted(left_out) == [(f"{root}/{name}", why) for name in others]
 
 
