@@ -60,6 +60,7 @@ OPTIONS = {
     RESUME_AUTO: "the same command",
     ANOTHER_RUN_DIR: "another --out",
     "--tokenizer: ": "--from: ",
+    "bring more held-out data": "name more by --validation FILES",
 }
 """Suggestions and places in errors of data and of training, and their names in this command."""
 

@@ -196,10 +196,14 @@ class TokenDataset:
                 f"tokens ({self.name}): {self.tokens.ndim}-D array of {self.tokens.dtype}; "
                 "token ids are one flat array of unsigned integers: flatten and convert it"
             )
-        if not 1 <= self.sequence_length < self.tokens.size:
+        size = self.tokens.size
+        if not 1 <= self.sequence_length < size:
+            said = f"{self.sequence_length} must be from 1 to {size - 1}, since there are {size}"
+            few = f"a sample takes 2 tokens or more, and there are {size}"
+            kind = "held-out data" if self.name.endswith(" validation") else "data"
             raise DataError(
-                f"sequence_length ({self.name}): {self.sequence_length} must be at least 1 and "
-                f"less than the {self.tokens.size} tokens there are; change it or bring more data"
+                f"data.sequence_length ({self.name}): "
+                f"{f'{said} tokens; change it, or' if size > 1 else f'{few};'} bring more {kind}"
             )
 
     @property

@@ -27,11 +27,12 @@ from axsparse.cli import prune_folder
 from axsparse.cli.prune_folder import Facts, card, own_options, write_card
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.config.load import configure
+from axsparse.data.dataset import TokenDataset
 from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import read_sidecar
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.mask_file import open_masks
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_SAVED, OutputError
+from axsparse.runtime.errors import EXIT_CONFIG, EXIT_SAVED, DataError, OutputError
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.training.checkpoint.verification import steps_in
 
@@ -323,3 +324,6 @@ def test_errors_of_training_name_the_options_of_this_command() -> None:
     text = rf"^--from: full; choose another --out, {other}, or the same command$"
     with pytest.raises(OutputError, match=text), own_options():
         raise OutputError(f"--tokenizer: full; choose {ANOTHER_RUN_DIR}, {other}, or {RESUME_AUTO}")
+    text = r"^data\.sequence_length \(a validation\): .*, or name more by --validation FILES$"
+    with pytest.raises(DataError, match=text), own_options():
+        TokenDataset("a validation", "f", 256, np.zeros(8, np.uint8), 8)
