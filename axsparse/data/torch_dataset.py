@@ -26,6 +26,8 @@ COMPARED = 32
 """Samples, most of them drawn by the length of the data set, that a fingerprint is made from."""
 TWICE_SECONDS = 2.0
 """How long `from_torch` reads samples after the first ones a second time."""
+SHIFTED = 'the inputs x["input_ids"][:, :-1] and the targets x["labels"][:, 1:]'
+"""The samples for next tokens in a batch x of transformers, whose own models shift the labels."""
 UNFIT = (TypeError, ValueError, RuntimeError)
 WHY = 200
 """The length to which the reason of an error is cut, in letters."""
@@ -168,10 +170,12 @@ class TorchSamples:
                 samples.append(self.dataset[sample])
         collated = self._collated(samples, indices)
         if not isinstance(collated, (tuple, list)) or len(collated) != 2:
+            names = getattr(collated, "keys", tuple)()
+            shown = f" (for next tokens {SHIFTED})" if {"input_ids", "labels"} <= {*names} else ""
             raise DataError(
                 f"from_torch ({self.name}): samples are collated to {type(collated).__name__}; "
                 "give a collate_fn that returns two things, the inputs (a tensor or a tuple of "
-                "tensors) and the targets"
+                f"tensors) and the targets{shown}"
             )
         inputs, targets = collated
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)

@@ -24,10 +24,10 @@ from axsparse.config.messages import show
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, integer_of
-from axsparse.data.dataset import Dataset, Datasets
+from axsparse.data.dataset import Dataset, Datasets, read_tensors
 from axsparse.data.order import Share
 from axsparse.data.sources import open_datasets
-from axsparse.data.torch_dataset import advice_for
+from axsparse.data.torch_dataset import SHIFTED, advice_for
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.own_forward import from_module
 from axsparse.models.sequential import OwnValues, from_sequential, runs_in_order
@@ -37,6 +37,7 @@ from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import ConfigError, DataError, check_kind
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.seeds import preserved_rng
+from axsparse.runtime.targets import IGNORED
 from axsparse.training.checkpoint.checkpoint_folder import DataEntry
 from axsparse.training.plan import RunPlan, mismatching_rank
 
@@ -58,7 +59,8 @@ class Tokens:
 def hf(folder: str | os.PathLike[str]) -> Hf:
     """The model of a Hugging Face folder of config.json and safetensors, at its weights.
 
-    It is the setting `model.from`, which docs/howto/llama.md explains.
+    It is the setting `model.from`, which docs/howto/llama.md explains. Its loss does not shift: of
+    custom data, the target of a position is the token that follows it.
     """
     check_kind("hf: folder", folder, str | os.PathLike, "give the path of a folder")
     return Hf({"model.from": os.fspath(folder)})
@@ -145,6 +147,7 @@ def run_sources(
             'returns the sum over a microbatch, such as torch.nn.MSELoss(reduction="sum")'
         )
     opener = cache(_opener(data, whole)) if isinstance(model, nn.Module) else _opener(data, whole)
+    has_data = data is not None and not isinstance(data, Tokens)
     if isinstance(model, Model):
         made = model
         if isinstance(model.start, OwnValues):
@@ -155,7 +158,7 @@ def run_sources(
         made = _model_of(model, loss, metrics, lambda: _open(opener, separate))
     else:
         made = named_model(whole)
-    has_data = data is not None and not isinstance(data, Tokens)
+        opener = partial(_of_next_tokens, opener) if has_data else opener
     own = {"the model of the program": is_needed, "the data of the program": has_data}
     given_here = tuple(what for what, is_given in own.items() if is_given)
     return RunSources(made, opener, whole.named(made.name), given_here)
@@ -187,6 +190,28 @@ def _opener(data: DataSource, config: Config) -> Callable[[], Datasets]:
         data = Datasets(*data)
     datasets = data if isinstance(data, Datasets) else Datasets(cast(Dataset, data))
     return lambda: datasets
+
+
+def _of_next_tokens(open_datasets: Callable[[], object]) -> Datasets:
+    """Open the datasets for a model that predicts next tokens.
+
+    DataError if all targets of the first samples are the tokens at their own positions, like the
+    labels of transformers. A token that repeats in a whole sample may follow itself.
+    """
+    opened = _open(open_datasets, False)
+    training = opened.training
+    first = np.arange(min(LABELLED, len(training)))
+    with preserved_rng():
+        *inputs, targets = read_tensors(training, first, first * 0)
+    if inputs and inputs[0].shape == targets.shape:
+        is_own = (inputs[0] == targets) | (targets == IGNORED)
+        differ = any(len(row[row != IGNORED].unique()) > 1 for row in targets)
+        if differ and bool(is_own.all()):
+            raise DataError(
+                f"data ({training.name}): the targets are the inputs, and the model predicts the "
+                f"tokens that follow; give {SHIFTED}"
+            )
+    return opened
 
 
 def _is_dataset(given: object) -> bool:
@@ -330,6 +355,9 @@ def _reject_idle(config: Config) -> None:
                 "leave it out"
             )
 
+
+LABELLED = 4
+"""Samples of which targets are compared with the inputs."""
 
 MEMBERS = (
     *("name", "fingerprint", "vocab_size", "targets_per_sample"),
