@@ -170,8 +170,8 @@ class TorchSamples:
                 samples.append(self.dataset[sample])
         collated = self._collated(samples, indices)
         if not isinstance(collated, (tuple, list)) or len(collated) != 2:
-            names = getattr(collated, "keys", tuple)()
-            shown = f" (for next tokens {SHIFTED})" if {"input_ids", "labels"} <= {*names} else ""
+            names: set[str] = {*getattr(collated, "keys", tuple)()}
+            shown = f" (for next tokens {SHIFTED})" if {"input_ids", "labels"} <= names else ""
             raise DataError(
                 f"from_torch ({self.name}): samples are collated to {type(collated).__name__}; "
                 "give a collate_fn that returns two things, the inputs (a tensor or a tuple of "
