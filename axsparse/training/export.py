@@ -596,7 +596,9 @@ def _files(
         tokenizer = exported_tokenizer(config.data, data.name, data.fingerprint)
     except (DataError, MissingInputError) as reason:
         if config.model.from_ is None:
-            untold = [f"the folder has no tokenizer: {reason}"]
+            untold = [
+                f"the folder has no tokenizer: {reason}, or link moved data to their old path"
+            ]
     files, notes = hf_files(config.model, dtype, tokenizer)
     return files, notes or untold
 
