@@ -8,9 +8,8 @@ import sys
 from functools import partial
 from typing import Literal
 
-from axsparse.cli.parser import CommandParser, add_checkpoint, add_set, integer, say
+from axsparse.cli.parser import DATA, CommandParser, add_checkpoint, add_set, integer, say
 from axsparse.runtime.console import make_console
-from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
 Evaluate a trained model on all validation data. RUN is a run directory, whose newest checkpoint is
@@ -23,16 +22,13 @@ taken, or one checkpoint in it; --set says where its data are now, or names othe
 One process computes it on the CPU, in the precision and with the microbatches of the run.
 """
 
-PLACES = ("data.path", "data.blend", "data.validation")
-"""The settings of a run that may be others here."""
-
 
 def parser() -> CommandParser:
     arguments = CommandParser(_evaluate, prog="axsparse evaluate", description=DESCRIPTION)
     add_checkpoint(arguments.add_argument)
     text = "global batches of validation data, as train.eval_steps (default %(default)s)"
     arguments.add_argument("--batches", metavar="N|all", type=_batches, default="all", help=text)
-    add_set(arguments.add_argument, "data.path, data.blend or data.validation; may be repeated")
+    add_set(arguments.add_argument, DATA)
     return arguments
 
 
@@ -42,20 +38,16 @@ def _batches(text: str) -> int | Literal["all"]:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     # Imported late, so that --help does not load torch.
-    from axsparse.config.load import configure
+    from axsparse.config.load import data_elsewhere
     from axsparse.data.sources import open_datasets
     from axsparse.observe.metrics import perplexity
     from axsparse.training.evaluation import evaluate_saved, open_saved_model
 
     saved = open_saved_model(arguments.run, arguments.step)
-    config, given = saved.config, arguments.overrides
-    if other := [each for each in given if each.partition("=")[0].strip() not in PLACES]:
-        raise ConfigError(f"--set: {other[0]} is the run's own; set one of {', '.join(PLACES)}")
-    there = {f"data.{key}": value for key, value in config.data.model_dump(mode="json").items()}
+    config = data_elsewhere(saved.config, arguments.overrides)
     # A run without evaluations does not open its validation data.
     train = config.train.model_copy(update={"eval_steps": "all"})
-    data = configure(there, given).data
-    datasets = open_datasets(config.model_copy(update={"data": data, "train": train}))
+    datasets = open_datasets(config.model_copy(update={"train": train}))
     with contextlib.closing(make_console(sys.stderr)) as console:
         show = partial(console.progress, text="batches")
         evaluation = evaluate_saved(saved, datasets, arguments.batches, show)

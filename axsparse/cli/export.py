@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, add_checkpoint, is_folder, say
+from axsparse.cli.parser import DATA, CommandParser, add_checkpoint, add_set, is_folder, say
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
@@ -24,6 +24,7 @@ def parser() -> CommandParser:
     arguments = CommandParser(_export, prog="axsparse export", description=DESCRIPTION)
     add = arguments.add_argument
     add_checkpoint(add)
+    add_set(add, DATA)
     text = (
         "hf: a folder that from_pretrained of transformers loads, with the tokenizer of the data; "
         "sparse: such a folder with kept entries in bf16 and one bit an entry, for "
@@ -44,12 +45,13 @@ def _export(arguments: argparse.Namespace) -> None:
     from axsparse.training.export import export, export_sparse
 
     if arguments.to == "sparse" and is_folder(arguments.run):
-        if arguments.step is not None or arguments.trained:
-            raise ConfigError("--step, --trained: a folder has no checkpoints; leave them out")
+        if arguments.step is not None or arguments.trained or arguments.overrides:
+            raise ConfigError("--step, --trained, --set: a folder is no run; leave them out")
         tensors, nbytes = export_sparse(arguments.run, arguments.out, force=arguments.force)
         say(f"{arguments.out}: {tensors} tensors, {format_bytes(nbytes)}, of {arguments.run}")
         return
     how = {"step": arguments.step, "trained": arguments.trained, "force": arguments.force}
+    how["data"] = arguments.overrides
     done = export(arguments.run, arguments.to, arguments.out, **how)
     say(
         f"{arguments.out}: {done.tensors} tensors, {format_bytes(done.nbytes)}, of "

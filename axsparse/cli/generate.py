@@ -8,12 +8,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from axsparse.cli.parser import CommandParser, add_checkpoint, decimal, integer, is_folder, say
+from axsparse.cli.parser import (
+    DATA,
+    CommandParser,
+    add_checkpoint,
+    add_set,
+    decimal,
+    integer,
+    is_folder,
+    say,
+)
 from axsparse.runtime.errors import ConfigError
 
 DESCRIPTION = """\
 Continue a text with a language model. RUN is a run directory, whose newest checkpoint is taken, or
-one checkpoint in it, and data.path of its configuration must still be there; or it is a Hugging
+one checkpoint in it, whose data --set data.path=PATH finds if they have moved; or it is a Hugging
 Face folder, such as axsparse prune writes, or one of axsparse export --to sparse. transformers
 generates (pip install 'axsparse[hf]'):
 
@@ -31,6 +40,7 @@ def parser() -> CommandParser:
     arguments = CommandParser(_generate, prog="axsparse generate", description=DESCRIPTION)
     add = arguments.add_argument
     add_checkpoint(add)
+    add_set(add, DATA)
     add("--prompt", metavar="TEXT", required=True, help='the beginning; "": that of a document')
     add("--tokens", metavar="N", type=integer(), default=100, help="at most (default %(default)s)")
     add("--top-k", metavar="K", type=integer(), help="draw among the K most likely tokens")
@@ -58,13 +68,15 @@ def _generate(arguments: argparse.Namespace) -> None:
     from axsparse.training.load_pruned import load_pruned, tokenizer_of
 
     folder: Path = arguments.run
-    if is_folder(folder) and arguments.step is not None:
-        raise ConfigError(f"--step: {folder} is a folder, and has no steps; leave it out")
+    if is_folder(folder) and (arguments.step is not None or arguments.overrides):
+        raise ConfigError(f"--step, --set: {folder} is a folder, no run; leave them out")
     with TemporaryDirectory() as place:
         named = str(folder)
         if not is_folder(folder):
             folder = Path(place) / "model"
-            done = export(arguments.run, "sparse", folder, step=arguments.step)
+            done = export(
+                arguments.run, "sparse", folder, step=arguments.step, data=arguments.overrides
+            )
             named += "".join(f" ({note})" for note in done.notes)
         tokenizer = tokenizer_of(folder, named)
         with warnings.catch_warnings(record=True) as noted:

@@ -273,6 +273,10 @@ def add_configuration(add: Callable[..., object]) -> None:
     add_set(add, "override one key, such as layout.g_inter=2; may be repeated")
 
 
+DATA = "data.path, data.blend or data.validation, where the data are now; may be repeated"
+"""The help of `--set` for a run that is read."""
+
+
 def add_set(add: Callable[..., object], text: str) -> None:
     """The option that overrides keys of a configuration."""
     metavar = "KEY=VALUE"

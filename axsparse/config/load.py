@@ -154,6 +154,18 @@ def load_settings(
     return _validated(settings, name)
 
 
+PLACES = ("data.path", "data.blend", "data.validation")
+"""The settings of a run that may be others when it is read."""
+
+
+def data_elsewhere(config: Config, overrides: Sequence[str]) -> Config:
+    """A run's configuration with `key=value` of `PLACES`; ConfigError for another key."""
+    if other := [each for each in overrides if each.partition("=")[0].strip() not in PLACES]:
+        raise ConfigError(f"--set: {other[0]} is the run's own; set one of {', '.join(PLACES)}")
+    there = {f"data.{key}": value for key, value in config.data.model_dump(mode="json").items()}
+    return config.model_copy(update={"data": configure(there, overrides).data})
+
+
 def _read(
     source: Mapping[str, Any] | str | Path | None, origin: str
 ) -> tuple[dict[str, Setting], str | None]:

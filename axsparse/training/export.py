@@ -39,6 +39,7 @@ from axsparse.config.hf_config import (
     read_json,
     reject_other_sizes,
 )
+from axsparse.config.load import data_elsewhere
 from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.config.schema import Config
 from axsparse.data.tokenizers import (
@@ -126,14 +127,15 @@ def export(
     force: bool = False,
     dtype: Callable[[str], torch.dtype] | None = None,
     card: bool = True,
+    data: Sequence[str] = (),
 ) -> ExportSummary:
     """Verify a checkpoint and write its weights to `path`, complete or not at all.
 
     `run` and `step` name the checkpoint as in `load`. The values are the fp32 masters, or with
     `trained` the weights in the training precision; `dtype(name)` may give another type for each
-    parameter, by global name. `force` replaces the files of an earlier
-    export; with `card` the model's card in `model.from` follows a line of our own. One process does
-    this, while the run may continue.
+    parameter, by global name. `force` replaces the files of an earlier export; with `card` the
+    model's card in `model.from` follows a line of our own; `data` says where moved data, which have
+    the tokenizer, are, such as "data.path=PATH". One process does this, while the run may continue.
 
     Raises ConfigError if the form does not suit the model or the path, OutputError if the path
     is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
@@ -157,7 +159,9 @@ def export(
         tensors = weights.published(dtype)
         named = next(header.dtype for header, _ in tensors.values())
         named = torch.bfloat16 if form == "sparse" else named
-        files, notes = _files(weights.config(), named, checkpoint.manifest.data)
+        files, notes = _files(
+            data_elsewhere(weights.config(), data), named, checkpoint.manifest.data
+        )
         if card:
             files |= _card(weights.config().model, path, checkpoint.step)
         if form == "sparse":
@@ -597,7 +601,8 @@ def _files(
     except (DataError, MissingInputError) as reason:
         if config.model.from_ is None:
             untold = [
-                f"the folder has no tokenizer: {reason}, or link moved data to their old path"
+                f"the folder has no tokenizer: {reason}; --set data.path=PATH says where moved "
+                "data are"
             ]
     files, notes = hf_files(config.model, dtype, tokenizer)
     return files, notes or untold
