@@ -96,7 +96,7 @@ class Step:
         if self._config.samo.gradient == "exact":
             self._units = Units(num_microbatches(self._config.batch), self.progress.exponents)
         checks = self._config.train.check_layers
-        self._checks_layers = (
+        self.checks_layers = (
             checks is True if self.progress.step else is_checked(self.plan.model, checks)
         )
         """Whether the coming step compares the layers with plain torch first."""
@@ -137,8 +137,8 @@ class Step:
 
         All ranks call this together; ConfigError on all of them for a layer that differs.
         """
-        if self._checks_layers:
-            self._checks_layers = False
+        if self.checks_layers:
+            self.checks_layers = False
             self._reject_frozen()
             self._read_ahead = self._next_batch()
             line = check_layers(

@@ -693,8 +693,9 @@ class Trainer:
 
     def _begin(self) -> None:
         """Compare the layers before the first step, and then begin in the directory."""
-        self.activity.at("training", self.steps_done + 1)
-        self._step.check_layers()
+        if self._step.checks_layers:
+            self.activity.at("training", self.steps_done + 1)
+            self._step.check_layers()
         self._overwrite()
 
     def _overwrite(self) -> None:
