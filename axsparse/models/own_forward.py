@@ -481,8 +481,8 @@ def _reject_other_result(
     except Exception as reason:
         why = f"its forward depends on more than what its blocks are given ({one_line(reason)})"
         if isinstance(reason, NotImplementedError):
-            told = one_line(reason).partition(". ")[0]
-            why = f"its forward does around its blocks what the meta device cannot run ({told})"
+            what = one_line(reason).partition(". ")[0]
+            why = f"its forward does around its blocks what the meta device cannot run ({what})"
         raise _unfit(module, why) from reason
     gradients = _gradients(tensors_of(values), smallest)
     ours = [each.detach() for each in tensors_of(values)]

@@ -485,15 +485,14 @@ def _module_of(layer: Layer) -> str:
 
 
 def _distinct(layers: Sequence[BuiltLayer]) -> list[int]:
-    known: list[tuple[nn.Module, str, list[bool]]] = []
+    known: list[tuple[nn.Module, str]] = []
     distinct = []
     for number, layer in enumerate(layers):
         is_sharded = layer.state.group is not None and layer.spec.tp_plan
         given = given_module(layer.spec)
         if given is None:
             given = on_meta(layer.spec) if is_sharded else layer.module
-        trains = [parameter.requires_grad for parameter in layer.module.parameters()]
-        kind = given, str(layer.spec.tp_plan), trains
+        kind = given, str(layer.spec.tp_plan)
         if not any(are_alike(kind, other) for other in known):
             known.append(kind)
             distinct.append(number)
