@@ -11,13 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from axsparse.cli.parser import override
-from axsparse.cli.prune_order import (
-    BLOCKWISE,
-    ONE_BY_ONE,
-    Heal,
-    PruneOrder,
-    Schedule,
-)
+from axsparse.cli.prune_order import BLOCKWISE, ONE_BY_ONE, Heal, PruneOrder, Schedule
 from axsparse.config.hf_config import BUNDLED
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import Config, final_sparsity

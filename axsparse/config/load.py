@@ -23,13 +23,7 @@ from yaml.reader import ReaderError
 from axsparse.config.hf_config import HF, with_folder
 from axsparse.config.messages import Setting, refusal, show, unknown_key
 from axsparse.config.schema import FIELDS, SECTIONS, Config
-from axsparse.runtime.errors import (
-    ConfigError,
-    MissingInputError,
-    check_kind,
-    one_line,
-    reading,
-)
+from axsparse.runtime.errors import ConfigError, MissingInputError, check_kind, one_line, reading
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import CONFIG_FILE, has_mark
 

@@ -9,24 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    Discriminator,
-    Field,
-    SerializerFunctionWrapHandler,
-    Tag,
-    model_serializer,
-)
+from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
 
-from axsparse.config.section import (
-    Few,
-    FromList,
-    PathText,
-    Rate,
-    Section,
-    Width,
-    divisors,
-    one_of,
-)
+from axsparse.config.section import Few, FromList, PathText, Rate, Section, Width, divisors, one_of
 
 
 class Family(Section):
@@ -112,9 +97,7 @@ def family_of(given: object) -> str | None:
 ModelConfig = Annotated[
     Annotated[GptConfig, Tag("gpt")] | Annotated[HfConfig, Tag("hf")],
     Discriminator(
-        family_of,
-        custom_error_type="family",
-        custom_error_message="Input should be 'gpt' or 'hf'",
+        family_of, custom_error_type="family", custom_error_message="Input should be 'gpt' or 'hf'"
     ),
 ]
 """The settings of one model, of whichever family."""

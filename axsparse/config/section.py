@@ -62,11 +62,7 @@ def _expanded(text: str) -> str:
         ) from None
 
 
-PathText = Annotated[
-    str,
-    BeforeValidator(_path_text),
-    AfterValidator(_expanded),
-]
+PathText = Annotated[str, BeforeValidator(_path_text), AfterValidator(_expanded)]
 """A path of the user's, a text or a `Path`, in which `~` and `$VARIABLE` are expanded."""
 
 NO_TEXT = re.compile("[\0\x85\u2028\u2029\ud800-\udfff]")
@@ -81,11 +77,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:

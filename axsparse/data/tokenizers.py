@@ -30,13 +30,7 @@ from axsparse.data.token_file import (
     digest_of,
     read_sidecar,
 )
-from axsparse.runtime.errors import (
-    ConfigError,
-    DataError,
-    MissingInputError,
-    printable,
-    reading,
-)
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, printable, reading
 
 if TYPE_CHECKING:
     from axsparse.config.schema import Config, DataConfig

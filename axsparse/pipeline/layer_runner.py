@@ -23,13 +23,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import as_tuple
-from axsparse.models.module_buffers import (
-    BufferSlot,
-    replaced,
-    slots,
-    switch_mode,
-    tracked_norms,
-)
+from axsparse.models.module_buffers import BufferSlot, replaced, slots, switch_mode, tracked_norms
 from axsparse.runtime.canonical_form import canonical, canonical_gradient
 from axsparse.runtime.errors import ConfigError, note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
@@ -201,10 +195,7 @@ class LayerRunner:
         return outputs
 
     def _first_pass(
-        self,
-        inputs: Tensors,
-        key: DrawKey,
-        before: Sequence[tuple[BufferSlot, Tensor]],
+        self, inputs: Tensors, key: DrawKey, before: Sequence[tuple[BufferSlot, Tensor]]
     ) -> Tensors:
         """The first pass of a recomputed forward, which records the buffers that it changes."""
         outputs = self._seeded(inputs, key)
@@ -361,9 +352,7 @@ def _allow_graphs(more: int) -> None:
         setattr(config, known, getattr(config, known) + more)
 
 
-def _half_parameters_of_norms(
-    module: nn.Module,
-) -> list[tuple[str, nn.Parameter, torch.dtype]]:
+def _half_parameters_of_norms(module: nn.Module) -> list[tuple[str, nn.Parameter, torch.dtype]]:
     """The parameters of normalisations in another type than the statistics there (fp32, since half
     precision loses small changes), each with its name and that type."""
     narrow = []

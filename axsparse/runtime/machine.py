@@ -20,10 +20,7 @@ OWN = Path("/proc/self/cgroup")
 LIMITS = ("memory.max", "memory.limit_in_bytes")
 """Files with the limit of a control group, in versions 2 and 1."""
 M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1
-VARIABLES = {
-    M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_",
-    M_TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_",
-}
+VARIABLES = {M_MMAP_THRESHOLD: "MALLOC_MMAP_THRESHOLD_", M_TRIM_THRESHOLD: "MALLOC_TRIM_THRESHOLD_"}
 """Environment variables with which a user makes these settings; glibc reads them at the start."""
 MAPPED_BYTES = 1 << 20
 """Blocks from this size on are given back at once."""

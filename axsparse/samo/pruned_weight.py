@@ -268,9 +268,7 @@ def finish(model: nn.Module, replaced: int) -> None:
         )
 
 
-def multiplied_weights(
-    model: nn.Module,
-) -> Iterator[tuple[nn.Module, str, nn.Parameter, bool]]:
+def multiplied_weights(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter, bool]]:
     """Each module that multiplies by a weight, the weight's name in the model, the weight, and
     whether it has inputs before outputs. Weights that are embeddings as well are left out."""
     embedded = {id(one.weight) for one in model.modules() if isinstance(one, nn.Embedding)}

@@ -61,11 +61,7 @@ from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.lockstep import MeetingLink
 from axsparse.tensor_parallel.modules import Sharding, sharded_loss, sharded_products
 from axsparse.training.checkpoint.checkpoint_folder import DataEntry
-from axsparse.training.checkpoint.layer_files import (
-    CheckpointFiles,
-    load_layers,
-    thawed_and_frozen,
-)
+from axsparse.training.checkpoint.layer_files import CheckpointFiles, load_layers, thawed_and_frozen
 from axsparse.training.checkpoint.verification import (
     MEANS,
     START,
@@ -77,12 +73,7 @@ from axsparse.training.checkpoint.verification import (
     reject_other_teacher,
 )
 from axsparse.training.placement import Placement, bind_rank
-from axsparse.training.plan import (
-    RunPlan,
-    decided_precision,
-    plan_run,
-    reject_mismatching_rank,
-)
+from axsparse.training.plan import RunPlan, decided_precision, plan_run, reject_mismatching_rank
 from axsparse.training.run_directory import RunDir, open_run_dir
 from axsparse.training.run_sources import Data, open_data
 

@@ -32,11 +32,7 @@ from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.backend import to_host
 from axsparse.samo.precision import DTYPES
 from axsparse.training.checkpoint.checkpoint_folder import DataEntry
-from axsparse.training.checkpoint.verification import (
-    Checkpoint,
-    checkpoint_of,
-    reject_other_data,
-)
+from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, reject_other_data
 from axsparse.training.export import Weights, configured_model
 from axsparse.training.run_sources import batches_of
 

@@ -58,13 +58,7 @@ from axsparse.models.start_weights import WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
 from axsparse.models.zoo.hf_models import HfFile, PublishedNames, empty_model, surrounding
 from axsparse.models.zoo.model_registry import model_without_weights
-from axsparse.runtime.errors import (
-    ConfigError,
-    DataError,
-    MissingInputError,
-    OutputError,
-    writing,
-)
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError, writing
 from axsparse.runtime.files.atomic import new_path, sync_folder, write_new
 from axsparse.runtime.files.paths import expanded, is_own, reject_within
 from axsparse.runtime.files.safetensors import (

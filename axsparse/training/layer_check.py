@@ -169,9 +169,7 @@ def _first_run(precision: str) -> Iterator[None]:
 
 @contextmanager
 def _recorded(
-    layers: Sequence[BuiltLayer],
-    runners: Sequence[LayerRunner],
-    collector: GradientCollector,
+    layers: Sequence[BuiltLayer], runners: Sequence[LayerRunner], collector: GradientCollector
 ) -> Iterator[list[RecordedRun]]:
     """Take down the runs of some layers in a microbatch, as in the first one of a step."""
     for runner in runners:
@@ -191,9 +189,7 @@ def _recorded(
 
 
 def _first_failure(
-    plan: RunPlan,
-    pairs: Sequence[tuple[BuiltLayer, RecordedRun]],
-    samples: Tensors | None,
+    plan: RunPlan, pairs: Sequence[tuple[BuiltLayer, RecordedRun]], samples: Tensors | None
 ) -> AxsparseError | None:
     """The error of the first layer that differs; `samples` are the inputs of the first pair as the
     data set has them. Tensor-parallel ranks gather the weights of each layer together."""

@@ -35,12 +35,7 @@ LONG_ENOUGH = 0.3
 
 # Reason: what a run says of itself before its first step, in order.
 def make_recorder(
-    plan: RunPlan,
-    live: int,
-    taught: int,
-    data: Data,
-    placement: Placement,
-    run_dir: Path | None,
+    plan: RunPlan, live: int, taught: int, data: Data, placement: Placement, run_dir: Path | None
 ) -> Recorder:
     """The recorder of every rank; on rank 0 it has a screen, which shows the banner.
 

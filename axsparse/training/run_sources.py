@@ -308,10 +308,7 @@ def open_data(
 
 
 def with_example(
-    model: Model,
-    config: Config,
-    transport: Transport,
-    open_datasets: Callable[[], Datasets],
+    model: Model, config: Config, transport: Transport, open_datasets: Callable[[], Datasets]
 ) -> Model:
     """The model with an example: the first microbatch of the training data, if it has none.
 

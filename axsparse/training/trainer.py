@@ -215,8 +215,7 @@ class Trainer:
         # The settings, this rank among the others, and what is to be trained.
         starts = {"quiet": quiet, "resume": resume is not None, "overwrite": overwrite}
         together(
-            job.transport,
-            lambda: reject_arguments(given.config, optimizer, learning_rate, starts),
+            job.transport, lambda: reject_arguments(given.config, optimizer, learning_rate, starts)
         )
         job.run_dir = None
         config = check_settings(job, given.config, given.model)
@@ -293,8 +292,7 @@ class Trainer:
         self.engine = Engine(
             Rank(coords, backoff, self.phases, gpu),
             stage_of_layers(
-                *(plan, self.layers, products, self.tp_group, self.expansion),
-                taught=self.teacher,
+                *(plan, self.layers, products, self.tp_group, self.expansion), taught=self.teacher
             ),
             self.link,
             schedule=configured_schedule(resolved.pipeline),
@@ -1034,11 +1032,7 @@ class Trainer:
 
 
 def build(
-    job: Job,
-    model: Model,
-    open_datasets: Callable[[], Datasets],
-    config: Config,
-    **how: Any,
+    job: Job, model: Model, open_datasets: Callable[[], Datasets], config: Config, **how: Any
 ) -> Trainer:
     """A trainer on a rank of a job that is connected already; `how` is passed to `_prepare`."""
     trainer = Trainer.__new__(Trainer)

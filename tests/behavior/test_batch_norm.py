@@ -20,12 +20,7 @@ from support.cases import (
     parameters,
 )
 from support.exhaustive import by_default
-from support.images import (
-    Ranks,
-    assert_equal_tensors,
-    buffers_of,
-    image_config,
-)
+from support.images import Ranks, assert_equal_tensors, buffers_of, image_config
 from support.oracle import Trace
 from support.runs import (
     FEW_MICROBATCHES,

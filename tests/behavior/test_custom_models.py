@@ -305,9 +305,7 @@ def samples(wrong: str) -> ArrayDataset:
 @pytest.mark.parametrize(
     ("wrong", "when", "layout"),
     each_once(
-        [MODEL, DATA, TARGET],
-        ["training", "evaluation", "calibration"],
-        [(1, 1), (2, 1), (1, 2)],
+        [MODEL, DATA, TARGET], ["training", "evaluation", "calibration"], [(1, 1), (2, 1), (1, 2)]
     ),
 )
 def test_the_sample_is_named(wrong: str, when: str, layout: tuple[int, int]) -> None:

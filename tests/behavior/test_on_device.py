@@ -277,10 +277,7 @@ def test_a_run_goes_on_on_the_cpu_and_back(on_device: Placing, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("layout", "method"),
-    by_default(
-        [],
-        itertools.product([(1, 1), (2, 2)], ["magnitude", "wanda", "sparsegpt"]),
-    ),
+    by_default([], itertools.product([(1, 1), (2, 2)], ["magnitude", "wanda", "sparsegpt"])),
 )
 def test_layers_are_pruned_and_healed_on_devices_as_on_cpus(
     layout: Layout, method: str, on_device: Placing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

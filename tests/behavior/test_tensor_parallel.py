@@ -27,14 +27,7 @@ from support.exhaustive import by_default
 from support.hf import FAMILIES, SMALL_LLAMA, small_llama
 from support.planner_cases import planned_bytes
 from support.resuming import Ran, ran
-from support.runs import (
-    loaded,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-    vector_data,
-)
+from support.runs import loaded, tiny_config, tiny_gpt, token_data, train_in_process, vector_data
 from support.sharded_model import PLAN, own_model
 from support.sums import sample_all
 from torch import nn

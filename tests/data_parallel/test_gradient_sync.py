@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.oracle import Trace
-from support.runs import (
-    assert_bitwise,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-)
+from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor, nn
 
 from axsparse.data_parallel import gradient_sync as gradient_sync_module
@@ -149,9 +143,7 @@ def use(layer: LayerState) -> Use:
 
 
 @pytest.mark.parametrize("ready", list(itertools.permutations(range(3))))
-def test_buckets_start_last_layer_first_whatever_becomes_ready_when(
-    ready: tuple[int, ...],
-) -> None:
+def test_buckets_start_last_layer_first_whatever_becomes_ready_when(ready: tuple[int, ...]) -> None:
     layers = [layer_state(name) for name in "abc"]
     replicas = Members()
     sync = gradient_sync(layers, replicas)

@@ -30,13 +30,7 @@ def train(run_dir: Path, grid: str, fault: str) -> Finished:
             "stage 1, replica 0",
             [": its process is stopped by a signal; rank 0 awaits its gradient 0 in step 3; "],
         ),
-        (
-            "1x2",
-            "stop-save:2",
-            0,
-            "stage 0, replica 0",
-            [": its process is stopped by a signal; "],
-        ),
+        ("1x2", "stop-save:2", 0, "stage 0, replica 0", [": its process is stopped by a signal; "]),
         (
             "2x1",
             "data:3",

@@ -30,8 +30,7 @@ def results(loss: float, *, machine: str | None = None, screen: str = "banner") 
     values = {"loss": [4.0, loss], "grad_norm": [1.0], "validation": [], "weights": [7]}
     texts = {"config": ["seed: 1"], "screen": [screen]}
     return Golden(
-        {"one": texts, "two": texts},
-        {machine or fingerprint(): {"one": values, "two": {**values}}},
+        {"one": texts, "two": texts}, {machine or fingerprint(): {"one": values, "two": {**values}}}
     )
 
 

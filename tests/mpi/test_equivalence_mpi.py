@@ -38,11 +38,7 @@ ROWS = [
     *(
         Row(
             layout,
-            {
-                "pruning": PRUNING[method],
-                "schedule": {"warmup_steps": 1},
-                "train": {"steps": 9},
-            },
+            {"pruning": PRUNING[method], "schedule": {"warmup_steps": 1}, "train": {"steps": 9}},
             subject=FEW,
             is_usual=method == METHODS[0],
         )

@@ -19,10 +19,7 @@ from support.collective_contract import (
 from support.devices import LateDevice, gloo_backend
 from support.link_contract import CONTRACT
 from support.on_mpi import on_mpi
-from support.runs import (
-    all_here,
-    tiny_config,
-)
+from support.runs import all_here, tiny_config
 
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
@@ -46,9 +43,7 @@ needs_a_neighbour = pytest.mark.skipif(SIZE < 2, reason="one rank has no neighbo
 
 @needs_a_neighbour
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
-def test_a_staged_link_keeps_the_contract_over_mpi(
-    promise: Callable[[Transport], None],
-) -> None:
+def test_a_staged_link_keeps_the_contract_over_mpi(promise: Callable[[Transport], None]) -> None:
     transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), LateDevice(), connections=None)
     promise(transport)
     transport.close()

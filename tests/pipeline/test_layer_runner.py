@@ -9,14 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.cuda_on_cpu import compiler
-from support.runs import (
-    mlp,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
-    vector_data,
-)
+from support.runs import mlp, tiny_config, tiny_gpt, token_data, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.models import losses

@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.action_text import from_text, to_text, uniform_durations
 
-from axsparse.pipeline.policy import (
-    Action,
-    InOrder,
-    Kind,
-    Schedule,
-    ScheduleName,
-)
+from axsparse.pipeline.policy import Action, InOrder, Kind, Schedule, ScheduleName
 from axsparse.pipeline.simulator import Durations, MessageCost, PipelineRun, simulate
 from axsparse.runtime.communication import Direction
 

@@ -140,10 +140,7 @@ def test_a_job_has_what_its_own_groups_leave(
 
 @pytest.mark.parametrize(
     ("shares_core", "pauses", "sleeps"),
-    [
-        (False, 42, [50e-6] * 20 + [200e-6] * 2),
-        (True, 5, [50e-6, 100e-6, 200e-6, 500e-6, 500e-6]),
-    ],
+    [(False, 42, [50e-6] * 20 + [200e-6] * 2), (True, 5, [50e-6, 100e-6, 200e-6, 500e-6, 500e-6])],
 )
 def test_a_rank_polls_before_it_sleeps_unless_it_shares_its_core(
     shares_core: bool, pauses: int, sleeps: list[float], monkeypatch: pytest.MonkeyPatch

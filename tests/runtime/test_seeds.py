@@ -7,11 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from axsparse.runtime.seeds import (
-    keyed_seed,
-    preserved_rng,
-    seed_all,
-)
+from axsparse.runtime.seeds import keyed_seed, preserved_rng, seed_all
 
 keys = st.lists(
     st.one_of(st.integers(), st.text(st.characters(exclude_characters="\x1f", codec="utf-8"))),

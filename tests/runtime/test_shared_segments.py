@@ -67,7 +67,7 @@ def test_a_start_removes_what_is_left_over_and_was_not_made_just_now(
     remove_leftovers(shared, process(tmp_path / "proc", maps=maps))
 
     assert {path.name for path in shared.iterdir()} == {
-        *("mpich_shm_1", "mpich_shm_2", "somebody_elses"),
+        *("mpich_shm_1", "mpich_shm_2", "somebody_elses")
     }
 
 

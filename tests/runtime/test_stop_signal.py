@@ -132,10 +132,7 @@ def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c(segment: Pa
         "library.pthread_mutex_lock(mutex); library.pthread_mutex_lock(mutex)"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", waiting],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", waiting], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.readline() == "ready\n"

@@ -48,9 +48,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def submit(
-    *arguments: str,
-    capfd: pytest.CaptureFixture[str],
-    edit: tuple[tuple[str, str], ...] = (),
+    *arguments: str, capfd: pytest.CaptureFixture[str], edit: tuple[tuple[str, str], ...] = ()
 ) -> str:
     """Fill in a job's script, edit it as a user may, and submit it; its number."""
     words = ["--slurm", "--config", "quickstart.yaml", "--run-dir", "r"]
@@ -103,9 +101,7 @@ def test_training_that_is_told_saves_and_goes_on_as_if_nothing_had_happened(
     what = ("--config", "tiny.yaml", "--steps", str(len(uninterrupted)))
 
     job = submit(
-        *("--ranks", str(RANKS), "--time", "0:30:00", *what),
-        capfd=capfd,
-        edit=LAUNCHERS[launcher],
+        *("--ranks", str(RANKS), "--time", "0:30:00", *what), capfd=capfd, edit=LAUNCHERS[launcher]
     )
     trained(10)
     # As SLURM itself does before the end of the time.

@@ -14,14 +14,7 @@ from torch import Tensor
 from axsparse.runtime.communication import Collective, Op, Transport, Work, shard_bounds, wait
 from axsparse.runtime.exchange import exchanged_bytes, sum_by_owner, sum_in_rank_order
 
-DTYPES = (
-    torch.bfloat16,
-    torch.float16,
-    torch.float32,
-    torch.float64,
-    torch.int64,
-    torch.uint8,
-)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8)
 SIZES = (0, 1, 2, 37, 1000)
 MARGIN = 5
 """Entries before and after a buffer that no operation may touch."""

@@ -111,7 +111,7 @@ STEP = [
         for index, types, kind in product(
             INDICES.values(), GRADIENTS, ("NONE", "PLAIN", "NESTEROV")
         )
-    ),
+    )
 ]
 HELPERS = [f"move<{index}, {bits}>" for index, bits in product(ENCODED, BITS.values())]
 EXPAND = [f"expand<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)]

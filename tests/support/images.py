@@ -28,10 +28,7 @@ Ranks = Sequence[tuple[Trainer, Trace]]
 
 
 def image_config(**sections: Any) -> Config:
-    defaults = {
-        "batch": {"global_batch_size": 12, "microbatch_size": 4},
-        "train": {"steps": 3},
-    }
+    defaults = {"batch": {"global_batch_size": 12, "microbatch_size": 4}, "train": {"steps": 3}}
     return tiny_config(**{**defaults, **sections})
 
 

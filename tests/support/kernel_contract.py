@@ -56,11 +56,7 @@ from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.optimizer import Hyper, TensorSlot
 from axsparse.samo.optim.update import norm_partials
 from axsparse.samo.shards import BLOCK
-from axsparse.samo.state_bytes import (
-    MASK_BLOCK,
-    Encoding,
-    index_bytes,
-)
+from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, index_bytes
 
 CONTRACT = PROMISES
 

@@ -27,9 +27,7 @@ def by_first_rank(make: Callable[[], Made]) -> Made:
 
 
 @contextmanager
-def on_mpi(
-    make: Callable[[MPI.Intracomm], MpiTransport] = MpiTransport,
-) -> Iterator[MpiTransport]:
+def on_mpi(make: Callable[[MPI.Intracomm], MpiTransport] = MpiTransport) -> Iterator[MpiTransport]:
     """All ranks of the job; closed only if the test passes, since a failed rank sends no more."""
     transport = make(MPI.COMM_WORLD)
     yield transport

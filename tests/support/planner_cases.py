@@ -76,10 +76,7 @@ def bundled(config: str, density: float = 1.0) -> ProfiledModel:
 
 def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **request: Any) -> Plan:
     """The plan of a bundled GPT, with full backwards and all memory of a device by default."""
-    request = {
-        **{"split_backward": False, "rank_budget": machine.memory_bytes},
-        **request,
-    }
+    request = {**{"split_backward": False, "rank_budget": machine.memory_bytes}, **request}
     return plan(SearchRequest(model=bundled(config, density), cluster=machine, **request))
 
 

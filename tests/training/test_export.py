@@ -18,13 +18,7 @@ from support.images import assert_equal_tensors, image_data, small_cnn, write_sa
 from support.preparing import MARKED, TURN, folder_of, template_of, write_jsonl
 from support.preparing import run as prepare
 from support.resuming import dense_state, ran
-from support.runs import (
-    FEW_MICROBATCHES,
-    mlp,
-    tiny_config,
-    tiny_gpt,
-    vector_data,
-)
+from support.runs import FEW_MICROBATCHES, mlp, tiny_config, tiny_gpt, vector_data
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config, DataConfig
@@ -305,10 +299,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
         "\n![a](assets/a.png)\n"
     )
     assert json.loads((out / "config.json").read_text()) == settings
-    assert_equal_tensors(
-        tensors_of(out / "model.safetensors"),
-        weights,
-    )
+    assert_equal_tensors(tensors_of(out / "model.safetensors"), weights)
     # What somebody has put there is kept.
     (out / "assets" / "mine.txt").touch()
     assert "is not what an export leaves" in rejected(

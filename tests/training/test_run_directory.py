@@ -17,12 +17,7 @@ from support.runs import on_ranks, tiny_config, token_data
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import (
-    ConfigError,
-    DataError,
-    MissingInputError,
-    OutputError,
-)
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
 from axsparse.runtime.files.run_folder import RunLock, RunMark
 from axsparse.training.checkpoint import checkpoint_folder
 from axsparse.training.checkpoint.verification import checkpoint_of, open_checkpoint
@@ -212,9 +207,7 @@ def test_a_run_that_overwrites_and_cannot_train_leaves_all_that_is_there(
     assert "snip" in (run / "config.yaml").read_text()
 
 
-def test_a_directory_is_free_again_once_its_run_ended_before_its_first_step(
-    tmp_path: Path,
-) -> None:
+def test_a_directory_is_free_again_once_its_run_ended_before_its_first_step(tmp_path: Path) -> None:
     _, lock = make_run_dir(loaded(tmp_path))
     with pytest.raises(OutputError, match=rf"^{tmp_path}: is in use by a Trainer of this"):
         make_run_dir(loaded(tmp_path))

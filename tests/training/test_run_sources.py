@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.hf import write_llama
-from support.runs import (
-    mlp,
-    on_ranks,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    vector_data,
-    with_layout,
-)
+from support.runs import mlp, on_ranks, tiny_config, tiny_gpt, token_data, vector_data, with_layout
 
 import axsparse as ax
 from axsparse.config.schema import Config

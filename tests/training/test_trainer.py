@@ -36,13 +36,7 @@ from axsparse.runtime.job import Job, _describe
 from axsparse.training import run_recorder
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
 from axsparse.training.evaluation import Evaluation
-from axsparse.training.trainer import (
-    OnCheckpoint,
-    OnEvaluation,
-    OnStep,
-    Trainer,
-    build,
-)
+from axsparse.training.trainer import OnCheckpoint, OnEvaluation, OnStep, Trainer, build
 
 Heard = tuple[str, int, object]
 

@@ -27,12 +27,7 @@ from axsparse.models.stand_ins import (
     run_until_reached,
     with_modules,
 )
-from axsparse.models.watched_forward import (
-    Apart,
-    Arguments,
-    Watch,
-    as_constants,
-)
+from axsparse.models.watched_forward import Apart, Arguments, Watch, as_constants
 from axsparse.runtime.errors import ConfigError
 
 REMEMBERED = 4

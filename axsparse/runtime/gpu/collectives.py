@@ -23,15 +23,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from axsparse.runtime.communication import (
-    Backoff,
-    Collective,
-    Event,
-    Op,
-    Work,
-    shard_bounds,
-    wait,
-)
+from axsparse.runtime.communication import Backoff, Collective, Event, Op, Work, shard_bounds, wait
 from axsparse.runtime.exchange import exchanged_bytes
 from axsparse.runtime.gpu.device import Device
 

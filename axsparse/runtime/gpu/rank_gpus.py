@@ -112,13 +112,7 @@ def visible_gpus() -> list[Gpu]:
 
 
 def rank_gpu(
-    rank: int,
-    host: str,
-    local: int,
-    gpus: Sequence[Gpu],
-    *,
-    nccl: bool,
-    environ: Mapping[str, str],
+    rank: int, host: str, local: int, gpus: Sequence[Gpu], *, nccl: bool, environ: Mapping[str, str]
 ) -> RankGpu:
     """The GPU of a rank whose local rank on its host is `local`.
 

@@ -28,12 +28,7 @@ from axsparse.runtime.communication import (
 )
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.machine import SleepingBackoff, own_share, share_cores
-from axsparse.runtime.process import (
-    LAUNCHER_VARIABLES,
-    SIZE_VARIABLES,
-    exit_at_once,
-    flush_streams,
-)
+from axsparse.runtime.process import LAUNCHER_VARIABLES, SIZE_VARIABLES, exit_at_once, flush_streams
 from axsparse.runtime.shared_segments import remove_own
 
 if TYPE_CHECKING:

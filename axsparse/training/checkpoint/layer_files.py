@@ -35,12 +35,7 @@ from axsparse.models.start_weights import some_of
 from axsparse.pruning.methods.pruner import PrunerState
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import DataError, reading
-from axsparse.runtime.files.safetensors import (
-    SUFFIX,
-    SafetensorsFile,
-    TensorHeader,
-    header_of,
-)
+from axsparse.runtime.files.safetensors import SUFFIX, SafetensorsFile, TensorHeader, header_of
 from axsparse.samo.index.base import host_positions
 from axsparse.samo.layer_construction import BuiltLayer, fill, given_value
 from axsparse.samo.layer_state import LayerState
@@ -304,12 +299,7 @@ class CheckpointFiles:
         return unpack(packed, numel)
 
     def dense(
-        self,
-        kind: str,
-        name: str,
-        dtype: torch.dtype = torch.float32,
-        *,
-        suggestion: str = ANOTHER,
+        self, kind: str, name: str, dtype: torch.dtype = torch.float32, *, suggestion: str = ANOTHER
     ) -> Tensor:
         """The masters or moments of a parameter in its shape, rounded to `dtype`, with zeros at
         pruned positions; `suggestion` ends the error if there are none."""

@@ -12,13 +12,7 @@ from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
 from axsparse.observe.phases import Phases
 from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder
-from axsparse.observe.watchdog.watchdog import (
-    REPORT_FILE,
-    THREAD,
-    Activity,
-    Task,
-    Watchdog,
-)
+from axsparse.observe.watchdog.watchdog import REPORT_FILE, THREAD, Activity, Task, Watchdog
 from axsparse.pipeline.engine import Engine
 from axsparse.runtime.communication import Message
 from axsparse.runtime.files.run_folder import RESUME_AUTO

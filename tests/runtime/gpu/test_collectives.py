@@ -12,10 +12,7 @@ from torch import Tensor
 
 from axsparse.runtime.communication import Op, Work
 from axsparse.runtime.errors import TrainingError
-from axsparse.runtime.gpu.collectives import (
-    NcclCollective,
-    TwoWayCollective,
-)
+from axsparse.runtime.gpu.collectives import NcclCollective, TwoWayCollective
 from axsparse.runtime.gpu.gpu_transport import PushingBackoff
 from axsparse.runtime.machine import SleepingBackoff
 

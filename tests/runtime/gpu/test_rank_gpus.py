@@ -219,10 +219,7 @@ def test_what_would_make_ranks_wait_for_each_other_is_refused(
     [
         (
             rank_gpus([2, 1]),
-            [
-                "host n0: rank 0 → GPU 0, rank 1 → GPU 1 (H200)",
-                "host n1: rank 2 → GPU 0 (H200)",
-            ],
+            ["host n0: rank 0 → GPU 0, rank 1 → GPU 1 (H200)", "host n1: rank 2 → GPU 0 (H200)"],
         ),
         (NO_GPUS, []),
         (
