@@ -139,9 +139,7 @@ def test_any_number_of_replicas_gives_the_bits_of_one_process(row: Row) -> None:
 
 
 @pytest.mark.parametrize(("g_inter", "g_data"), by_default(FEW[1:2], FEW))
-def test_a_gradient_that_jumps_is_computed_again_and_loses_nothing(
-    g_inter: int, g_data: int
-) -> None:
+def test_a_gradient_that_jumps_is_recomputed_and_loses_nothing(g_inter: int, g_data: int) -> None:
     settings = exact(steps(7, optimizer={"name": "sgd", "clip_norm": 1e-3}), batch(12, 2))
     row = Row((g_inter, g_data), settings, subject=JUMPING)
     oracle = oracle_of(row.config(), 1, JUMPING.model(row.config()), JUMPING.data())
@@ -161,7 +159,7 @@ CHAIN: list[tuple[Layout, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
-def test_a_run_whose_shape_changes_at_every_step_ends_in_the_same_files(
+def test_a_run_that_changes_shape_each_step_ends_in_equal_files(
     precision: str, tmp_path: Path
 ) -> None:
     def config(*free: Any) -> Config:
@@ -186,9 +184,7 @@ def test_a_run_whose_shape_changes_at_every_step_ends_in_the_same_files(
     assert files("alone") == files(f"run{len(CHAIN)}")
 
 
-def test_a_step_that_is_computed_again_counts_once_in_running_statistics(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_step_computed_again_counts_once_in_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [
         Layer("norm", lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))),
         Layer("out", partial(nn.Linear, 16, 5)),

@@ -226,7 +226,7 @@ def test_what_the_user_set_on_a_module_stays_set(
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
-def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
+def test_samples_that_lose_by_rounding_before_the_first_layer_end_runs(
     layout: tuple[int, int],
 ) -> None:
     torch.manual_seed(7)
@@ -242,7 +242,7 @@ def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
 
 
 @pytest.mark.parametrize("broken", ["deferral", "sparse products", "recomputation"])
-def test_a_fault_of_the_layouts_own_way_ends_the_run(
+def test_a_fault_of_the_layouts_way_ends_a_run(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from axsparse.models import module_products

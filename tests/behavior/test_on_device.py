@@ -161,7 +161,7 @@ def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
     )
 
 
-def test_the_host_asks_its_device_once_a_step(
+def test_a_host_asks_its_device_once_a_step(
     on_device: Placing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever needs a number of the device waits for all that was enqueued before."""
@@ -232,7 +232,7 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("layout", "sections"), RUNS)
-def test_a_run_on_devices_is_bitwise_that_on_cpus(
+def test_devices_have_bits_of_cpus(
     layout: Layout, sections: dict[str, Any], on_device: Placing
 ) -> None:
     config = small(**{"optimizer": SGD, **sections})

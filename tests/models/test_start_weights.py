@@ -170,7 +170,7 @@ def pretrained(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("own_modules", [True, False])
-def test_a_body_gets_a_new_head(
+def test_bodies_get_new_heads(
     own_modules: bool, pretrained: tuple[Path, dict[str, Tensor]]
 ) -> None:
     path, state = pretrained
@@ -208,9 +208,7 @@ def test_a_body_gets_a_new_head(
     assert isinstance(trainer.plan.model.start, FromFile)
 
 
-def test_what_begins_anew_is_part_of_what_ranks_compare(
-    pretrained: tuple[Path, dict[str, Tensor]],
-) -> None:
+def test_what_begins_anew_is_compared_by_ranks(pretrained: tuple[Path, dict[str, Tensor]]) -> None:
     path, _ = pretrained
     made = [
         start_from(
@@ -222,7 +220,7 @@ def test_what_begins_anew_is_part_of_what_ranks_compare(
     assert len({start.fingerprint for start in made if start is not None}) == 3
 
 
-def test_new_tensors_are_named_where_a_configuration_starts(
+def test_new_tensors_are_named_at_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "tie_embeddings": False}

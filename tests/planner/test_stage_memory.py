@@ -67,7 +67,7 @@ def split(saved: int, deferred: int) -> LayerInfo:
         ([split(500, 20), split(50, 150)], 510 + 150),
     ],
 )
-def test_what_is_deferred_piles_up_while_a_backward_frees_what_it_used(
+def test_deferred_work_piles_up_while_a_backward_frees(
     layers: list[LayerInfo], deferred: int
 ) -> None:
     activations = activation_memory(layers, 0)

@@ -295,9 +295,7 @@ def test_experts_that_no_token_met_are_said_once(
     ]
 
 
-def test_it_says_how_far_it_is_and_what_the_pruning_costs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_says_progress_and_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_llama(tmp_path / "start", signed)
     config = llama_config(tmp_path / "start").model_copy(update={"run_dir": str(tmp_path / "run")})
     loaded = config.named("llama")

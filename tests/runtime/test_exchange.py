@@ -120,7 +120,7 @@ def test_halves_are_added_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
 @pytest.mark.parametrize("numel", [0, 1, PIECE, 2 * PIECE + 3])
-def test_a_stored_sum_may_take_the_place_of_any_of_its_parts(
+def test_a_stored_sum_may_replace_any_of_its_parts(
     numel: int, dtype: torch.dtype, count: int
 ) -> None:
     generator = torch.Generator().manual_seed(numel)
@@ -136,9 +136,7 @@ def test_a_stored_sum_may_take_the_place_of_any_of_its_parts(
 
 @examples
 @given(st.integers(0, 1000), st.integers(1, 7), st.sampled_from([2, 4, 8]))
-def test_all_ranks_together_hand_over_the_rings_volume(
-    numel: int, size: int, itemsize: int
-) -> None:
+def test_all_ranks_hand_over_the_rings_volume(numel: int, size: int, itemsize: int) -> None:
     bounds = shard_bounds(numel, size)
 
     def total(op: Op) -> int:

@@ -49,7 +49,7 @@ def test_the_first_signal_is_noted(number: signal.Signals, stop: StopRequest) ->
     assert not vars(stop)["left"].is_set()
 
 
-def test_a_second_signal_leaves_at_once(
+def test_a_second_signal_ends_at_once(
     stop: StopRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop.echo_seconds = 0.0

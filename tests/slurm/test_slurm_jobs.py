@@ -116,7 +116,7 @@ def test_training_that_is_told_saves_and_goes_on_as_if_nothing_had_happened(
     assert losses(Path("r")) == uninterrupted
 
 
-def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(
+def test_without_a_pmi_of_the_ranks_training_does_not_start(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     none = ("--mpi=pmi2", "--mpi=none")

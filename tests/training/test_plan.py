@@ -61,9 +61,7 @@ def test_auto_accumulates_in_half_up_to_eight_microbatches_a_replica(
 
 
 @pytest.mark.parametrize(("stages", "shared"), [(1, True), (2, False)])
-def test_auto_shares_the_optimizer_state_where_a_rank_has_less_by_it(
-    stages: int, shared: bool
-) -> None:
+def test_auto_shares_optimizer_state_where_a_rank_has_less_by_it(stages: int, shared: bool) -> None:
     run = resolved(tiny_config(samo={"zero_stage": "auto"}, layout={"g_inter": stages}), 2)
 
     assert run.config.samo.zero_stage == int(shared)
@@ -139,7 +137,7 @@ def test_what_is_asked_for_is_done() -> None:
         ({"precision": "fp16", "samo": {"enabled": False}}, 2),
     ],
 )
-def test_a_run_s_own_settings_can_be_read_and_run_again(
+def test_own_settings_can_be_run_again(
     sections: dict[str, Any], ranks: int, tmp_path: Path
 ) -> None:
     config = resolved(tiny_config(**sections), ranks).config
@@ -202,7 +200,7 @@ def test_stages_that_are_asked_for_in_a_limited_memory_have_the_slack_of_their_p
 
 
 @pytest.mark.parametrize(("times", "is_tight"), [(1.2, True), (2.0, False)])
-def test_memory_that_was_found_is_tight_where_freed_blocks_would_not_fit(
+def test_found_memory_is_tight_where_freed_blocks_would_not_fit(
     times: float, is_tight: bool
 ) -> None:
     usual = auto(layout={"g_inter": 2})
@@ -269,9 +267,7 @@ def test_memory_for_calibration_is_predicted_until_a_run_has_its_masks() -> None
     ],
     ids=str,
 )
-def test_the_work_is_balanced_without_a_limit_or_with_few_activations(
-    limit: float | str, sections: dict[str, Any]
-) -> None:
+def test_work_is_balanced_without_a_limit(limit: float | str, sections: dict[str, Any]) -> None:
     assert [len(stage) for stage in limited(limit, **sections).stages] == [3, 2, 2, 3]
 
 

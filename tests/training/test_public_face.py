@@ -227,9 +227,7 @@ def test_errors_of_all_ranks_are_one_line_with_their_code(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("steps", "code"), [(2, 0), (1, 78)])
-def test_a_program_may_end_mpi_by_itself_after_its_runs(
-    steps: int, code: int, tmp_path: Path
-) -> None:
+def test_a_program_may_end_mpi_after_its_runs(steps: int, code: int, tmp_path: Path) -> None:
     program = """
 import sys
 from mpi4py import MPI

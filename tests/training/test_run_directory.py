@@ -49,7 +49,7 @@ def opened(source: Config, resume: str | None = "auto", **how: bool) -> RunDir:
     return found
 
 
-def test_a_run_that_cannot_begin_lets_go_of_its_directory(
+def test_a_failed_start_frees_its_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -81,7 +81,7 @@ def checkpoint(run: Path, step: int) -> Path:
 # -- a new run ------------------------------------------------------------------------------
 
 
-def test_rank_0_makes_the_directory_and_all_ranks_know_it(
+def test_rank_0_makes_the_directory_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -235,9 +235,7 @@ def test_runs_are_named_and_numbered_and_a_new_one_gets_the_last_directory_if_it
     assert Path("runs/quick-3").is_dir()
 
 
-def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_two_jobs_one_gets_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both_have_looked = threading.Barrier(2)
 
     def lock(path: Path) -> RunLock:
@@ -278,7 +276,7 @@ def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["copied", "moved"])
-def test_the_config_of_a_run_means_the_directory_that_it_is_in(
+def test_a_runs_config_means_the_directory_that_it_is_in(
     how: str, run: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -413,7 +411,7 @@ def test_files_behind_a_link_belong_to_one_run(how: str, is_shared: bool, tmp_pa
         opened(loaded(other)).begin(config)
 
 
-def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(
+def test_checkpoints_on_another_disk_are_read_by_links_not_deleted(
     run: Path, tmp_path: Path
 ) -> None:
     for step in (2, 4, 5):
@@ -465,9 +463,7 @@ def test_a_run_whose_directory_was_moved_ends_at_its_next_checkpoint(
 
 
 @pytest.mark.parametrize(("steps", "more"), [(9, ""), (5, "; train.steps 5 asks for no more")])
-def test_auto_takes_the_newest_step_whatever_the_clock_says(
-    steps: int, more: str, run: Path
-) -> None:
+def test_auto_takes_the_newest_step_whatever_clocks_say(steps: int, more: str, run: Path) -> None:
     os.utime(checkpoint(run, 2), (2**31, 2**31))
 
     found = opened(loaded(run, steps))
@@ -575,7 +571,7 @@ RECORDS = [
         ({"masked": False}, ["loss 3", "loss 4", "eval_loss 3", "eval_loss 4", "masks 3"]),
     ],
 )
-def test_records_after_the_checkpoint_are_taken_back(
+def test_later_records_are_removed(
     changes: dict[str, bool], kept: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "metrics.jsonl"

@@ -81,7 +81,7 @@ def test_a_run_saves_at_intervals_and_at_its_end(
     assert all(is_complete(tmp_path / "checkpoints" / f"step-{step}") for step in steps)
 
 
-def test_what_a_thread_writes_is_told_of_piece_by_piece(
+def test_a_threads_writing_is_told_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads: list[str] = []
@@ -150,7 +150,7 @@ def test_the_thread_and_its_work_have_ended_after_close() -> None:
     assert threading.enumerate() == others
 
 
-def test_there_are_never_two_checkpoints_under_way(
+def test_two_checkpoints_never_are_under_way(
     tmp_path: Path, hooked: Callable[[Write], None]
 ) -> None:
     written: list[str] = []
@@ -194,7 +194,7 @@ def test_replicas_write_a_part_each(
     assert sum(parts) == 4 and min(parts) >= 1 and len(parts) == layout[0] * layout[1]
 
 
-def test_memory_for_what_is_on_its_way_is_bounded(
+def test_memory_for_staged_copies_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By `STAGING_BYTES`, and a tensor that is being written; not by the state."""
@@ -312,7 +312,7 @@ def test_what_cannot_be_saved_ends_the_run(
     assert saved(tmp_path) == left
 
 
-def test_a_run_that_loses_its_way_keeps_what_it_was_saving(
+def test_a_lost_run_keeps_what_it_was_saving(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third step of the first epoch meets a sample that is no number."""
@@ -325,7 +325,7 @@ def test_a_run_that_loses_its_way_keeps_what_it_was_saving(
     assert saved(tmp_path) == [2] and is_complete(tmp_path / "checkpoints" / "step-2")
 
 
-def test_a_rank_that_fails_alone_leaves_nothing_half_named(
+def test_a_failing_rank_leaves_no_half_name(
     tmp_path: Path, hooked: Callable[[Write], None]
 ) -> None:
     may_write = threading.Event()
