@@ -60,9 +60,7 @@ def partly_frozen() -> nn.Module:
     return Doing(lambda m, x: m.linear(torch.tanh(m.frozen(x))), 5, frozen=frozen, unused=unused)
 
 
-def test_frozen_parameters_stay_and_unused_ones_do_not_wait(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_frozen_parameters_stay_and_unused_ones_go_on(capfd: pytest.CaptureFixture[str]) -> None:
     model = Model([linear(), Layer("partly", partly_frozen)], summed_loss)
     config = small_config(optimizer={"weight_decay": 0.0})
     ranks = train_in_process(2, 2, model, config, vector_data())

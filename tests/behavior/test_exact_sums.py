@@ -159,9 +159,7 @@ CHAIN: list[tuple[Layout, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
-def test_a_run_that_changes_shape_each_step_ends_in_equal_files(
-    precision: str, tmp_path: Path
-) -> None:
+def test_runs_that_change_shape_each_step_end_in_one_file(precision: str, tmp_path: Path) -> None:
     def config(*free: Any) -> Config:
         masks = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 2}
         settings = exact(steps(len(CHAIN), precision=precision, pruning=masks), *free)

@@ -335,9 +335,7 @@ def test_a_body_that_is_thawed_at_a_resume_begins_as_in_torchs_optimizer(
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize(("model", "after"), [(buffered, (2, 1)), (buffered_modules, (1, 2))])
-def test_every_buffer_goes_on(
-    model: Callable[[Config], Model], after: Layout, tmp_path: Path
-) -> None:
+def test_buffers_go_on(model: Callable[[Config], Model], after: Layout, tmp_path: Path) -> None:
     config = config_of(batch={"global_batch_size": 12, "microbatch_size": 3})
     stopped = ran(
         (1, 2), config, tmp_path / "run", stop_after=STOP, model=model, data=vector_data()

@@ -65,9 +65,7 @@ def test_a_rank_that_is_blind_ends_all(axsparse: Axsparse, monkeypatch: pytest.M
     assert axsparse("doctor") == (70, "", "axsparse: error: doctor: rank 0: no such machine\n")
 
 
-def test_a_launcher_of_another_place_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_from_elsewhere_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for folder in ("env", "site"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mpirun").touch(mode=0o755)

@@ -169,9 +169,7 @@ def test_of_a_folder_with_pictures_the_text_model_is_pruned_and_the_rest_stays(
 
 
 @pytest.mark.exhaustive
-def test_the_card_has_the_zeros_and_a_command_trains_them(
-    transformers: Any, tmp_path: Path
-) -> None:
+def test_the_card_has_the_zeros_and_a_command_for_it(transformers: Any, tmp_path: Path) -> None:
     del transformers
     write_folder(tmp_path / "model")
 

@@ -143,9 +143,7 @@ def test_documents_of_one_split_are_divided_by_tokens(
     assert "already prepared" in run(request)[1]
 
 
-def test_what_is_left_out_is_counted_on_screen_and_in_sidecar(
-    library: Path, tmp_path: Path
-) -> None:
+def test_left_out_documents_are_counted_on_the_screen(library: Path, tmp_path: Path) -> None:
     sidecar, screen = run(requested(library, tmp_path / "o"))
 
     assert sidecar.sources.left_out == {"unreadable": 1, "not UTF-8": 1, "empty": 1}
@@ -173,9 +171,7 @@ def test_of_records_of_several_documents_the_screen_says_which_is_taken(tmp_path
     assert "several contents" not in named
 
 
-def test_a_long_document_of_a_bad_byte_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_of_a_bad_byte_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").write_bytes(b"word\n" * 100 + b"\xff" + b" word\n" * 100)
     (tmp_path / "b").write_bytes(b"good")
     resize(monkeypatch, documents={"STRETCH": 64, "PIECE": 9}, preparation={"BATCH": 20})

@@ -195,9 +195,7 @@ def test_ranks_whose_clocks_are_a_day_apart_resume_by_step(tmp_path: Path, whole
 
 
 @pytest.mark.fault(9)
-def test_another_layout_resumes(
-    stopped: tuple[Path, Finished], whole: Path, tmp_path: Path
-) -> None:
+def test_other_layouts_resume(stopped: tuple[Path, Finished], whole: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(stopped[0], tmp_path / "run"))
     at = saved_steps(run / CHECKPOINTS)[0]
 

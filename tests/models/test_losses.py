@@ -185,7 +185,7 @@ def test_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("tokens", "words"), [(4, 100), (1024, 2048), (1024, 2049), (5000, 3000)])
-def test_few_logits_are_held_at_once(
+def test_few_logits_are_there_at_once(
     tokens: int, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []

@@ -299,9 +299,7 @@ def renamed(_: nn.Module, state: dict[str, torch.Tensor], prefix: str, __: objec
     "clip", [lambda weight: weight.clamp_(-0.05, 0.05), lambda w: w.data.clamp_(-0.05, 0.05)]
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_that_a_callback_writes_train(
-    clip: Callable[[Tensor], object], precision: str
-) -> None:
+def test_weights_of_callbacks_train(clip: Callable[[Tensor], object], precision: str) -> None:
     settings = {"learning_rate": 1e-6, "precision": precision, "sparsity": 0.0}
     trainer = trainer_of(sequential(), **settings)
 

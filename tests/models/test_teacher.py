@@ -216,9 +216,7 @@ def test_the_teacher_stays_as_it_is_and_is_in_no_file(folder: Path, tmp_path: Pa
     assert bytes_of[0] == bytes_of[1]
 
 
-def test_evaluations_run_no_layer_of_teachers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_evaluations_need_no_teacher(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     evaluate = LayerRunner.evaluate
     sent: list[int] = []
@@ -293,9 +291,7 @@ def test_only_the_same_teacher_goes_on(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", by_default([5], [1, 2, 5]))
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
-def test_a_plan_counts_bytes(
-    transformers: Any, tmp_path: Path, precision: str, layers: int
-) -> None:
+def test_plans_count_bytes(transformers: Any, tmp_path: Path, precision: str, layers: int) -> None:
     """Also those of its embedding, which is its head as well: once in one stage, twice in two."""
     folder = other_llama(tmp_path / "llama", num_hidden_layers=layers, tie_word_embeddings=True)
     config = taught(folder, precision=precision, train={"steps": 1})

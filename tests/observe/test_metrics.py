@@ -221,9 +221,7 @@ def test_a_sink_that_fails_is_one_warning_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("failure", [SystemExit(1), RuntimeError()])
-def test_a_closed_sink_is_warned_of(
-    failure: BaseException, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_closed_sinks_are_told(failure: BaseException, capfd: pytest.CaptureFixture[str]) -> None:
     def open_sink(step: int) -> AbstractContextManager[Write]:
         raise failure
 
@@ -255,9 +253,7 @@ def test_a_missing_package_is_told_before_anything_begins(
     assert not (tmp_path / "run").exists()
 
 
-def test_tensorboard_reads_what_was_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

@@ -145,9 +145,7 @@ PhaseContext = tuple[str, float, float]
         ([("collective", 0, 3)], times(other=3)),
     ],
 )
-def test_gpu_time_is_divided_by_phases(
-    blocks: list[PhaseContext], expected: dict[str, float]
-) -> None:
+def test_phases_divide_gpu_time(blocks: list[PhaseContext], expected: dict[str, float]) -> None:
     gpu = Gpu()
 
     gpu.phases.begin_step()

@@ -162,9 +162,7 @@ def test_the_layout_follows_from_ranks_and_settings(
         ),
     ],
 )
-def test_an_open_slack_is_the_default_or_none(
-    pipeline: dict[str, Any], expected: list[Schedule]
-) -> None:
+def test_an_open_slack_is_the_default(pipeline: dict[str, Any], expected: list[Schedule]) -> None:
     config = tiny_config(pipeline=pipeline)
 
     request = run_request(unpruned(config), MACHINE, 4, None, 1e9)
@@ -207,9 +205,7 @@ def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> 
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 0), (5, 1e9), (19, 1e9), (20, 0)])
-def test_a_checkpoint_takes_memory_of_training_unless_it_is_last(
-    every: int, expected: float
-) -> None:
+def test_a_checkpoint_takes_memory_unless_it_is_the_last(every: int, expected: float) -> None:
     config = tiny_config(train={"steps": 20}, checkpoint={"every": every})
 
     assert copied_bytes(config) == expected

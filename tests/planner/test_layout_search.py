@@ -157,9 +157,7 @@ def test_equal_layers_are_built_and_run_once() -> None:
 
 
 @pytest.mark.parametrize("stages", by_default([16], [2, 16, 250]))
-def test_few_loads_are_made_and_all_are_of_stages(
-    stages: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_loads_are_made_all_of_stages(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory for a little more than an equal share, and less of it on the first stage."""
     model = ProfiledModel(tiny_config(), profile(deep_model()), {}, ADAMW)
     limit = [1.3 * LAYERS / stages] * stages

@@ -67,9 +67,7 @@ def split(saved: int, deferred: int) -> LayerInfo:
         ([split(500, 20), split(50, 150)], 510 + 150),
     ],
 )
-def test_deferred_work_piles_up_while_a_backward_frees(
-    layers: list[LayerInfo], deferred: int
-) -> None:
+def test_deferred_work_piles_up_in_a_backward(layers: list[LayerInfo], deferred: int) -> None:
     activations = activation_memory(layers, 0)
 
     saved = sum(10 + each.activations.saved for each in layers if each.activations)

@@ -198,9 +198,7 @@ def test_every_layout_heals_to_the_same_bits(
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_replicas_share_a_steps_microbatches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replicas_share_microbatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, config = trained_model(tmp_path), config_of(pruning={"heal_batch": 2})
     computed: list[bool] = []
 

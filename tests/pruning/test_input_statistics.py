@@ -70,9 +70,7 @@ def test_groups_that_do_not_divide_a_block_stay_whole() -> None:
     ],
     ids=["mm", "weight first", "mv", "addmm"],
 )
-def test_a_product_shows_inputs_on_either_side(
-    multiply: Callable[[Tensor, Tensor], object],
-) -> None:
+def test_inputs_show_on_either_side(multiply: Callable[[Tensor, Tensor], object]) -> None:
     weight, x = torch.randn(3, 4), torch.randn(5, 4)
     gathered = ProductStatistics(WandaStatistics, "weight", weight, 1)
 

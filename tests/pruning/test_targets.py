@@ -67,9 +67,7 @@ def folder(tmp_path: Path) -> Path:
     "layout",
     [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in [(1, 1), (3, 1)]), (2, 2)],
 )
-def test_zero_entries_stay_and_all_others_are_trained(
-    folder: Path, layout: tuple[int, int]
-) -> None:
+def test_zero_entries_stay_and_others_are_trained(folder: Path, layout: tuple[int, int]) -> None:
     before = write_llama(folder, pruned)
     config = config_of(folder)
 

@@ -49,9 +49,7 @@ def test_the_first_signal_is_noted(number: signal.Signals, stop: StopRequest) ->
     assert not vars(stop)["left"].is_set()
 
 
-def test_a_second_signal_ends_at_once(
-    stop: StopRequest, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_signals_end_at_once(stop: StopRequest, capsys: pytest.CaptureFixture[str]) -> None:
     stop.echo_seconds = 0.0
     stop.listen()
     os.kill(os.getpid(), signal.SIGUSR1)

@@ -198,9 +198,7 @@ class Hooked(nn.Module):
 @pytest.mark.parametrize(
     ("init", "half"), [(None, False), (None, True), (random_init, False), (random_init, True)]
 )
-def test_hooks_attributes_and_places_of_parameters_stay(
-    init: InitFunction | None, half: bool
-) -> None:
+def test_hooks_and_attributes_of_parameters_stay(init: InitFunction | None, half: bool) -> None:
     (built,) = build_layers([Layer("a", Hooked, init=init)], {}, options(half=half))
 
     module = built.module

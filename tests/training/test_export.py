@@ -166,9 +166,7 @@ def rejected(
     return str(caught.value)
 
 
-def test_a_file_that_goes_is_told(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_file_is_told(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_part(*_: object) -> Tensor:
         raise OSError(116, "Stale file handle")
 
@@ -338,9 +336,7 @@ def test_a_tied_weight_keeps_file_names(transformers: Any, tmp_path: Path, *, bo
     assert json.loads((out / "config.json").read_text()) == settings  # as its folder had it
 
 
-def test_a_config_of_pictures_and_text_says_the_type_written(
-    transformers: Any, tmp_path: Path
-) -> None:
+def test_a_config_of_pictures_says_the_type_written(transformers: Any, tmp_path: Path) -> None:
     saved_with_pictures(transformers, "gemma3", tmp_path)
     config = config_from(tmp_path).model
     own = (tmp_path / "config.json").read_bytes()

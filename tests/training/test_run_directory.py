@@ -49,9 +49,7 @@ def opened(source: Config, resume: str | None = "auto", **how: bool) -> RunDir:
     return found
 
 
-def test_a_failed_start_frees_its_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_starts_free_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OutputError("the disk is full")
 
@@ -81,9 +79,7 @@ def checkpoint(run: Path, step: int) -> Path:
 # -- a new run ------------------------------------------------------------------------------
 
 
-def test_rank_0_makes_the_directory_for_all(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_makes_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     makers = []
 
@@ -276,9 +272,7 @@ def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["copied", "moved"])
-def test_a_runs_config_means_the_directory_that_it_is_in(
-    how: str, run: Path, tmp_path: Path
-) -> None:
+def test_a_runs_config_means_its_own_directory(how: str, run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(run, other) if how == "copied" else run.rename(other)
 
@@ -411,9 +405,7 @@ def test_files_behind_a_link_belong_to_one_run(how: str, is_shared: bool, tmp_pa
         opened(loaded(other)).begin(config)
 
 
-def test_checkpoints_on_another_disk_are_read_by_links_not_deleted(
-    run: Path, tmp_path: Path
-) -> None:
+def test_checkpoints_on_another_disk_are_read_and_not_deleted(run: Path, tmp_path: Path) -> None:
     for step in (2, 4, 5):
         there = tmp_path / f"disk-{step}"
         checkpoint(run, step).rename(there)
@@ -571,9 +563,7 @@ RECORDS = [
         ({"masked": False}, ["loss 3", "loss 4", "eval_loss 3", "eval_loss 4", "masks 3"]),
     ],
 )
-def test_later_records_are_removed(
-    changes: dict[str, bool], kept: list[str], tmp_path: Path
-) -> None:
+def test_later_records_are_gone(changes: dict[str, bool], kept: list[str], tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps(record) for record in RECORDS]
     path.write_text("\n".join(["torn {", "[]", *lines, '{"step": 1, "loss"']))

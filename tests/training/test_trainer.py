@@ -255,9 +255,7 @@ def test_the_best_stays_until_a_better(tmp_path: Path, capsys: pytest.CaptureFix
     assert said in capsys.readouterr().out
 
 
-def test_the_best_is_found_without_other_checkpoints_and_has_weights_of_then(
-    tmp_path: Path,
-) -> None:
+def test_the_best_is_found_without_others_and_has_weights_of_then(tmp_path: Path) -> None:
     train(tmp_path / "a", config_of(5, checkpoint={"every": 0}))
     train(tmp_path / "b", config_of(2, checkpoint={"every": 0}), {1: 2.0, 2: 1.0})
     losses = {**LOSSES, 5: 9.0}

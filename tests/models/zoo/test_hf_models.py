@@ -148,9 +148,7 @@ def separated_data() -> TokenDataset:
 @pytest.mark.parametrize(
     "family", by_default(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3", "gpt_neox", "cohere2"])
 )
-def test_a_document_among_others_reads_as_alone(
-    transformers: Any, family: str, tmp_path: Path
-) -> None:
+def test_a_document_is_read_as_if_alone(transformers: Any, family: str, tmp_path: Path) -> None:
     theirs = make(transformers, family, tmp_path)
     config = settings_of(
         tmp_path, family, data={"sequence_length": 16, "intra_document_attention": True}
@@ -379,9 +377,7 @@ def test_models_of_another_shape_are_refused_with_the_reason(
     )
 
 
-def test_what_transformers_fails_on_is_told(
-    transformers: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failures_of_transformers_tell(transformers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_init_weights", lambda *_: 1 / 0)
 
     assert refusal(other_model(transformers, "llama"), ConfigError).startswith(

@@ -202,9 +202,7 @@ def test_until_the_first_step_is_done_patience_is_longer(job: Job) -> None:
     assert job.run(100) < TIMEOUT
 
 
-def test_an_unwritable_report_is_printed_whole(
-    job: Job, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_report_is_printed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     (job.folder / REPORT_FILE).mkdir()
     job.do("waits", "hangs", "waits")
 

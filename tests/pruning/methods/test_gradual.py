@@ -30,9 +30,7 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("sparsity", "expected"), PUBLISHED)
-def test_sparsities_are_of_the_papers(
-    sparsity: Callable[..., float], expected: list[float]
-) -> None:
+def test_sparsities_are_of_papers(sparsity: Callable[..., float], expected: list[float]) -> None:
     found = [sparsity(number, final=0.9, rounds=4) for number in range(5)]
 
     assert found == pytest.approx(expected)

@@ -46,9 +46,7 @@ def test_what_breaks_leaves_what_was_there(is_folder: bool, tmp_path: Path) -> N
     assert [child.name for child in tmp_path.iterdir()] == ["new"]
 
 
-def test_a_folder_not_replaced_is_as_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_stays_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "new"
     path.mkdir()
     (path / "inner").write_text("old")
@@ -80,7 +78,7 @@ def test_contents_are_on_disk_before_names(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
-def test_a_new_file_is_whole(
+def test_new_files_are_whole(
     is_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, path, synced = tmp_path / "source", tmp_path / "new", list[bytes]()

@@ -68,9 +68,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch, cupy: StandInCupy) -> CupyLauncher
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_kernel_is_compiled_once_and_runs_on_torchs_stream(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_is_compiled_once_for_torchs_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     cupy = StandInCupy()
     launch = launcher(monkeypatch, cupy)
     tensor = torch.zeros(3)

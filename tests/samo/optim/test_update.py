@@ -140,9 +140,7 @@ def test_only_tensors_that_are_named_and_first_uses_give_partials() -> None:
     [(math.inf, 0), (-math.inf, 2), (math.nan, BLOCK + 2), (math.inf, 3 * BLOCK + 7)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_infinite_gradient_shows_in_the_norm(
-    value: float, position: int, dtype: torch.dtype
-) -> None:
+def test_an_infinite_gradient_is_in_norms(value: float, position: int, dtype: torch.dtype) -> None:
     layer = layer_with_gradients(dtype)
     layer.gradient[position] = value
 

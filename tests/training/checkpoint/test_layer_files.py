@@ -162,9 +162,7 @@ def test_what_changes_the_numbers_is_told(run: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_the_first_weights_may_have_moved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_first_weights_may_have_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run's own weights are its checkpoint's, so that only a first file is refused."""
     ran((1, 1), config_of(model={"weights": "old"}), tmp_path / "moved")
     capsys.readouterr()
