@@ -97,10 +97,9 @@ def noisy(noise: Callable[[], float]) -> nn.Module:
 def counting() -> nn.Module:
     """Counts its calls outside of buffers."""
 
-    def count(m: Any, x: Tensor) -> Tensor:
+    def count(m: Any, x: Tensor) -> Any:
         m.calls += 1
-        out: Tensor = x * m.calls
-        return out
+        return x * m.calls
 
     return after(count, calls=0)
 
@@ -162,11 +161,10 @@ class Listed(nn.Module):
         self.head = linear(CLASSES)
         self.blocks = nn.ModuleList(blocks)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 def watched(make: Callable[[], nn.Module]) -> Model:
@@ -518,9 +516,8 @@ def test_the_check_needs_the_memory_of_a_step_and_of_one_layer(recomputed: int) 
             self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
             self.factor = factor
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = x + self.down(torch.tanh(self.up(x))) * self.factor
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return x + self.down(torch.tanh(self.up(x))) * self.factor
 
     def measure(trainer: Trainer) -> None:
         step = trainer._step

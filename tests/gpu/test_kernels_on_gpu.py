@@ -6,8 +6,7 @@ import time
 
 import pytest
 import torch
-from support.kernel_contract import CONTRACT
-from support.kernel_machine import Machine, Promise
+from support.kernel_contract import CONTRACT, Machine, Promise
 
 from axsparse.observe.phases import PHASES, DevicePhases
 from axsparse.runtime.gpu.device import CudaDevice

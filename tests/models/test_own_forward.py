@@ -102,9 +102,8 @@ class Twice(nn.Module):
         self.norm = nn.LayerNorm(192)
         self.blocks = nn.ModuleList([nn.Linear(192, 192)])
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.blocks[0](self.norm(x.flatten(1))))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.blocks[0](self.norm(x.flatten(1))))
 
 
 class Skips(nn.Module):
@@ -115,20 +114,18 @@ class Skips(nn.Module):
             super().__init__()
             self.fc = nn.Linear(192, 192)
 
-        def forward(self, x: Tensor, skip: Tensor) -> Tensor:
-            out: Tensor = self.fc(x) + skip
-            return out
+        def forward(self, x: Tensor, skip: Tensor) -> Any:
+            return self.fc(x) + skip
 
     def __init__(self) -> None:
         super().__init__()
         self.downs = nn.ModuleList(nn.Linear(192, 192) for _ in range(2))
         self.ups = nn.ModuleList(self.Up() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         first = self.downs[0](x.flatten(1))
         second = self.ups[0](self.downs[1](first), first)
-        out: Tensor = self.ups[1](second, first)
-        return out
+        return self.ups[1](second, first)
 
 
 class Hooked(nn.Module):
@@ -142,9 +139,8 @@ class Hooked(nn.Module):
     def soften(self, _: nn.Module, given: Any, __: Any) -> Any:
         return None if given[0] is None else (0.1 * given[0],)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.body(self.stem(x.flatten(1)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self.stem(x.flatten(1)))
 
 
 def locked() -> nn.Module:

@@ -148,11 +148,10 @@ class Attention(nn.Module):
         self.q, self.k, self.v = (nn.Linear(SIZE, SIZE, bias=False) for _ in range(3))
         self.out = nn.Linear(SIZE, SIZE)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         q, k, v = (w(x).view(*x.shape[:2], 3, 4).transpose(1, 2) for w in (self.q, self.k, self.v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(x.shape))
-        return out
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
 
 
 class LowRank(nn.Module):
@@ -163,9 +162,8 @@ class LowRank(nn.Module):
         self.frozen = nn.Linear(SIZE, SIZE).requires_grad_(False)
         self.down, self.up = nn.Linear(SIZE, 3, bias=False), nn.Linear(3, SIZE, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.frozen(x) + self.up(self.down(x)) / 2
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.frozen(x) + self.up(self.down(x)) / 2
 
 
 class Overridden(nn.Linear):
@@ -182,9 +180,8 @@ class TorchAttention(nn.Module):
         super().__init__()
         self.inner = nn.MultiheadAttention(SIZE, 3, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x, x, x, need_weights=False)[0]
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x, x, x, need_weights=False)[0]
 
 
 def frozen_bias(module: nn.Linear | nn.Conv2d) -> nn.Module:
@@ -488,10 +485,9 @@ class Layers(nn.Module):
         self.before, self.wait = nn.Linear(SIZE, SIZE), wait
         self.after = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in range(3)))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         apply: Callable[..., Tensor] = Summing.apply
-        out: Tensor = self.after(apply(self.before(x), self.wait))
-        return out
+        return self.after(apply(self.before(x), self.wait))
 
 
 class Often(nn.Module):

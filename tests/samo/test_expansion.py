@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.kernel_machine import randoms
+from support.kernel_contract import randoms
 from support.runs import on_ranks
 from torch import Tensor, nn
 

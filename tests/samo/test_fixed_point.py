@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_machine import layer_of
+from support.kernel_contract import layer_of
 from torch import Tensor
 
 from axsparse.samo import fixed_point

@@ -50,12 +50,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         b, n, c = x.shape
         q, k, v = self.qkv(x).reshape(b, n, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        out: Tensor = self.proj(x.transpose(1, 2).reshape(b, n, c))
-        return out
+        return self.proj(x.transpose(1, 2).reshape(b, n, c))
 
 
 class Block(nn.Module):
@@ -67,10 +66,9 @@ class Block(nn.Module):
             nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Any:
         x = x + self.attn(self.norm1(x), mask)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        return x + self.mlp(self.norm2(x))
 
 
 class PatchEmbed(nn.Module):
@@ -79,9 +77,8 @@ class PatchEmbed(nn.Module):
         self.proj = nn.Conv2d(3, WIDTH, 4, 4)
         self.norm = nn.Identity()
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.norm(self.proj(x).flatten(2).transpose(1, 2))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.norm(self.proj(x).flatten(2).transpose(1, 2))
 
 
 class Vit(nn.Module):
@@ -99,15 +96,13 @@ class Vit(nn.Module):
         self.head_drop = nn.Dropout(0.0)
         self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward_features(self, x: Tensor) -> Tensor:
+    def forward_features(self, x: Tensor) -> Any:
         x = self.patch_embed(x)
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
-        out: Tensor = self.norm(self.blocks(self.pos_drop(x)))
-        return out
+        return self.norm(self.blocks(self.pos_drop(x)))
 
-    def forward_head(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.head_drop(self.fc_norm(x[:, 0])))
-        return out
+    def forward_head(self, x: Tensor) -> Any:
+        return self.head(self.head_drop(self.fc_norm(x[:, 0])))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.forward_head(self.forward_features(x))
@@ -122,14 +117,13 @@ class Nested(Vit):
         del self.blocks
         self.stages = nn.ModuleList([nn.ModuleList([first]), nn.ModuleList(others)])
 
-    def forward_features(self, x: Tensor) -> Tensor:
+    def forward_features(self, x: Tensor) -> Any:
         x = self.patch_embed(x)
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
         for stage in self.stages:
             for block in stage.children():
                 x = block(x)
-        out: Tensor = self.norm(x)
-        return out
+        return self.norm(x)
 
 
 class TimeEmbed(nn.Module):
@@ -137,10 +131,9 @@ class TimeEmbed(nn.Module):
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(8, WIDTH), nn.SiLU(), nn.Linear(WIDTH, WIDTH))
 
-    def forward(self, t: Tensor) -> Tensor:
+    def forward(self, t: Tensor) -> Any:
         angles = t[:, None] * torch.exp(-torch.arange(4, device=t.device, dtype=t.dtype))
-        out: Tensor = self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1))
-        return out
+        return self.mlp(torch.cat([angles.cos(), angles.sin()], dim=-1))
 
 
 class DitBlock(nn.Module):
@@ -150,11 +143,10 @@ class DitBlock(nn.Module):
         self.attn = Attention()
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 3 * WIDTH))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor) -> Any:
         shift, scale, gate = self.adaLN_modulation(c).chunk(3, dim=1)
         normed = self.norm(x) * (1 + scale[:, None]) + shift[:, None]
-        out: Tensor = x + gate[:, None] * self.attn(normed)
-        return out
+        return x + gate[:, None] * self.attn(normed)
 
 
 class FinalLayer(nn.Module):
@@ -164,10 +156,9 @@ class FinalLayer(nn.Module):
         self.linear = nn.Linear(WIDTH, 48)
         self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(WIDTH, 2 * WIDTH))
 
-    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+    def forward(self, x: Tensor, c: Tensor) -> Any:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        out: Tensor = self.linear(self.norm_final(x) * (1 + scale[:, None]) + shift[:, None])
-        return out
+        return self.linear(self.norm_final(x) * (1 + scale[:, None]) + shift[:, None])
 
 
 class Dit(nn.Module):
@@ -208,12 +199,11 @@ class BasicBlock(nn.Module):
                 nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
             )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         identity = x if self.downsample is None else self.downsample(x)
         x = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
         x += identity
-        out: Tensor = self.relu(x)
-        return out
+        return self.relu(x)
 
 
 class ResNet(nn.Module):
@@ -234,11 +224,10 @@ class ResNet(nn.Module):
     def _stage(self, inputs: int, outputs: int, stride: int) -> nn.Sequential:
         return nn.Sequential(BasicBlock(inputs, outputs, stride), BasicBlock(outputs, outputs, 1))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         x = self.layer3(self.layer2(self.layer1(x)))
-        out: Tensor = self.fc(torch.flatten(self.avgpool(x), 1))
-        return out
+        return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
 class Stages(nn.Module):
@@ -253,12 +242,11 @@ class Stages(nn.Module):
         self.norm = nn.LayerNorm(12)
         self.head = nn.Linear(12, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         for downsample, stage in zip(self.downsample_layers, self.stages, strict=True):
             x = downsample(x)
             x = stage(torch.tanh(x))
-        out: Tensor = self.head(self.norm(x.mean([-2, -1])))
-        return out
+        return self.head(self.norm(x.mean([-2, -1])))
 
 
 class Residual(nn.Sequential):
@@ -289,11 +277,10 @@ class Probe(nn.Module):
         self.head = nn.Linear(WIDTH, CLASSES)
 
     @torch.no_grad()
-    def encode(self, x: Tensor) -> Tensor:
-        out: Tensor = self.backbone[0](x).tanh()
-        return out
+    def encode(self, x: Tensor) -> Any:
+        return self.backbone[0](x).tanh()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         first = self.stem(x.flatten(1)).unsqueeze(1)
         x = first + self.encode(first)
         with torch.inference_mode():
@@ -301,8 +288,7 @@ class Probe(nn.Module):
         x = x + taught.clone()
         for block in self.blocks:
             x = block(x)
-        out: Tensor = self.head(x.mean(1))
-        return out
+        return self.head(x.mean(1))
 
 
 class Gpt(nn.Module):
@@ -318,15 +304,14 @@ class Gpt(nn.Module):
         self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
         self.lm_head.weight = self.transformer["wte"].weight  # type: ignore[assignment]
 
-    def forward(self, idx: Tensor) -> Tensor:
+    def forward(self, idx: Tensor) -> Any:
         parts: Any = self.transformer
         length = idx.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool, device=idx.device).tril()
         x = parts.wte(idx) + parts.wpe(torch.arange(length, device=idx.device))
         for block in parts.h:
             x = block(x, mask=mask)
-        out: Tensor = self.lm_head(self.norm(x))
-        return out
+        return self.lm_head(self.norm(x))
 
 
 class TorchEncoder(nn.Module):
@@ -339,9 +324,8 @@ class TorchEncoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
         self.out = nn.Linear(WIDTH, WORDS)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.out(self.encoder(self.embed(tokens), src_key_padding_mask=tokens == 0))
-        return out
+    def forward(self, tokens: Tensor) -> Any:
+        return self.out(self.encoder(self.embed(tokens), src_key_padding_mask=tokens == 0))
 
 
 class Windows(nn.Module):
@@ -352,10 +336,9 @@ class Windows(nn.Module):
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, x: Tensor, size: tuple[int, int], scale: float = 1.0) -> Tensor:
+        def forward(self, x: Tensor, size: tuple[int, int], scale: float = 1.0) -> Any:
             x = x.view(*size, -1)
-            out: Tensor = (x + scale * torch.tanh(self.linear(x))).flatten(0, 1)
-            return out
+            return (x + scale * torch.tanh(self.linear(x))).flatten(0, 1)
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,14 +346,13 @@ class Windows(nn.Module):
         self.layers = nn.ModuleList(Windows.Block() for _ in range(2))
         self.out = nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.embed(x)
         b, n, _ = x.shape
         x = x.flatten(0, 1)
         for layer in self.layers:
             x = layer(x, (b, n), scale=0.5)
-        out: Tensor = self.out(x.view(b, n, -1).mean(1))
-        return out
+        return self.out(x.view(b, n, -1).mean(1))
 
 
 # -- what is refused ------------------------------------------------------------------------
@@ -416,12 +398,11 @@ class Looped(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.out, self.order = nn.Linear(WIDTH, CLASSES), order
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = self.stem(x.flatten(1))
         for number in self.order:
             x = torch.tanh(self.blocks[number](x))
-        out: Tensor = self.out(x)
-        return out
+        return self.out(x)
 
 
 class ByValue(Looped):
@@ -445,9 +426,8 @@ class Told(nn.Module):
             super().__init__()
             self.linear = nn.Linear(WIDTH, WIDTH)
 
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.linear(x) + self.shift
-            return out
+        def forward(self, x: Tensor) -> Any:
+            return self.linear(x) + self.shift
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,15 +22,14 @@ class Attention(nn.Module):
         self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
         self.out = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         b, s, _ = x.shape
         each = [
             m(x).view(b, s, -1, self.size).transpose(1, 2)
             for m in (self.query, self.key, self.value)
         ]
         mixed = F.scaled_dot_product_attention(*each)
-        out: Tensor = self.out(mixed.transpose(1, 2).reshape(b, s, -1))
-        return out
+        return self.out(mixed.transpose(1, 2).reshape(b, s, -1))
 
 
 class Own(nn.Module):
@@ -54,11 +53,10 @@ class Own(nn.Module):
         self.inner = inner()
         change(self)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = x + self.attention(self.norm(x))
         hidden = self.inner(self.dropout(F.silu(self.gate(x)) * self.up(x)))
-        out: Tensor = x + self.down(hidden)
-        return out
+        return x + self.down(hidden)
 
 
 HEAD = TpStyle("colwise", unit=8)

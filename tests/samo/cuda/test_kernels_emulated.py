@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.cuda_on_cpu import EVERY, EmulatedLauncher, compiler
-from support.kernel_contract import CONTRACT
-from support.kernel_machine import Machine, Promise
+from support.kernel_contract import CONTRACT, Machine, Promise
 from support.kernel_reference import multiply_add
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler (g++ or clang++)")

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from support.exhaustive import by_default, each_once
-from support.kernel_machine import STATES, Types, layer_of, randoms, same_bits
+from support.kernel_contract import STATES, Types, layer_of, randoms, same_bits
 from torch import Tensor, nn
 
 from axsparse.runtime.communication import Collective

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.kernel_machine import BF16, FP32, layer_of, randoms
+from support.kernel_contract import BF16, FP32, layer_of, randoms
 from support.oracle import DenseLamb
 from torch import Tensor, nn
 

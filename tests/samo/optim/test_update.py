@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_machine import RULES, layer_of, randoms
+from support.kernel_contract import RULES, layer_of, randoms
 from support.oracle import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
