@@ -104,7 +104,7 @@ class Vit(nn.Module):
     def forward_head(self, x: Tensor) -> Any:
         return self.head(self.head_drop(self.fc_norm(x[:, 0])))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.forward_head(self.forward_features(x))
 
 
@@ -411,7 +411,7 @@ class ByValue(Looped):
     def __init__(self) -> None:
         super().__init__(range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         x = -x if x.mean() > 0 else x
         return super().forward(x)
 
