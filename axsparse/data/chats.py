@@ -261,8 +261,9 @@ class ChatTemplate:
                 if not (asked and ended and begin <= end):
                     return (
                         f"a chat that the template rewrites (message {number + 1} is another when "
-                        "others follow, or with the words that ask for it, and no {% generation %} "
-                        "marks answers)"
+                        "others follow, or with the words that ask for it; make a record of each "
+                        "answer, of the messages before it as prompt and [the answer] as "
+                        "completion, or mark answers by {% generation %} in the template)"
                     )
                 turns.append((begin, end))
         counts = [any(at < end and to > begin for begin, end in turns) for at, to in places]

@@ -154,7 +154,7 @@ def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
     file.seek(0)
     first, _, rest = begin.partition(b"\n")
     is_indented = rest[:1] in (b" ", b"\t") and not first.rstrip().endswith(b"}")
-    if not begin.startswith(b"[") and not is_indented:
+    if not begin.startswith(b"[") and not is_indented and first.strip() != b"{":
         yield from read_json_lines(file, reading)
         return
     try:
@@ -295,7 +295,7 @@ def _document(number: int, given: object, field: str) -> Piece:
     except UnicodeDecodeError:
         return Piece(number, "", problem="not UTF-8")
     except (ValueError, RecursionError):
-        return Piece(number, "", problem="malformed JSON")
+        return Piece(number, "", problem="malformed JSON (write each record as one line)")
     record = record if isinstance(record, dict) else {}
     named, kinds = (field,), _kinds(field)
     found = [kind for kind in kinds if all(record.get(key) is not None for key in kind)]

@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 
 from axsparse.data.chats import Chat, ChatTemplate, common_prefix
 from axsparse.data.documents import (
+    READERS,
     STRETCH,
     Completion,
     Content,
@@ -280,6 +281,9 @@ def _reject_unused(request: Request, sources: Sequence[DocumentSource]) -> None:
         and reading.split_documents != Reading.split_documents,
         "--jsonl-field: names a key of records, and the input has none (files that end in .jsonl, "
         ".json, .parquet or .arrow)": all(are_text) and reading.jsonl_field != Reading.jsonl_field,
+        "--max-line-mb: bounds lines, and the input has tables alone": reading.max_line
+        != Reading.max_line
+        and all(source.reader in map(READERS.get, (".parquet", ".arrow")) for source in sources),
     }
     found = [line for line, is_so in unused.items() if is_so]
     if found and sources:
@@ -726,11 +730,12 @@ def _reject_empty(progress: PreparationProgress, request: Request) -> None:
     """Raise DataError if there is no document, or none in named validation files."""
     documents = sum(progress.documents.values())
     if documents == 0:
-        first = f"; the first: {progress.examples[0]}" if progress.examples else ""
-        suggestion = "name UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
+        first = (
+            f"; the first: {progress.examples[0]}); correct it, or " if progress.examples else "); "
+        )
         raise DataError(
-            f"input: no document can be used ({progress.reasons or 'there is none'}{first}); "
-            f"{suggestion}"
+            f"input: no document can be used ({progress.reasons or 'there is none'}{first}name "
+            "UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
         )
     for split, count in progress.documents.items():
         if count == 0 and request.validation:

@@ -133,7 +133,8 @@ def test_pieces_are_the_usable_documents_however_a_file_is_cut(
 def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -> None:
     records = [{"text": "a"}, {"messages": [{"role": "user", "content": "b"}]}, {"id": 1}]
     lines = "\n".join(map(json.dumps, records))
-    contents = [lines] if "jsonl" in name.lower() else [lines, json.dumps(records, indent=1)]
+    indented = [json.dumps(records, indent=indent) for indent in (0, 1)]
+    contents = [lines] if "jsonl" in name.lower() else [lines, *indented]
     for content in contents:
         data = ("\ufeff" + content).encode()
         (tmp_path / name).write_bytes(gzip.compress(data) if name[-1] in "zZ" else data)
