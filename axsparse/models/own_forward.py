@@ -483,6 +483,12 @@ def _reject_other_result(
         if isinstance(reason, NotImplementedError):
             what = one_line(reason).partition(". ")[0]
             why = f"its forward does around its blocks what the meta device cannot run ({what})"
+        elif "on meta tensors" in str(reason):
+            why = (
+                "its forward reads contents of a tensor around its blocks, where other layers have "
+                f"the shape alone ({one_line(reason)}; transformers reads those of a 2-D attention "
+                "mask, and not those of mask[:, None, None, :].bool())"
+            )
         raise _unfit(module, why) from reason
     gradients = _gradients(tensors_of(values), smallest)
     ours = [each.detach() for each in tensors_of(values)]
@@ -553,5 +559,6 @@ def _unfit(module: nn.Module, why: str, way: str = BY_HAND) -> ConfigError:
     if isinstance(module, nn.ModuleList):
         way = "give nn.Sequential(*modules) if each gets the result of the one before it"
     if hasattr(module, "save_pretrained"):
-        way = "save it by save_pretrained(FOLDER), and give ax.hf(FOLDER) without loss="
+        saved = "save it by save_pretrained(FOLDER), and give ax.hf(FOLDER) without loss="
+        way = f"if it predicts next tokens, {saved}; else {way}"
     return ConfigError(f"model: {type(module).__name__} cannot be cut into layers: {why}; {way}")

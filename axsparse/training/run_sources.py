@@ -29,6 +29,7 @@ from axsparse.data.order import Share
 from axsparse.data.sources import open_datasets
 from axsparse.data.torch_dataset import SHIFTED, advice_for
 from axsparse.models.layer import LossFunction, MetricFunction, Model
+from axsparse.models.losses import linear_cross_entropy, summed_cross_entropy
 from axsparse.models.own_forward import from_module
 from axsparse.models.sequential import OwnValues, from_sequential, runs_in_order
 from axsparse.models.zoo.model_registry import named_model
@@ -158,7 +159,8 @@ def run_sources(
         made = _model_of(model, loss, metrics, lambda: _open(opener, separate))
     else:
         made = named_model(whole)
-        opener = partial(_of_next_tokens, opener) if has_data else opener
+    if has_data and made.loss in (linear_cross_entropy, summed_cross_entropy):
+        opener = partial(_of_next_tokens, opener)
     own = {"the model of the program": is_needed, "the data of the program": has_data}
     given_here = tuple(what for what, is_given in own.items() if is_given)
     return RunSources(made, opener, whole.named(made.name), given_here)
