@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -71,14 +72,14 @@ def _generate(arguments: argparse.Namespace) -> None:
     if is_folder(folder) and (arguments.step is not None or arguments.overrides):
         raise ConfigError(f"--step, --set: {folder} is a folder, no run; leave them out")
     with TemporaryDirectory() as place:
-        named = str(folder)
+        ways: Sequence[str] = ()
         if not is_folder(folder):
             folder = Path(place) / "model"
             done = export(
                 arguments.run, "sparse", folder, step=arguments.step, data=arguments.overrides
             )
-            named += "".join(f" ({note})" for note in done.notes)
-        tokenizer = tokenizer_of(folder, named)
+            ways = done.notes
+        tokenizer = tokenizer_of(folder, arguments.run, *ways)
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always", UserWarning)
             model = load_pruned(folder)

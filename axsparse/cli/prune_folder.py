@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -57,12 +58,14 @@ UNTRAINED = (
 
 
 OPTIONS = {
-    RESUME_AUTO: "the same command",
-    ANOTHER_RUN_DIR: "another --out",
+    "go on from there by --resume .*": "repeat the command with another --out",
+    re.escape(RESUME_AUTO): "the same command",
+    re.escape(ANOTHER_RUN_DIR): "another --out",
     "--tokenizer: ": "--from: ",
     "bring more held-out data": "name more by --validation FILES",
 }
-"""Suggestions and places in errors of data and of training, and their names in this command."""
+"""Suggestions and places in errors of data and of training, as `re.sub` takes them, and their names
+in this command."""
 
 
 @contextlib.contextmanager
@@ -73,7 +76,7 @@ def own_options() -> Iterator[None]:
     except AxsparseError as error:
         said = str(error)
         for there, here in OPTIONS.items():
-            said = said.replace(there, here)
+            said = re.sub(there, here, said)
         error.args = (said,)
         raise
 

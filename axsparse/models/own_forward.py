@@ -479,17 +479,7 @@ def _reject_other_result(
             values = part(*values)
             values = values if isinstance(values, tuple) else (values,)
     except Exception as reason:
-        why = f"its forward depends on more than what its blocks are given ({one_line(reason)})"
-        if isinstance(reason, NotImplementedError):
-            what = one_line(reason).partition(". ")[0]
-            why = f"its forward does around its blocks what the meta device cannot run ({what})"
-        elif "on meta tensors" in str(reason):
-            why = (
-                "its forward reads contents of a tensor around its blocks, where other layers have "
-                f"the shape alone ({one_line(reason)}; transformers reads those of a 2-D attention "
-                "mask, and not those of mask[:, None, None, :].bool())"
-            )
-        raise _unfit(module, why) from reason
+        raise _unfit(module, _why_apart(reason)) from reason
     gradients = _gradients(tensors_of(values), smallest)
     ours = [each.detach() for each in tensors_of(values)]
     del values  # and the activations behind it
@@ -521,6 +511,21 @@ def _reject_other_result(
             more = f", without the backward hooks of {hooked[0]}" if hooked else ""
             why = f"its layers one after the other give {name} another gradient{more}"
             raise _unfit(module, why)
+
+
+def _why_apart(reason: Exception) -> str:
+    """Why the layers cannot run one after the other, by what the first that fails raises."""
+    what = one_line(reason)
+    if isinstance(reason, NotImplementedError):
+        what = what.partition(". ")[0]
+        return f"its forward does around its blocks what the meta device cannot run ({what})"
+    if "on meta tensors" in what:
+        return (
+            "its forward reads contents of a tensor around its blocks, where other layers have the "
+            f"shape alone ({what}; transformers reads those of a 2-D attention mask, and not those "
+            "of mask[:, None, None, :].bool())"
+        )
+    return f"its forward depends on more than what its blocks are given ({what})"
 
 
 def _gradients(results: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -60,14 +60,12 @@ from axsparse.samo.state_bytes import StateBytes
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.lockstep import MeetingLink
 from axsparse.tensor_parallel.modules import Sharding, sharded_loss, sharded_products
-from axsparse.training.checkpoint.checkpoint_folder import DataEntry
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, load_layers, thawed_and_frozen
 from axsparse.training.checkpoint.verification import (
     MEANS,
     START,
     Checkpoint,
     flat,
-    reject_other_data,
     reject_other_model,
     reject_other_settings,
     reject_other_teacher,
@@ -265,7 +263,7 @@ def launch_warnings(plan: RunPlan, transport: Transport) -> list[str]:
 
 
 def open_run_directory(
-    job: Job, plan: RunPlan, config: Config, data: DataEntry, resumed: RunDir, *, overwrite: bool
+    job: Job, plan: RunPlan, config: Config, resumed: RunDir, *, overwrite: bool
 ) -> RunDir:
     """Open the run directory and write the initial records; from now on signals save.
 
@@ -278,7 +276,6 @@ def open_run_directory(
         if resumed.checkpoint is None:
             return []
         reject_other_model(resumed.checkpoint, plan.profile)
-        reject_other_data(resumed.checkpoint, data)
         lines = reject_other_settings(resumed.checkpoint, plan.config, config)
         reject_other_teacher(resumed.checkpoint, plan.taught_from)
         if transport.rank == 0:

@@ -139,6 +139,11 @@ def export(
     if form not in get_args(Form):
         raise ConfigError(f"export: {form!r} is no form; choose one of {', '.join(get_args(Form))}")
     is_folder = form != "torch"
+    if data and not is_folder:
+        raise ConfigError(
+            "export: moved data (--set, in Python data=) are for the tokenizer of a folder, and "
+            "torch is a file of tensors; leave them out"
+        )
     if not is_folder and path.suffix != SUFFIX:
         raise ConfigError(f"{str(path)!r} does not end in {SUFFIX}; add that")
     path, saved = path.absolute(), checkpoint.path.resolve().parent

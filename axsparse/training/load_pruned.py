@@ -106,9 +106,15 @@ def _checked(file: HfFile, name: str, wanted: Tensor) -> Tensor:
     return tensor
 
 
-def tokenizer_of(folder: Path, named: object) -> Any:
-    """transformers' tokenizer of a folder; MissingInputError, which begins with `named`, if there
-    is none, and if there is no transformers."""
+COPY = (
+    "copy tokenizer.json and tokenizer_config.json there, of a run into the folder that axsparse "
+    "export --to hf makes"
+)
+
+
+def tokenizer_of(folder: Path, named: object, way: str = COPY) -> Any:
+    """transformers' tokenizer of a folder; MissingInputError, from `named` to `way`, if there is
+    none, and if there is no transformers."""
     hf_settings(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
     from transformers import AutoTokenizer
 
@@ -120,10 +126,7 @@ def tokenizer_of(folder: Path, named: object) -> Any:
         said = "it would have no vocabulary"
     except (OSError, ValueError, KeyError) as reason:
         said = " ".join(str(reason).split())[:200]
-    raise MissingInputError(
-        f"{named}: transformers finds no tokenizer ({said}); copy the files of one into a Hugging "
-        "Face folder (axsparse export --to hf)"
-    )
+    raise MissingInputError(f"{named}: transformers finds no tokenizer ({said}); {way}")
 
 
 @dataclass(frozen=True)

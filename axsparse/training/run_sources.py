@@ -40,6 +40,7 @@ from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.runtime.targets import IGNORED
 from axsparse.training.checkpoint.checkpoint_folder import DataEntry
+from axsparse.training.checkpoint.verification import Checkpoint, reject_other_data
 from axsparse.training.plan import RunPlan, mismatching_rank
 
 
@@ -258,14 +259,15 @@ def open_data(
     transport: Transport,
     open_datasets: Callable[[], Datasets],
     *,
+    saved: Checkpoint | None = None,
     pinned: bool = False,
 ) -> Data:
     """Open the data on the first and last stage, and broadcast its size to all ranks.
 
     With `pinned`, batches are put into pinned memory, from which a GPU copies without waiting.
 
-    Raises on all ranks the error of opening on any, DataError if two ranks read different data, and
-    the errors of `check_data`.
+    Raises on all ranks the error of opening on any, DataError if two ranks read different data or
+    if the checkpoint `saved` is of other data, and the errors of `check_data`.
     """
     reads = plan.coords.is_first or plan.coords.is_last
     separate = config.data.intra_document_attention
@@ -274,6 +276,9 @@ def open_data(
     together(transport, lambda: _reject_other_data(transport, read_here))
     # Rank 0 is a first stage, which reads.
     facts = json.loads(text_of_first(transport, json.dumps(read_here)))
+    entry = DataEntry(**{key: facts[key] for key in ("name", "fingerprint", "samples")}, position=0)
+    if saved is not None:
+        together(transport, lambda: reject_other_data(saved, entry))
     together(
         transport,
         lambda: check_data(
@@ -304,9 +309,8 @@ def open_data(
         validation = batches(dataset, num_samples=facts["validation_samples"])
     else:
         together(transport, lambda: _reject_idle(config))
-    known = {key: facts[key] for key in ("name", "fingerprint", "samples")}
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
-    return Data(DataEntry(**known, position=0), training, validation, unit)
+    return Data(entry, training, validation, unit)
 
 
 def with_example(

@@ -249,10 +249,11 @@ class Trainer:
         table = (*self.placement.table, *launch_warnings(plan, transport), *notes)
         self.placement = replace(self.placement, table=table)
         prepare_process(job, plan, transport)
-        self.data = open_data(plan, config, transport, opener, pinned=self.placement.pins)
+        pins, saved = self.placement.pins, found.checkpoint
+        self.data = open_data(plan, config, transport, opener, saved=saved, pinned=pins)
         entry, directory = self.data.entry, None
         if not quiet:
-            directory = open_run_directory(job, plan, config, entry, found, overwrite=overwrite)
+            directory = open_run_directory(job, plan, config, found, overwrite=overwrite)
             self._locks.append(directory.lock)
         shown = None if directory is None else directory.path
         self.run_dir: Path | None = None if shown is None else shown.absolute()

@@ -32,7 +32,13 @@ from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import read_sidecar
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.mask_file import open_masks
-from axsparse.runtime.errors import EXIT_CONFIG, EXIT_SAVED, DataError, OutputError
+from axsparse.runtime.errors import (
+    EXIT_CONFIG,
+    EXIT_SAVED,
+    DataError,
+    OutputError,
+    TrainingError,
+)
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.training.checkpoint.verification import steps_in
 
@@ -320,6 +326,12 @@ def test_errors_of_training_name_the_options_of_this_command() -> None:
     text = rf"^--from: full; choose another --out, {other}, or the same command$"
     with pytest.raises(OutputError, match=text), own_options():
         raise OutputError(f"--tokenizer: full; choose {ANOTHER_RUN_DIR}, {other}, or {RESUME_AUTO}")
+    text = r"^weights were good up to step 3: repeat the command with another --out$"
+    with pytest.raises(TrainingError, match=text), own_options():
+        raise TrainingError(
+            "weights were good up to step 3: go on from there by --resume run/checkpoints/step-3 "
+            f"(in Python resume=) in {ANOTHER_RUN_DIR}"
+        )
     text = r"^data\.sequence_length \(a validation\): .*, or name more by --validation FILES$"
     with pytest.raises(DataError, match=text), own_options():
         TokenDataset("a validation", "f", 256, np.zeros(8, np.uint8), 8)
