@@ -230,6 +230,11 @@ IN_BF16 = (
 )
 """The call that makes the published gpt-oss one of real numbers."""
 BEFORE = "take the checkpoint before it was quantized"
+NOT_DONE = {
+    "layerdrop": "by which training leaves layers out, and here each is run; set layerdrop to 0.0",
+    "output_router_logits": "but routers are not balanced by a loss here; set it to false",
+}
+"""Settings of trainings by transformers that have no effect here, each with the reason."""
 DEEPEST = 10_000
 """Layers of a model at most, many times more than any published model has."""
 
@@ -298,11 +303,9 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"{where}: transformers has no causal language model of the text model in {kind} "
             f"({text_kind}); take a checkpoint of another model"
         )
-    if getattr(text, "layerdrop", False):
-        raise DataError(
-            f"{where}: layerdrop is {shown(text.layerdrop)}, by which training leaves layers "
-            "out, and here each is run; set layerdrop to 0.0"
-        )
+    for key, why in NOT_DONE.items():
+        if getattr(text, key, False):
+            raise DataError(f"{where}: {key} is {shown(getattr(text, key))}, {why}")
     return settings
 
 

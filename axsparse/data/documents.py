@@ -43,9 +43,11 @@ an ending of data, or of texts: not its card, its licence or its scripts, as `da
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Files of save_to_disk of `datasets`, next to its .arrow files, that are no documents."""
 SPLIT = re.compile(
-    r"(?:^|/)(\w*(?:train|valid|test|dev|eval)\w*)(-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.arrow$)"
+    r"(?:^|/)(?:(\w*(?:train|valid|test|dev|eval)\w*)(?=-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.)"
+    r"|(train(?:ing)?|val|valid|validation|dev|test|testing|eval|evaluation)(?=[-_.]?\d*[./]))"
 )
-"""Finds the split in a file's path, as `datasets` and the hub name it."""
+"""Finds the split in the path of a file of a data set, as `datasets` and the hub name it: in the
+name of the file or of one of its folders."""
 UNREADABLE = "unreadable"
 NO_DATA = "no data (next to files of data; name it to take it)"
 """Why files are left out."""
@@ -520,11 +522,13 @@ def _files(
             names = [name for name in names if name not in others]
             left_out.extend((str(path / name), NO_DATA) for name in others)
         taken = sorted(names, key=PurePath.as_posix)
-        found = [match for name in taken if (match := SPLIT.search(name.as_posix()))]
-        splits = sorted({match[1] for match in found})
+        data = (name.as_posix() for name in taken if _format(name) in (*DATA_SETS, ".json"))
+        found = [match for name in data if (match := SPLIT.search(name))]
+        splits = sorted({match[match.lastindex or 0] for match in found})
         if len(splits) > 1:
-            one = found[-1]
-            begin = f"{path}/{one.string[: one.end(1)]}{'' if one[2][0] == '/' else '-*'}"
+            text, end = found[-1].string, found[-1].end()
+            after = text[end] if text[end] in "-_." else ""
+            begin = f"{path}/{text[:end]}{'' if text[end] == '/' else f'{after}*'}"
             raise ConfigError(
                 f"input: {path} holds the splits {', '.join(splits)}; name the files of one, such "
                 f"as {begin}, and by --validation those that are held out"

@@ -8,7 +8,7 @@ look at weights alone gather nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -85,14 +85,18 @@ class LayerPruning:
     """The criterion of the masks if its score is custom and takes inputs. Its pattern, if it has
     one, replaces sparsities."""
     ties: Ties
+    apart: Collection[str] = ()
+    """Tensors that are known not to be multiplied by in their layers: embeddings that are looked
+    up, and a head by which the loss multiplies."""
 
     def check(self) -> None:
         """ConfigError for matrices whose inputs decide in no product, or in two layers."""
         pruned = self.targets.shapes
         twice = [name for name in pruned if name in {*self.ties, *self.ties.values()}]
         stacks = self.targets.stacks if self.method in METHODS else ()
-        is_seen = {name: len(shape) == 2 or name in stacks for name, shape in pruned.items()}
-        unseen = [name for name in pruned if self._sees_inputs and not is_seen[name]]
+        seen = {name for name, shape in pruned.items() if len(shape) == 2 or name in stacks}
+        seen -= {*self.apart}
+        unseen = [name for name in pruned if self._sees_inputs and name not in seen.union(twice)]
         if odd := [*twice, *unseen]:
             whys = {"two have": twice, "none has": unseen}
             said = ", ".join(f"{why} {some_of(names)}" for why, names in whys.items() if names)

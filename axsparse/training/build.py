@@ -22,7 +22,7 @@ from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
-from axsparse.models.losses import compiled
+from axsparse.models.losses import compiled, linear_cross_entropy
 from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
 from axsparse.models.module_buffers import switch_mode
 from axsparse.models.sequential import is_in_evaluation
@@ -459,8 +459,15 @@ def _calibration(
         if any(parameter.name in shapes for parameter in layer.parameters)
     ]
     last = [layer.name for layer in layers].index(pruned[-1])
+    apart = [
+        parameter.name
+        for layer in plan.profile.layers
+        for parameter in layer.parameters
+        if plan.model.loss is linear_cross_entropy
+        and (layer.kind == "head" or (layer.kind == "embedding" and not parameter.multiplies))
+    ]
     return Calibration(
-        LayerPruning(pruning.method, plan.targets, plan.criterion, plan.profile.ties),
+        LayerPruning(pruning.method, plan.targets, plan.criterion, plan.profile.ties, apart),
         own,
         pruned,
         options,

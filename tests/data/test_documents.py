@@ -155,6 +155,7 @@ def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -
         ["train/a.txt", "test/b.txt"],
         ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
         ["arxiv-00000-of-00001.parquet", "books-00000-of-00001.parquet"],
+        ["train/a.jsonl", "train/b.jsonl", "latest.jsonl", "evaluations/a.jsonl"],
     ],
 )
 def test_folders_of_texts_and_split_parts_are_no_splits(files: list[str], tmp_path: Path) -> None:

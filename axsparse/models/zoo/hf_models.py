@@ -166,11 +166,6 @@ class SplitModel:
         self.causal = empty_model(config.hf)
         self.forward = Forward(self.causal)
         self.head_is_plain = self.forward.head_is_plain
-        if getattr(self.causal.config, "output_router_logits", False):
-            raise ConfigError(
-                "model.hf: output_router_logits is true, but routers are not balanced by a loss "
-                "here; set it to false"
-            )
         mark_what_multiplies(self.forward.layers)
         self.parts = self._split()
         self.ties = tied_names(self.causal)
