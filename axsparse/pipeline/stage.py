@@ -209,7 +209,7 @@ class Stage:
     ) -> Tensor:
         assert self._loss is not None
         if not self._loss_is_known:
-            self._reject_mean(outputs, targets)
+            self._reject_unfit(outputs, targets, key)
         seed_all(*key.of(self._seed, ""), "loss" if torch.is_grad_enabled() else "evaluated loss")
         if self.teacher is not None and taught:
             loss = self.teacher.loss(outputs, taught, targets)
@@ -233,38 +233,37 @@ class Stage:
         return loss.float()
 
     @torch.enable_grad()  # an evaluation may come first
-    def _reject_mean(self, outputs: Tensors, targets: Tensor | None) -> None:
+    def _reject_unfit(self, outputs: Tensors, targets: Tensor | None, key: Key) -> None:
         """ConfigError if a sample given twice has less than twice its gradient: the loss is a mean,
-        and the trainer divides the sum of losses by the global count of targets. A later microbatch
-        tells where the loss of this sample is zero or none, as of ignored targets."""
+        and the trainer divides the sum of losses by the global count of targets. Also if a sample
+        has another loss after other samples, with equal random numbers: the loss keeps state. A
+        later microbatch tells where the loss of this sample is zero or none, as of ignored
+        targets."""
         assert self._loss is not None
         if targets is None or targets.dim() == 0 or not len(targets):
             self._loss_is_known = True
             return
-        # The first sample's rows of an output; other outputs, such as a weight or a scalar, belong
-        # to all samples. Rows may be tokens.
+        # A sample's rows of an output; other outputs, such as a weight or a scalar, belong to all
+        # samples. Rows may be tokens.
         each = {len(targets): 1, targets.numel(): targets[0].numel()}
-        common, sample = dict[int, Tensor](), dict[int, Tensor]()
-        for number, output in enumerate(outputs):
-            rows = each.get(len(output)) if output.dim() else None
-            if isinstance(output, nn.Parameter):
-                common[number] = output.detach()
-            elif rows is None:
-                common[number] = output.detach().clone()
-            else:
-                part = output.detach()[:rows].clone()
-                sample[number] = part.requires_grad_(part.is_floating_point())
-        parts = [part for part in sample.values() if part.requires_grad]
         tried = list[tuple[float, float]]()
         try:
-            for times in (1, 1, 2):
-                loss = self._loss(
-                    *(
-                        common[number] if number in common else torch.cat([sample[number]] * times)
-                        for number in range(len(outputs))
-                    ),
-                    torch.cat([targets[:1]] * times),
-                )
+            for times, place in ((1, 0), (1, 0), (2, 0), (1, -1), (1, 0)):
+                given, parts = list[Tensor](), list[Tensor]()
+                for output in outputs:
+                    rows = each.get(len(output)) if output.dim() else None
+                    if isinstance(output, nn.Parameter):
+                        given.append(output.detach())
+                    elif rows is None:
+                        given.append(output.detach().clone())
+                    else:
+                        part = output.detach().unflatten(0, (-1, rows))[place].clone()
+                        if part.is_floating_point():
+                            parts.append(part.requires_grad_())
+                        given.append(torch.cat([part] * times))
+                if len(tried) in (0, 4):
+                    seed_all(*key.of(self._seed, ""), "tried loss")
+                loss = self._loss(*given, torch.cat([targets[place, None]] * times))
                 with torch.autograd.set_multithreading_enabled(False):  # as in `backward`
                     found = torch.autograd.grad(loss, parts, allow_unused=True)
                 norms = [
@@ -274,7 +273,7 @@ class Stage:
         except Exception:  # the loss may work for microbatches of one size only
             self._loss_is_known = True
             return
-        once, again, twice = tried
+        once, again, twice, _, later = tried
         # Tensor-parallel ranks have one loss, and gradients of their own: all try again, or none.
         self._loss_is_known = once[0] != 0 and math.isfinite(once[0])
         # A mean is the same but for rounding; a loss that draws random numbers differs by chance.
@@ -283,6 +282,13 @@ class Stage:
                 "loss: the same sample twice has less than twice its gradient, so it is a mean; "
                 'make it the sum of a microbatch\'s losses (reduction="sum"), which the trainer '
                 "divides"
+            )
+        tolerance = 1e-4 if loss.dtype.itemsize >= 4 else 5e-2  # Sums on GPUs differ by roundings.
+        if abs(later[0] - once[0]) > tolerance * abs(once[0]):
+            raise ConfigError(
+                f"loss: a sample has a loss of {once[0]:.4g}, and of {later[0]:.4g} after other "
+                "samples, so it keeps state, which is in no checkpoint; let the last layer keep it "
+                "in a buffer and return it for the loss, or draw from the global random generators"
             )
 
     def _reject_foreign(self, outputs: Tensors) -> None:
