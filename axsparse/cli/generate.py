@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -72,13 +71,13 @@ def _generate(arguments: argparse.Namespace) -> None:
     if is_folder(folder) and (arguments.step is not None or arguments.overrides):
         raise ConfigError(f"--step, --set: {folder} is a folder, no run; leave them out")
     with TemporaryDirectory() as place:
-        ways: Sequence[str] = ()
+        ways = list[str]()
         if not is_folder(folder):
             folder = Path(place) / "model"
             done = export(
                 arguments.run, "sparse", folder, step=arguments.step, data=arguments.overrides
             )
-            ways = done.notes
+            ways += done.notes
         tokenizer = tokenizer_of(folder, arguments.run, *ways)
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always", UserWarning)

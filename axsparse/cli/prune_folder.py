@@ -186,14 +186,9 @@ def _announce(
         if any(parameter.name in names for parameter in layer.parameters)
     ]
     if block_seconds is not None:
-        work = Work(
-            pruned[0],
-            len(pruned),
-            plan.profile.flops,
-            sample_length(plan.config),
-            block_seconds / plan.config.batch.microbatch_size,
-            transport.size,
-        )
+        length = sample_length(plan.config)
+        seconds = block_seconds / plan.config.batch.microbatch_size
+        work = Work(pruned[0], len(pruned), plan.profile.flops, length, seconds, transport.size)
     for line in plan_lines(order, asked, work):
         say(f"axsparse: {line}")
 

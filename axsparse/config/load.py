@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
@@ -122,6 +122,7 @@ def configure(
     """
     kinds = (Mapping, str, Path, NoneType)
     check_kind("configure: source", source, kinds, "give a mapping, a file or a bundled name")
+    check_kind("configure: overrides", overrides, Iterable, "give a list of key=value")
     settings, name = _read(source, "configure")
     settings.update(_read_override(override) for override in overrides)
     return _validated(settings, name)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.runtime.canonical_form import digest_of
-from axsparse.runtime.errors import DataError
+from axsparse.runtime.errors import DataError, check_kind, check_kinds
 from axsparse.runtime.files.run_folder import RESUME_AUTO
 from axsparse.runtime.targets import IGNORED
 
@@ -139,6 +139,7 @@ class ArrayDataset:
                     f"dataset ({name}): inputs and targets are tensors, not "
                     f"{type(given).__name__}; make one of it by torch.as_tensor"
                 )
+        check_kinds("dataset", locals(), name="text")
         # A 0-dimensional tensor has no first dimension: its () differs from every (n,).
         lengths = {tuple(tensor.shape[:1]) for tensor in tensors}
         if len(lengths) > 1 or not any(lengths.pop()):
@@ -191,6 +192,10 @@ class TokenDataset:
     """The bit that is set in tokens that do not count as targets; 0 if all of them count."""
 
     def __post_init__(self) -> None:
+        numbers = dict.fromkeys(("vocab_size", "sequence_length", "mark"), "whole number")
+        check_kinds("tokens", vars(self), name="text", fingerprint="text", **numbers)
+        dtype = getattr(self.tokens, "dtype", self.tokens)
+        check_kind("tokens", dtype, np.dtype, "give an array of numpy")
         if self.tokens.ndim != 1 or self.tokens.dtype.kind != "u":
             raise DataError(
                 f"tokens ({self.name}): {self.tokens.ndim}-D array of {self.tokens.dtype}; "

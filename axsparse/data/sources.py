@@ -31,7 +31,7 @@ from axsparse.data.token_file import (
     token_path,
 )
 from axsparse.data.tokenizers import BLEND, STDLIB_SEPARATOR, check_tokenizers, split_name
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds, reading
 
 
 def open_datasets(config: Config) -> Datasets:
@@ -172,6 +172,7 @@ class Blend:
     reads_epochs = True
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
+        check_kinds("blend", locals(), datasets="sequence", weights="sequence")
         if not datasets or len(datasets) != len(weights):
             raise DataError(
                 f"blend: {len(datasets)} data sets have {len(weights)} weights; give one for each"

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from axsparse.data.dataset import counted, read_tensors
 from axsparse.runtime.canonical_form import digest_of
-from axsparse.runtime.errors import DataError, one_line
+from axsparse.runtime.errors import DataError, check_kinds, one_line
 from axsparse.runtime.seeds import keyed_generator, preserved_rng
 
 AT_ONCE = 4
@@ -73,6 +73,8 @@ def from_torch(
     `fingerprint` is its length and a digest of 32 samples.
     """
     name = type(dataset).__name__ if name is None else name
+    optional = {"vocab_size": "whole number or None", "count_targets": "function or None"}
+    check_kinds("from_torch", locals(), name="text", **optional)
     if isinstance(dataset, DataLoader):
         raise DataError(f"from_torch ({name}): a DataLoader makes batches; {advice_for(dataset)}")
     has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))

@@ -37,7 +37,7 @@ from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums,
 from axsparse.models.module_buffers import slots, unfilled_attribute
 from axsparse.models.sequential import reject_script
 from axsparse.models.stand_ins import PartModule, are_alike
-from axsparse.runtime.errors import ConfigError, check_kind, one_line
+from axsparse.runtime.errors import ConfigError, check_kind, check_kinds, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
@@ -228,11 +228,14 @@ def profile(
     fit: duplicate names, layers that cannot be built, parameters that cannot be trained, ties
     between different shapes.
     """
+    check_kinds("model", vars(model), layers="list", ties="list", loss_logits="function or None")
     if not model.layers:
         raise ConfigError("model: no layers; a model is a list of at least one")
     for number, given in enumerate(model.layers):
-        way = "make it Layer(name, build), or the model with from_sequential"
-        check_kind(f"model: layer {number}", given, Layer, way)
+        where, way = f"model: layer {number}", "make it Layer(name, build), or use from_sequential"
+        check_kind(where, given, Layer, way)
+        optional = {"init": "function or None", "flops": "number or None"}
+        check_kinds(where, vars(given), name="text", prefix="text or None", **optional)
     tracer = None
     if model.example is not None:
         example = example_of(model.example, samples)
@@ -551,6 +554,7 @@ def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> Ties:
     order = list(parameters)
     for number, tie in enumerate(model.ties):
         check_kind(f"model: tie {number}", tie, Tie, "make it Tie(first, second)")
+        check_kinds(f"model: tie {number}", vars(tie), first="text", second="text")
     used = [name for tie in model.ties for name in (tie.first, tie.second)]
     for tie in model.ties:
         pair = [parameters[name] for name in (tie.first, tie.second) if name in parameters]

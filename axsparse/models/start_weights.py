@@ -18,7 +18,7 @@ from torch import Tensor
 
 from axsparse.models.layer import Model, StartValues, check_model, mismatched_values
 from axsparse.models.model_profile import match, profile
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, reading
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds, reading
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.safetensors import (
     INDEX_SUFFIX,
@@ -207,6 +207,8 @@ def start_from(
     Raises DataError unless the file holds every other parameter and buffer of the state dict, in
     its shape, and nothing else; ConfigError for a pattern that matches none.
     """
+    functions = dict.fromkeys(("named", "convert", "ignored"), "function")
+    check_kinds("start_from", locals(), new="list", **functions)
     check_model("start_from", model)
     if not hasattr(file, "shapes"):
         raise ConfigError(

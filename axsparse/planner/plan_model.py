@@ -24,7 +24,7 @@ from axsparse.planner.stage_memory import gigabytes, memory_budget
 from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
 from axsparse.pruning.criteria import Score, configured_criterion
 from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
-from axsparse.runtime.errors import ConfigError, check_kind
+from axsparse.runtime.errors import ConfigError, check_kind, check_kinds
 from axsparse.samo.optim.optimizer import optimizer_of
 from axsparse.samo.precision import DTYPES
 
@@ -248,6 +248,8 @@ def plan_for(
     """
     check_model("plan_for", model)
     check_kind("plan_for: config", config, Config | None, "make one by ax.configure")
+    check_kind("plan_for: cluster", cluster, Cluster | str, "give the name or file of one")
+    check_kinds("plan_for", locals(), gpus="whole number")
     found = load_cluster(cluster) if isinstance(cluster, str) else cluster
     named = (config or Config()).named(model.name)
     return planned_model(named, found, model, score).plan(method, found, gpus)

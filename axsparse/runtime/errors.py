@@ -14,9 +14,11 @@ invariants are asserts, not members of this tree.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Any, SupportsFloat, SupportsInt, TypeVar
 
 EXIT_DATA = 65
 EXIT_MISSING = 66
@@ -119,6 +121,21 @@ def check_kind(what: str, given: object, kinds: Any, suggestion: str) -> None:
     """ConfigError for an argument of the Python API that is of none of the `isinstance` kinds."""
     if not isinstance(given, kinds):
         raise ConfigError(f"{what} is {type(given).__name__}; {suggestion}")
+
+
+KINDS: dict[str, Any] = {
+    **{"text": str, "path": str | os.PathLike, "whole number": SupportsInt},
+    **{"number": SupportsFloat, "function": Callable, "sequence": Collection, "list": Iterable},
+    "None": NoneType,
+}
+"""Types of arguments by their names; numbers may be numpy's, and a list any iterable."""
+
+
+def check_kinds(what: str, given: Mapping[str, object], **kinds: str) -> None:
+    """`check_kind` of arguments, by name, that are to be of kinds such as "number or None"."""
+    for name, kind in kinds.items():
+        known = tuple(map(KINDS.__getitem__, kind.split(" or ")))
+        check_kind(f"{what}: {name}", given[name], known, f"give a {kind}")
 
 
 def printable(text: str) -> str:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
-from axsparse.runtime.errors import ConfigError, check_kind
+from axsparse.runtime.errors import ConfigError, check_kind, check_kinds
 from axsparse.samo.host.kept_matrix import KeptMatrix, has_loops
 
 FEWEST_ZEROS = 0.4
@@ -220,6 +220,7 @@ def accelerate(model: nn.Module, *, fewest_zeros: float = FEWEST_ZEROS) -> nn.Mo
     Raises ConfigError for a model that is not on the CPU or a share outside of 0 to 1.
     """
     check_kind("accelerate: model", model, nn.Module, "give one of torch, as from_pretrained does")
+    check_kinds("accelerate", locals(), fewest_zeros="number")
     if not 0 <= fewest_zeros <= 1:
         raise ConfigError(f"fewest_zeros: {fewest_zeros} is no share; choose 0.4")
     done: dict[int, nn.Parameter] = {}

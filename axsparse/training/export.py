@@ -141,8 +141,7 @@ def export(
     is_folder = form != "torch"
     if data and not is_folder:
         raise ConfigError(
-            "export: moved data (--set, in Python data=) are for the tokenizer of a folder, and "
-            "torch is a file of tensors; leave them out"
+            "export: data (--set) has the tokenizer of a folder, and torch is a file; leave it out"
         )
     if not is_folder and path.suffix != SUFFIX:
         raise ConfigError(f"{str(path)!r} does not end in {SUFFIX}; add that")
@@ -516,10 +515,7 @@ def hf_files(
         texts |= tokenizer.files(config.sequence_length)
         files = dict(tokenizer.template_files())
     elif source is not None:
-        notes = [
-            f"model.from {config.from_} is there no more: there are no files of a tokenizer; copy "
-            "them"
-        ]
+        notes = [f"model.from {config.from_} is gone: there are no files of a tokenizer; copy them"]
     return {**files, **{name: _json(text) for name, text in texts.items()}}, notes
 
 
@@ -593,18 +589,15 @@ def _files(
     config: Config, dtype: torch.dtype, data: DataEntry
 ) -> tuple[dict[str, bytes | Path], list[str]]:
     """The files next to weights of a run, with the tokenizer of its data if it can be read."""
-    untold: list[str] = []
+    told: list[str] = []
     tokenizer = None
     try:
         tokenizer = exported_tokenizer(config.data, data.name, data.fingerprint)
     except (DataError, MissingInputError) as reason:
         if config.model.from_ is None:
-            untold = [
-                f"the folder has no tokenizer: {reason}; --set data.path=PATH says where moved "
-                "data are"
-            ]
+            told = [f"the folder has no tokenizer: {reason}; --set data.path=PATH names moved data"]
     files, notes = hf_files(config.model, dtype, tokenizer)
-    return files, notes or untold
+    return files, notes or told
 
 
 def _card(config: Family, path: Path, step: int) -> dict[str, bytes | Path]:

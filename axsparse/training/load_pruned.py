@@ -22,7 +22,7 @@ from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import tied_names
 from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.hf_models import HfFile, empty_model
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds
 from axsparse.runtime.files.paths import expanded
 from axsparse.samo.pruned_weight import (
     FEWEST_ZEROS,
@@ -47,6 +47,7 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
     Raises MissingInputError if the folder or transformers is not there, DataError if it is damaged
     or of no causal language model.
     """
+    check_kinds("load_pruned", locals(), fewest_zeros="number or None")
     folder = Path(expanded(folder))
     if not (folder / CONFIG_FILE).is_file():
         raise MissingInputError(

@@ -35,7 +35,7 @@ from axsparse.models.sequential import OwnValues, from_sequential, runs_in_order
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
-from axsparse.runtime.errors import ConfigError, DataError, check_kind
+from axsparse.runtime.errors import ConfigError, DataError, check_kind, check_kinds
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.runtime.targets import IGNORED
@@ -64,7 +64,7 @@ def hf(folder: str | os.PathLike[str]) -> Hf:
     It is the setting `model.from`, which docs/howto/llama.md explains. Its loss does not shift: of
     custom data, the target of a position is the token that follows it.
     """
-    check_kind("hf: folder", folder, str | os.PathLike, "give the path of a folder")
+    check_kinds("hf", locals(), folder="path")
     return Hf({"model.from": os.fspath(folder)})
 
 
@@ -76,7 +76,7 @@ def tokens(
     They are the settings `data.path` and `data.validation`, which docs/howto/data-formats.md
     explains. Without `validation`, evaluations read the validation part of `path`.
     """
-    check_kind("tokens: path", path, str | os.PathLike, "give the path of a folder or file")
+    check_kinds("tokens", locals(), path="path", validation="path or None")
     settings = {"data.source": "tokens", "data.path": os.fspath(path)}
     if validation is not None:
         settings["data.validation"] = os.fspath(validation)

@@ -307,7 +307,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     # A later export replaces it, also where the folder is gone, which is told.
     shutil.rmtree(start)
     [note] = export(newest(tmp_path / "run"), "hf", out, force=True).notes
-    assert note.startswith(f"model.from {start} is there no more: there are no files of a tok")
+    assert note.startswith(f"model.from {start} is gone: there are no files of a tok")
     assert written() == ["config.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
 

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor
 
 from axsparse.config.schema import OptimizerConfig, ScheduleConfig
-from axsparse.runtime.errors import ConfigError, one_line
+from axsparse.runtime.errors import ConfigError, check_kinds, one_line
 from axsparse.samo.cuda.launch import check
 from axsparse.samo.index.base import Index
 
@@ -159,7 +159,9 @@ class Optimizer:
     """The same rule as machine code; None has the functions above called on every device."""
 
     def __post_init__(self) -> None:
-        """ConfigError for moments that a checkpoint could not name."""
+        """ConfigError for moments that a checkpoint could not name, and for what is no function."""
+        check_kinds("optimizer", vars(self), update_moments="function", apply="function")
+        check_kinds("optimizer", vars(self), statistics="function or None")
         names = [*self.moments] if isinstance(self.moments, tuple) else [repr(self.moments)]
         for name in names:
             if not str(name).isidentifier() or name in TAKEN or names.count(name) > 1:
