@@ -13,7 +13,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from axsparse.data.dataset import counted, read_tensors
 from axsparse.runtime.canonical_form import digest_of
@@ -32,6 +41,8 @@ UNFIT = (TypeError, ValueError, RuntimeError)
 WHY = 200
 """The length to which the reason of an error is cut, in letters."""
 
+REPLACED = (RandomSampler, SequentialSampler, DistributedSampler)
+"""Samplers of a DataLoader in whose place the run draws as they do."""
 DRAWS = frozenset(
     (
         *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
@@ -133,8 +144,21 @@ def _compared(samples: TorchSamples) -> Iterator[list[Tensor]]:
 def advice_for(given: object) -> str:
     """The suggestion for something that is no `Dataset` of axsparse."""
     if isinstance(given, DataLoader):
+        way, samples = "give its data set", "loader.dataset"
+        sampler: object = given.batch_sampler
+        numbers = "[n for batch in loader.batch_sampler for n in batch]"
+        if type(sampler) is BatchSampler:
+            sampler, numbers = sampler.sampler, "[*loader.batch_sampler.sampler]"
+        elif sampler is None:
+            sampler, numbers = given.sampler, "[*loader.sampler]"
+        if type(sampler) not in REPLACED and not isinstance(given.dataset, IterableDataset):
+            way = (
+                f"its {type(sampler).__name__} is not followed: give the samples that it draws "
+                "once, after torch.manual_seed(0)"
+            )
+            samples = f"torch.utils.data.Subset(loader.dataset, {numbers})"
         return (
-            "give its data set, ax.from_torch(loader.dataset, loader.collate_fn), since "
+            f"{way}, ax.from_torch({samples}, loader.collate_fn), since "
             "batch.global_batch_size, batch.microbatch_size and seed say what a batch is"
         )
     if isinstance(given, (Dataset, list)):

@@ -212,9 +212,10 @@ def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
                 )
             user = users.setdefault(id(tensor), layer)
             if user != layer:
+                tie = ", or write the model as Layers with a Tie"
                 raise ConfigError(
                     f"sequential: {user} and {layer} share {name}, and could stand on two stages; "
-                    "give each its own, or write the model as Layers with a Tie"
+                    f"give each its own{tie * isinstance(tensor, nn.Parameter)}"
                 )
 
 

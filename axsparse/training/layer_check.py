@@ -80,6 +80,8 @@ RECOMPUTED = (
 )
 INTEGERS = re.compile(r"Long|Byte|Short|Char|Bool|\b[Ii]nt\d*\b|\blong\b")
 """A type of integers in an error of torch."""
+OTHERS = re.compile(r"BFloat16|Half|[Dd]ouble")
+"""A floating-point type other than fp32 in an error of torch."""
 DRAWN = "a backward must follow from its inputs alone: draw random numbers in the forward"
 
 
@@ -148,23 +150,27 @@ def check_layers(
 
 @contextmanager
 def _first_run(precision: str) -> Iterator[None]:
-    """ConfigError for types that do not meet: integers and others, or in half precision."""
+    """ConfigError for types that do not meet: integers and others, or floating-point types other
+    than the run's."""
     try:
         yield
     except RuntimeError as reason:
         has_integers = INTEGERS.search(str(reason))
-        if "type" not in str(reason) or (precision == "fp32" and not has_integers):
-            raise
         where = ", ".join(getattr(reason, "__notes__", ()))
+        has_others = where.startswith("layer") and OTHERS.search(str(reason))
+        if "type" not in str(reason) or (precision == "fp32" and not (has_integers or has_others)):
+            raise
         if has_integers:
             way = "convert what it gets to the type that it takes, by .long() or .float()"
             raise ConfigError(f"{where}: {one_line(reason)}; {way}") from reason
-        way = "weights are in {}: convert to their type, as in x.to(self.norm.weight.dtype)"
+        way = (
+            f"precision {precision} has the weights in {precision}: convert to their type, as in "
+            "x.to(self.norm.weight.dtype)"
+        )
         if where == "loss":
-            way = "outputs are in {}: convert them, as in loss(out.float(), targets)"
-        raise ConfigError(
-            f"{where}: {one_line(reason)}; {way.format(precision)}, or set precision: fp32"
-        ) from reason
+            way = f"outputs are in {precision}: convert them, as in loss(out.float(), targets)"
+        fp32 = ", or set precision: fp32" * (precision != "fp32")
+        raise ConfigError(f"{where}: {one_line(reason)}; {way}{fp32}") from reason
 
 
 @contextmanager
