@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol, TextIO
 import torch
 from pydantic import ValidationError
 
-from axsparse.runtime.communication import Closable, Transport
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.connection import connect, connect_alone, end_mpi, mpi_has_ended
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
@@ -49,7 +49,7 @@ from axsparse.runtime.process import (
     write_line,
 )
 from axsparse.runtime.seeds import seed_main
-from axsparse.runtime.stop_signal import StopRequest
+from axsparse.runtime.stop_signal import SIGNALS, StopRequest
 
 ALIKE_SECONDS = 0.5
 """How long a rank that fails waits for rank 0 to fail likewise, and to speak for both."""
@@ -60,6 +60,15 @@ class HasTransport(Protocol):
 
     @property
     def transport(self) -> Transport: ...
+
+
+class Run(Protocol):
+    """A trainer in the middle of its run, as a job sees it."""
+
+    is_idle: bool
+    """Whether no loop is under way and the last call was no step."""
+
+    def close(self) -> None: ...
 
 
 class Job:
@@ -82,7 +91,7 @@ class Job:
         """The file for tracebacks of internal errors; None until there is a run directory."""
         self.kept = "nothing was saved"
         """The work that an interruption leaves, for its message."""
-        self.in_progress: list[Closable] = []
+        self.in_progress: list[Run] = []
         self.calls = 0
         """How many calls of trainers, one within the other, are under way."""
         self.left: BaseException | None = None
@@ -143,9 +152,12 @@ def own_job() -> Job:
     if not _own:
         if hasattr(sys, "ps1"):
             _own.append(Job(connect_alone()))
+            _own[0].stop.idle = SIGNALS
             os.register_at_fork(after_in_child=_own[0].stop.release)
         else:
             job = _connected(None)
+            if job.transport.size == 1:  # else other ranks may be within a call
+                job.stop.idle = (signal.SIGINT,)
             job.hook = sys.excepthook = partial(_end_uncaught, job, sys.excepthook)
             atexit.register(_leave_at_exit, job)
             _own.append(job)
@@ -222,6 +234,10 @@ def _end_uncaught(job: Job, own: Callable[..., object], *raised: Any) -> None:
         return
     if own is not sys.__excepthook__:
         _call_own("sys.excepthook", own, *raised)
+    is_interrupt = isinstance(raised[1], KeyboardInterrupt)
+    if is_interrupt and job.stop.idle and job.in_progress and not job.calls:
+        job.stop.reason = signal.SIGINT.name
+        return  # the exit saves
     _end(job, raised[1])
 
 
@@ -260,11 +276,17 @@ def _leave(job: Job) -> None:
     """Close all resources, once all ranks have nothing left to do.
 
     If another rank makes a trainer, or a call of one, all end with ConfigError. What was left in
-    the middle of its run is saved.
+    the middle of its run is saved; then StoppedError if a signal came.
     """
     leave_together(job.transport, job.has_spoken)
+    stopped: list[StoppedError] = []
     for trainer in [*job.in_progress]:
-        trainer.close()
+        try:
+            trainer.close()
+        except StoppedError as reason:  # noqa: PERF203
+            stopped.append(reason)
+    if stopped:
+        raise stopped[0]
     job.is_over = True
     (job.placement or job).transport.close()
 

@@ -15,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from axsparse.runtime.process import exit_at_once, speaks, write_line
@@ -28,23 +28,23 @@ CTRL_C_ECHO_SECONDS = 0.5
 within milliseconds."""
 
 
-def _note(*_: object) -> None:
-    """The handler of the signals that a run takes: the thread that reads them does the work."""
-
-
 class StopRequest:
     """Whether this rank was asked to stop."""
 
     def __init__(self, leave: Callable[[int], Any] = exit_at_once) -> None:
         """`leave(code)` ends the process at the second signal."""
         self.reason: str | None = None
+        self.idle: tuple[signal.Signals, ...] = ()
+        """The signals that the program has while nothing of a run is under way (`rest`)."""
         self.echo_seconds = 5.0
         """Seconds after the first signal in which further ones count as the same."""
-        self._received_at = 0.0
+        self._received_at: float | None = None
+        self._rests = False
         self._leave = leave
         self._pipe: tuple[int, int] | None = None
         self._thread: threading.Thread | None = None
         self._before: dict[int, Any] = {}
+        self._given_back: dict[int, Any] = {}
 
     @property
     def is_listening(self) -> bool:
@@ -58,9 +58,16 @@ class StopRequest:
         """Take the signals from now on, but those for which the program has a handler (Ctrl-C is
         taken from it); in another thread than the main one, do nothing.
 
-        A second call has no effect.
+        A second call takes again what `rest` has given back.
         """
-        if self._pipe is not None or threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._rests = False
+        if self._pipe is not None:
+            for number, handler in self._given_back.items():
+                if signal.getsignal(number) is handler:  # else the program has set its own since
+                    signal.signal(number, self._note)
+            self._given_back = {}
             return
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
@@ -69,9 +76,11 @@ class StopRequest:
         free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN))
         free[signal.SIGHUP] = (signal.SIG_DFL,)  # nohup ignores it
         self._before = {
-            number: signal.signal(number, _note)
+            number: signal.signal(number, self._note)
             for number in SIGNALS
-            if number == signal.SIGINT or signal.getsignal(number) in free[number]
+            if number == signal.SIGINT
+            or (handler := signal.getsignal(number)) in free[number]
+            or isinstance(getattr(handler, "__self__", None), StopRequest)
         }
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         reader = self._pipe[0]
@@ -85,27 +94,45 @@ class StopRequest:
         if self._pipe is None or threading.current_thread() is not threading.main_thread():
             return
         signal.set_wakeup_fd(-1)
-        for number, handler in self._before.items():
-            if signal.getsignal(number) is _note:  # else the program has set its own since
-                signal.signal(number, handler)
+        self._give_back(SIGNALS)
         if self._thread is not None and self._thread.is_alive():  # it is not in a fork
             os.write(self._pipe[1], b"\0")  # this ends the thread, which closes the other end
             self._thread.join()
         os.close(self._pipe[1])
-        self._pipe = self.reason = None
+        self._pipe = self.reason = self._received_at = None
+
+    def rest(self) -> None:
+        """Give the signals `idle` back until `listen` is called again; what came stays noted."""
+        if self._pipe is not None and threading.current_thread() is threading.main_thread():
+            self._rests = True
+            self._given_back |= self._give_back(self.idle)
+
+    def _give_back(self, numbers: Iterable[int]) -> dict[int, Any]:
+        """Set the handlers that those of these signals had before that the program has not set
+        since, and return them."""
+        taken = [number for number in numbers if signal.getsignal(number) == self._note]
+        for number in taken:
+            signal.signal(number, self._before[number])
+        return {number: self._before[number] for number in taken}
+
+    def _note(self, number: int, _: object = None) -> None:
+        """The handler: it notes the signal in the main thread, since the thread that reads may come
+        to it only once it was given back."""
+        self.reason = self.reason or signal.Signals(number).name
 
     def receive(self, number: int) -> None:
         """Note that a signal has come; a second one that is no echo ends the process. Signals that
         the program handles are its own."""
-        if number not in SIGNALS or (self.is_listening and signal.getsignal(number) is not _note):
+        if number not in SIGNALS or (self.is_listening and signal.getsignal(number) != self._note):
             return
-        if self.reason is None:
-            self.reason = signal.Signals(number).name
+        self._note(number)
+        if self._received_at is None:
             self._received_at = time.monotonic()
             if number == signal.SIGINT and speaks():
-                write_line(
-                    "stops after the step under way and saves; Ctrl-C once more leaves at once"
-                )
+                when = "after the step under way"
+                if self._rests:
+                    when = "at the next step or the end of the program"
+                write_line(f"stops {when} and saves; Ctrl-C once more leaves at once")
             return
         echo = self.echo_seconds
         if number == signal.SIGINT:

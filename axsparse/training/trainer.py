@@ -192,6 +192,7 @@ class Trainer:
             raise
         finally:
             _use_threads(threads)
+            self._rest()
 
     # Reason: the arguments of `__init__`, and all that a rank consists of, in order.
     @torch.inference_mode(mode=False)
@@ -369,6 +370,8 @@ class Trainer:
         self._handled: BaseException | None = None
         """The exception that the program was handling when it made the last call."""
         self._given = Snapshot(plan.model)
+        self.is_idle = True
+        """Whether no loop is under way and the last call was no step."""
         self._is_ended = False
         """Whether a callback has asked to end the run."""
         self._is_ready = False
@@ -410,17 +413,22 @@ class Trainer:
 
     def _steps(self) -> Iterator[int]:
         done = -1
-        while not self._closed:
-            if done == self.steps_done:
-                raise ConfigError(
-                    f"trainer: step {done + 1} was not done; call trainer.step() in the loop"
-                )
-            with self._call("step", in_callbacks=False):
-                has_next = self._next()
-            if not has_next:
-                return
-            done = self.steps_done
-            yield done + 1
+        try:
+            while not self._closed:
+                if done == self.steps_done:
+                    raise ConfigError(
+                        f"trainer: step {done + 1} was not done; call trainer.step() in the loop"
+                    )
+                self.is_idle = False
+                with self._call("step", in_callbacks=False):
+                    has_next = self._next()
+                if not has_next:
+                    return
+                done = self.steps_done
+                yield done + 1
+        finally:
+            self.is_idle = True
+            self._rest()
         if self._failed:
             self._reject_closed("the loop")
 
@@ -440,6 +448,7 @@ class Trainer:
         signal came, once all is saved.
         """
         self._reject_closed("step")
+        self.is_idle = self.is_idle and hasattr(sys, "ps1")  # what follows there may be no step
         with self._call("step", in_callbacks=False, meets=not self._is_ready):
             if not self._make_ready():
                 raise ConfigError(
@@ -501,6 +510,8 @@ class Trainer:
                 f"{what}: called within {outer} of this trainer, which would go on afterwards; "
                 f"call it when {outer} has returned (a callback ends the run by returning True)"
             )
+        if self._saver is not None and not self._closed:
+            self._stop.listen()
         threads = torch.get_num_threads()
         if self._watchdog is not None:
             self._watchdog.start()
@@ -524,6 +535,12 @@ class Trainer:
             is_alone = not outer and self.transport.size == 1
             if self._watchdog is not None and (is_alone or self not in job.in_progress):
                 self._watchdog.close()
+            self._rest()
+
+    def _rest(self) -> None:
+        """Give Ctrl-C back to the program, unless a call or the loop of a trainer is under way."""
+        if not self._under_way and all(run.is_idle for run in self._job.in_progress):
+            self._job.stop.rest()
 
     def _reject_closed(self, what: str) -> None:
         if self._closed:
@@ -619,7 +636,7 @@ class Trainer:
         All ranks call this together. In the middle of a run it saves, as a signal does, so that
         `resume="auto"` continues from here; while an exception is handled that came after the last
         call it does not, since other ranks may not have raised it. It is safe to call this twice.
-        ConfigError in a callback.
+        StoppedError on all ranks if a signal came, once all is saved; ConfigError in a callback.
         """
         is_failing = sys.exc_info()[1] not in (None, self._handled)
         is_in_progress = self in self._job.in_progress and not is_failing
@@ -641,6 +658,9 @@ class Trainer:
         if self.steps_done not in (0, saver.last_step):
             self.activity.at("checkpoint", self.steps_done)
             saver.start(self.progress)
+        self._heed_signal()
+        if self._is_stopped:
+            self._end_stopped()
         saver.finish()
         self._announce_checkpoints()
         if self.steps_done:

@@ -107,6 +107,41 @@ def test_released_signals_are_whose_they_were(stop: StopRequest) -> None:
     stop.release()
 
 
+def test_while_nothing_is_under_way_the_program_has_its_signals_and_none_is_lost(
+    stop: StopRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each comes to one handler, even if the thread that reads sees it when the next one is set."""
+    stop.idle = (signal.SIGINT,)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop.listen()
+    stop.rest()
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert not stop.is_set
+
+    stop.listen()
+    signal.raise_signal(signal.SIGINT)
+    stop.rest()
+
+    assert stop.reason == "SIGINT"
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    assert not vars(stop)["left"].is_set()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    stop.listen()
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN, "the program's own since"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    stop.release()
+    capsys.readouterr()
+    stop.listen()
+    stop.idle = ()
+    stop.rest()
+    stop.receive(signal.SIGINT)
+    assert capsys.readouterr().err == (
+        "axsparse: stops at the next step or the end of the program and saves; Ctrl-C once more "
+        "leaves at once\n"
+    )
+
+
 @pytest.fixture
 def segment() -> Iterator[Path]:
     """A file named as NCCL names its own, which nobody else has."""

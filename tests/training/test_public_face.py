@@ -61,12 +61,15 @@ else:
             thread.join()
         if step == 5 and how == "signal" and trainer.rank == 0:
             trainer._stop.receive(signal.SIGUSR1)
-        if step == 5 and how in ("break", "close", "exit"):
+        if step == 5 and how in ("break", "close", "exit", "interrupt", "late-signal"):
             if how == "close":
                 trainer.close()
             elif how == "exit":
                 sys.exit(3)
             break
+    if how in ("interrupt", "late-signal") and trainer.rank == 0:
+        os.kill(os.getpid(), signal.SIGINT if how == "interrupt" else signal.SIGTERM)
+        print("not interrupted")
 """
 
 
@@ -127,10 +130,11 @@ def same(ours: Path, reference: Path, *, steps: set[str]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "how", "ends"),
     by_default(
-        [(*ALONE, ("exit", "signal"))],
+        [(*ALONE, ("exit", "interrupt"))],
         [
-            *((*ALONE, ends) for ends in (("exit", "signal"), ("close", "break"))),
+            *((*ALONE, ends) for ends in (("exit", "signal", "interrupt"), ("close", "break"))),
             *((2, how, ("close", "break", "exit", "signal")) for how in ((), ("stages",))),
+            *((ranks, (), ("interrupt", "late-signal")) for ranks in (1, 2)),
         ],
     ),
 )
@@ -150,9 +154,11 @@ def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
         same(tmp_path / name, tmp_path / "train", steps=every)
 
     for name in ends:
-        code = {"exit": 3, "signal": 75}.get(name, 0)
+        code = {"exit": 3, "signal": 75, "interrupt": 75, "late-signal": 75}.get(name, 0)
         first = run(ranks, tmp_path, name, name, *how)
         assert first.returncode == code, first
+        if name == "interrupt":  # other ranks may be within a call
+            assert ("not interrupted" in first.stdout) == (ranks == 2)
         after = 6 if name == "signal" else 5
         assert f"after step {after}, saved in {name}/checkpoints" in first.stdout + first.stderr
         second = run(ranks, tmp_path, "loop", name, *how, "resume")
@@ -276,7 +282,18 @@ for step in first:
 assert first.model() is not None and first.evaluate() is None
 second = trainer(overwrite=True)
 second.step()
+assert signal.getsignal(signal.SIGINT) is handler
 second.close()
+for step in (third := trainer(overwrite=True)):
+    assert signal.getsignal(signal.SIGINT) is not handler
+    third.step()
+    break
+assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+try:
+    signal.raise_signal(signal.SIGINT)
+    raise AssertionError("not interrupted")
+except KeyboardInterrupt:
+    third.train()
 second.close()
 assert signal.getsignal(signal.SIGINT) is handler
 try:
