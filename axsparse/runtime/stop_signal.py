@@ -108,8 +108,7 @@ class StopRequest:
             self._given_back |= self._give_back(self.idle)
 
     def _give_back(self, numbers: Iterable[int]) -> dict[int, Any]:
-        """Set the handlers that those of these signals had before that the program has not set
-        since, and return them."""
+        """Set the handlers from before again, and return them; the program's own since stay."""
         taken = [number for number in numbers if signal.getsignal(number) == self._note]
         for number in taken:
             signal.signal(number, self._before[number])
