@@ -490,8 +490,8 @@ def hf_files(
 
     They are copies of the files of `model.from` as long as its folder is there, but for another
     template of the chats in the training data; otherwise they are made from the settings and from
-    the tokenizer of the training data. ConfigError if the folder of `model.from` has other settings
-    meanwhile, DataError if its config.json cannot be read.
+    the tokenizer of the training data, and a remark says so. ConfigError if the folder of
+    `model.from` has other settings meanwhile, DataError if its config.json cannot be read.
     """
     named, notes = str(dtype).removeprefix("torch."), []
     source = None if config.from_ is None else Path(config.from_)
@@ -511,11 +511,19 @@ def hf_files(
     files = {}
     texts: dict[str, dict[str, Any]] = {CONFIG_FILE: config_json(config, named)}
     if tokenizer is not None:
-        texts[CONFIG_FILE] |= tokenizer.ids
         texts |= tokenizer.files(config.sequence_length)
+        ids = tokenizer.ids
+        if source is not None:  # A published model begins and ends texts as its own settings say.
+            ids = {key: texts[CONFIG_FILE].get(key, value) for key, value in ids.items()}
+            texts[GENERATION] = with_ends(ids, tokenizer.chat_ends)
+        texts[CONFIG_FILE] |= ids
         files = dict(tokenizer.template_files())
-    elif source is not None:
-        notes = [f"model.from {config.from_} is gone: there are no files of a tokenizer; copy them"]
+    if source is not None:
+        notes = [
+            f"model.from {config.from_} is gone: its other files, such as its tokenizer's, its "
+            "generation_config.json and its licence, are not copied; copy them, or export where "
+            "that path leads to it"
+        ]
     return {**files, **{name: _json(text) for name, text in texts.items()}}, notes
 
 

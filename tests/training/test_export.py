@@ -8,7 +8,7 @@ import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from axsparse.config.schema import Config, DataConfig
 from axsparse.data.preparation import Request
-from axsparse.data.tokenizers import exported_tokenizer
+from axsparse.data.tokenizers import STDLIB_SEPARATOR, byte_tokenizer, exported_tokenizer
 from axsparse.models.layer import Model
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import (
@@ -307,9 +307,15 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     # A later export replaces it, also where the folder is gone, which is told.
     shutil.rmtree(start)
     [note] = export(newest(tmp_path / "run"), "hf", out, force=True).notes
-    assert note.startswith(f"model.from {start} is gone: there are no files of a tok")
+    assert note.startswith(f"model.from {start} is gone: its other files, such as its token")
     assert written() == ["config.json", "model.safetensors"]
     assert json.loads((out / "config.json").read_text())["bos_token_id"] == 1
+    # The tokenizer of the data has ends of its own, which do not replace the model's.
+    files, notes = hf_files(config.model, torch.float32, byte_tokenizer(STDLIB_SEPARATOR))
+    assert notes == [note] and "tokenizer.json" in files
+    for name in ("config.json", "generation_config.json"):
+        read = json.loads(cast(bytes, files[name]))
+        assert read["bos_token_id"] == 1, name
 
 
 @pytest.mark.parametrize("both", [True, False])
