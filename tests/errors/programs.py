@@ -10,7 +10,7 @@ import os
 import shlex
 import struct
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from axsparse.cli.prune_folder import prune_folder
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.config import load, validate
 from axsparse.config.load import configure
-from axsparse.config.schema import Config, WatchdogConfig
+from axsparse.config.schema import Config
 from axsparse.data import batches, documents, preparation, sources, token_file, tokenizers
 from axsparse.data import megatron as indexed
 from axsparse.data.batches import Batches
@@ -53,14 +53,11 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential
 from axsparse.models.start_weights import open_weights, start_from
 from axsparse.observe import metrics, run_report, trace_file
-from axsparse.observe.phases import Phases
-from axsparse.observe.watchdog import watchdog
 from axsparse.planner import auto_layout, cluster, plan_model
 from axsparse.pruning import criteria, mask_file, targets
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError
 from axsparse.runtime.files import run_folder, safetensors
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.index import base as index_base
@@ -130,45 +127,8 @@ def dense(inputs: int = 16, outputs: int = 16, name: str = "") -> Layer:
     return Layer(name or f"linear{inputs}x{outputs}", partial(nn.Linear, inputs, outputs))
 
 
-class Both(nn.Module):
-    """Logits, and what came in."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 5)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.linear(x), x
-
-
-class Named(Both):
-    """Returns no tensor."""
-
-    def forward(self, x: Tensor) -> Any:
-        return {"out": self.linear(x)}
-
-
-class Clamping(nn.Linear):
-    """A layer that keeps its weights small."""
-
-    def __init__(self) -> None:
-        super().__init__(16, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.clamp_(-0.1, 0.1)
-        return super().forward(x)
-
-
-class Weighing(nn.Module):
-    """A loss with a parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(5))
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return summed_loss(logits * self.scale, targets)
+Both = partial(runs.Doing, lambda m, x: (m.linear(x), x), 5)
+"""Logits, and what came in."""
 
 
 def train(
@@ -208,21 +168,6 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(x)
-
-
-class Remembers(nn.PReLU):
-    """Keeps what it has seen."""
-
-    seen: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight.requires_grad_(False)
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = self.seen + x.detach().mean()
-        return super().forward(x)
 
 
 def train_layers(
@@ -291,23 +236,15 @@ def frozen() -> nn.Module:
     return nn.Linear(3, 4, bias=False).requires_grad_(requires_grad=False)
 
 
-def with_parameter(value: Tensor, name: str = "k") -> Callable[[], nn.Module]:
-    """A builder of a module with one more parameter."""
+def with_more(value: Tensor, *, is_buffer: bool = False) -> Callable[[], nn.Module]:
+    """A builder of a module with one more frozen parameter, or buffer."""
 
     def build() -> nn.Module:
         module = nn.Linear(3, 4)
-        module.register_parameter(name, nn.Parameter(value, requires_grad=False))
-        return module
-
-    return build
-
-
-def with_buffer(value: Tensor) -> Callable[[], nn.Module]:
-    """A builder of a module with a buffer."""
-
-    def build() -> nn.Module:
-        module = nn.Linear(3, 4)
-        module.register_buffer("k", value)
+        if is_buffer:
+            module.register_buffer("k", value)
+        else:
+            module.register_parameter("k", nn.Parameter(value, requires_grad=False))
         return module
 
     return build
@@ -401,13 +338,6 @@ class Drawing(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         return number + self.draw(), torch.tensor(number)
 
 
-class Stream(torch.utils.data.IterableDataset[int]):
-    """Samples without a number."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
-
 LOADER = DataLoader(TensorDataset(torch.zeros(9)))
 
 
@@ -477,21 +407,6 @@ def exported() -> object:
     return tokenizers.exported_tokenizer(
         data, "tokens", token_file.read_sidecar(Path("out"), "").train.digest
     )
-
-
-def watch(run_dir: str, timeout: float) -> None:
-    """Open the watchdogs of two ranks, which fail alike."""
-
-    def main(transport: Transport) -> None:
-        watchdog.open_watchdog(
-            WatchdogConfig(timeout=timeout),
-            Path(run_dir),
-            coords=Grid(2, 1).coords(transport.rank),
-            activity=watchdog.Activity(Phases(), transport.backoff, list),
-            transport=transport,
-        )
-
-    on_ranks(2, main)
 
 
 def described(**values: Any) -> object:
