@@ -81,8 +81,8 @@ def build_layers(layers: Sequence[Layer], ties: Ties, options: StateOptions) -> 
     """Build the layers of one stage.
 
     Both uses of a tied weight start, and are pruned, as one; where both are in `layers`, they share
-    one storage. Raises ConfigError where the shapes of two uses differ, an `init` gives no tensor
-    of the right shape, or a buffer has no contents.
+    one storage. Raises ConfigError where an `init` gives no tensor of the right shape, or a
+    buffer has no contents.
     """
     tensors: dict[str, TensorState] = {}
     frozen: dict[str, nn.Parameter] = {}
@@ -109,11 +109,6 @@ def _construct_layer(
         name, shard = layer.full_name(local_name), shards.get(local_name)
         mark = "" if shard is None else f"#{shard.index}"
         owner = tensors.get(f"{ties.get(name, '')}{mark}")
-        if owner is not None and owner.parameter.shape != parameter.shape:
-            raise ConfigError(
-                f"tie {owner.name} = {name}: shapes {tuple(owner.parameter.shape)} and "
-                f"{tuple(parameter.shape)} differ; a tie joins two uses of one weight"
-            )
         if not parameter.requires_grad:
             first_use = untrained.get(ties.get(name, ""))
             if first_use is None:

@@ -24,7 +24,7 @@ from support.mpirun import ENVIRONMENT, Finished, run_alone, run_mpirun
 from support.runs import VOCABULARY, job_alone
 
 from axsparse.cli import prune_folder
-from axsparse.cli.prune_folder import Facts, card, own_options, write_card
+from axsparse.cli.prune_folder import Facts, card, own_options
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.config.load import configure
 from axsparse.data.dataset import TokenDataset
@@ -314,11 +314,6 @@ def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:
     assert "\n60.0 % of the entries of the pruned matrices are zero.\n" in said
     assert "| 7 validation samples | dense | before training | this folder |\n|---|" in said
     assert "| perplexity | 7.389 | 9.025 | 12.182 |\n" in said
-
-
-def test_a_card_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=r"^--out: the model card in .*/none cannot be written"):
-        write_card(tmp_path / "none", "text")
 
 
 def test_errors_of_training_name_the_options_of_this_command() -> None:

@@ -69,8 +69,7 @@ def test_chunks_give_loss_and_gradients_of_whole_logits(factor: float) -> None:
     torch.testing.assert_close(loss, expected, rtol=FP32_TOLERANCE, atol=0)
     ours = gradients(loss, hidden, weight, factor=factor)
     theirs = gradients(expected, hidden, weight, factor=factor)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+    torch.testing.assert_close(ours, theirs, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -227,10 +226,8 @@ def test_a_fused_loss_is_that_of_chunks(monkeypatch: pytest.MonkeyPatch, chunked
     found = loss(hidden, weight, targets)
 
     torch.testing.assert_close(found, expected, rtol=FP32_TOLERANCE, atol=0)
-    for one, other in zip(
-        gradients(found, hidden, weight), gradients(expected, hidden, weight), strict=True
-    ):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    both = (gradients(each, hidden, weight) for each in (found, expected))
+    torch.testing.assert_close(*both, rtol=1e-4, atol=1e-5)
     assert fused == [TOKENS]
     monkeypatch.setattr(losses, "COMPILED_LOGITS", TOKENS * WORDS - 1)
     assert torch.equal(loss(hidden, weight, targets), expected)
@@ -272,8 +269,7 @@ def test_divergence_in_chunks_is_exact(share: float, temperature: float, in_prod
     torch.testing.assert_close(loss, expected, rtol=FP32_TOLERANCE, atol=0)
     ours = gradients(loss, hidden, weight, factor=0.125)
     theirs = gradients(expected, hidden, weight, factor=0.125)
-    for mine, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, other, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
+    torch.testing.assert_close(ours, theirs, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
 
 
 @pytest.mark.parametrize(

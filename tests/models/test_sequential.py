@@ -50,35 +50,24 @@ def test_it_trains_bitwise_alike_on_one_to_four_stages() -> None:
     assert len(set(trace.losses)) == 3
 
 
-def test_layers_have_the_modules_names_and_kinds() -> None:
-    found = profile(from_sequential(sequential(), summed_loss))
-
-    assert [layer.name for layer in found.layers] == ["first", "norm", "relu", "second", "last"]
-    assert [layer.kind for layer in found.layers] == [*["block"] * 4, "head"]
-    assert [p.name for p in found.layers[3].parameters] == ["second.0.weight", "second.0.bias"]
+RELU = nn.ReLU()
+LISTED = [nn.Embedding(9, 4), nn.Linear(4, 4), RELU, nn.Linear(4, 2), RELU]
 
 
-def test_lists_are_numbered_embeddings_are_found_and_kinds_can_be_said() -> None:
-    modules = [nn.Embedding(9, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2), nn.ReLU()]
+@pytest.mark.parametrize(
+    ("modules", "kinds", "layers"),
+    [
+        (sequential(), {}, "first block, norm block, relu block, second block, last head"),
+        (LISTED, {1: "embedding"}, "0 embedding, 1 embedding, 2 block, 3 head, 4 block"),
+    ],
+)
+def test_layers_have_names_or_numbers_and_kinds(modules: Any, kinds: Any, layers: str) -> None:
+    """One module without parameters may stand in several places."""
+    found = profile(from_sequential(modules, summed_loss, kinds=kinds)).layers
 
-    found = profile(from_sequential(modules, summed_loss, kinds={1: "embedding"}))
-
-    assert [(layer.name, layer.kind) for layer in found.layers] == [
-        ("0", "embedding"),
-        ("1", "embedding"),
-        ("2", "block"),
-        ("3", "head"),
-        ("4", "block"),
-    ]
-
-
-def test_one_module_without_parameters_may_stand_in_several_places() -> None:
-    relu = nn.ReLU()
-    modules = nn.Sequential(nn.Linear(WIDTH, WIDTH), relu, nn.Linear(WIDTH, 5), relu)
-
-    model = from_sequential(modules, summed_loss)
-
-    assert [layer.name for layer in model.layers] == ["0", "1", "2", "3"]
+    assert ", ".join(f"{layer.name} {layer.kind}" for layer in found) == layers
+    if layers.startswith("first"):
+        assert [p.name for p in found[3].parameters] == ["second.0.weight", "second.0.bias"]
 
 
 def test_it_starts_at_the_modules_values_and_leaves_the_modules_alone() -> None:

@@ -14,7 +14,6 @@ from support.runs import matrices, random_init
 from torch import Tensor, nn
 
 from axsparse.models.layer import InitFunction, Layer
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.seeds import keyed_generator
 from axsparse.samo.expansion import Expansion
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions, given_value
@@ -108,18 +107,6 @@ def test_both_uses_of_a_weight_on_one_stage_share_one_storage(half: bool) -> Non
     assert other.parameter is not one.parameter
     assert other.index is one.index
     assert second.state.owned == []
-
-
-def test_uses_of_one_weight_that_differ_in_shape_are_refused() -> None:
-    layers = tied_layers()
-    wide = replace(layers[1], build=lambda: nn.Linear(4, 7, bias=False))
-
-    with pytest.raises(
-        ConfigError,
-        match=r"^tie a\.weight = b\.weight: shapes \(6, 4\) and \(7, 4\) differ; a tie joins two "
-        "uses of one weight$",
-    ):
-        build_layers([layers[0], wide], {"b.weight": "a.weight"}, options())
 
 
 # -- memory on the way ----------------------------------------------------------------------

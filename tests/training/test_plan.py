@@ -254,24 +254,21 @@ def test_memory_for_calibration_is_predicted_until_a_run_has_its_masks() -> None
 
 
 @pytest.mark.parametrize(
-    ("limit", "sections"),
+    ("limit", "sections", "layers"),
     [
-        ("auto", {}),
-        (2.5e-4, {"pipeline": {"checkpoint_activations": 1}}),
-        (2.5e-4, {"batch": {"global_batch_size": 1}}),
-        (3.2e-4, {"pipeline": {"extra_in_flight": 0}}),
+        ("auto", {}, [3, 2, 2, 3]),
+        (2.5e-4, {"pipeline": {"checkpoint_activations": 1}}, [3, 2, 2, 3]),
+        (2.5e-4, {"batch": {"global_batch_size": 1}}, [3, 2, 2, 3]),
+        (3.2e-4, {"pipeline": {"extra_in_flight": 0}}, [3, 2, 2, 3]),
+        # Stage 0 holds most activations, the last stage those of one microbatch.
+        (3e-4, {"pipeline": {"extra_in_flight": 1}}, [2, 2, 2, 4]),
     ],
     ids=str,
 )
-def test_work_is_balanced_without_a_limit(limit: float | str, sections: dict[str, Any]) -> None:
-    assert [len(stage) for stage in limited(limit, **sections).stages] == [3, 2, 2, 3]
-
-
-def test_a_limit_moves_layers_to_stages_with_room() -> None:
-    # Stage 0 holds most activations, the last stage those of one microbatch.
-    run = limited(3e-4, pipeline={"extra_in_flight": 1})
-
-    assert [len(stage) for stage in run.stages] == [2, 2, 2, 4]
+def test_work_is_balanced_unless_memory_moves_layers(
+    limit: float | str, sections: dict[str, Any], layers: list[int]
+) -> None:
+    assert [len(stage) for stage in limited(limit, **sections).stages] == layers
 
 
 # -- torch.compile ----------------------------------------------------------------------------

@@ -77,12 +77,9 @@ def test_steps_are_numbers_newest_first_and_other_names_are_none(tmp_path: Path)
 
 
 def test_nothing_is_saved_where_there_is_no_folder(tmp_path: Path) -> None:
-    assert saved_steps(tmp_path / "gone") == []
-    assert unfinished(tmp_path / "gone") == []
-
     (tmp_path / "file").write_text("no folder")
-    assert saved_steps(tmp_path / "file") == []
-    assert unfinished(tmp_path / "file") == []
+    for name in ("gone", "file"):
+        assert saved_steps(tmp_path / name) == unfinished(tmp_path / name) == []
 
 
 def test_what_killed_runs_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
