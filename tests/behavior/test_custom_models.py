@@ -81,11 +81,6 @@ def test_frozen_parameters_stay_and_unused_ones_go_on(capfd: pytest.CaptureFixtu
                 assert not frozen.requires_grad
 
 
-def flat() -> nn.Module:
-    """Tokens of all samples in one dimension, and a scalar."""
-    return Doing(lambda m, x: (m.linear(x.view(-1, 4)), x.square().mean()), 5, 4)
-
-
 def tokens_and_scalar(reduction: str) -> LossFunction:
     def loss(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
         return F.cross_entropy(logits, words.flatten(), reduction=reduction) + scalar
@@ -107,6 +102,8 @@ def drawing(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
 def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
     (inputs,), classes = vector_data().read(np.arange(30))
     words = ArrayDataset(inputs, classes.unsqueeze(1).repeat(1, 4))
+    # Tokens of all samples in one dimension, and a scalar.
+    flat = partial(Doing, lambda m, x: (m.linear(x.view(-1, 4)), x.square().mean()), 5, 4)
     layers = [linear(), Layer("flat", flat)]
 
     mean = Model(layers, tokens_and_scalar("mean"))
@@ -278,11 +275,6 @@ TARGET = "arrays): sample 13, position 0: -1 is no word of a vocabulary of 6, 0 
 MEND = "; correct the sample, or make the vocabulary of model and data larger"
 
 
-def word_model() -> Model:
-    after = [nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 6)]
-    return from_sequential([nn.Embedding(10, 8), *after], summed_loss)
-
-
 def samples(wrong: str) -> ArrayDataset:
     inputs, targets = torch.arange(16 * 4).view(16, 4) % 6, torch.arange(16) % 3
     targets[3] = -100
@@ -315,7 +307,9 @@ def test_the_sample_is_named(wrong: str, when: str, layout: tuple[int, int]) -> 
     good, bad = samples(""), samples(wrong)
     training, validation = (good, bad) if when == "evaluation" else (bad, good)
 
+    after = [nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 6)]
+    model = from_sequential([nn.Embedding(10, 8), *after], summed_loss)
     with pytest.raises(DataError) as rejected:
-        train_in_process(*layout, word_model(), config, training, validation=validation)
+        train_in_process(*layout, model, config, training, validation=validation)
 
     assert str(rejected.value) == f"data ({wrong}{MEND}"

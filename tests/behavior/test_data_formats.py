@@ -31,11 +31,6 @@ SETTINGS = (
 )
 
 
-def prepared(folder: Path, *inputs: Path) -> Path:
-    run(Request(inputs, folder / "out"))
-    return folder / "out"
-
-
 def loaded_of(*settings: str) -> Config:
     return configure(None, [*SETTINGS, *settings])
 
@@ -47,7 +42,8 @@ def loaded_of(*settings: str) -> Config:
 def blend(tmp_path: Path) -> str:
     """Three sources of different lengths and formats; the small one is read many times."""
     first = write_megatron(tmp_path / "first", IDS)
-    second = prepared(tmp_path, write_jsonl(tmp_path / "b.jsonl", [{"text": "b" * 300}]))
+    texts, second = write_jsonl(tmp_path / "b.jsonl", [{"text": "b" * 300}]), tmp_path / "out"
+    run(Request((texts,), second))
     third = write_megatron(tmp_path / "third", [[7] * 40], 4)
     return f"data.blend=[{first}=0.5, {second}=0.3, {third}=0.2]"
 

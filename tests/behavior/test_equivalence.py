@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from support.cases import (
@@ -28,7 +27,6 @@ from support.cases import (
 from support.exhaustive import by_default
 from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
-from axsparse.config.schema import Config
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.samo.layer_state import LayerState
@@ -175,10 +173,6 @@ def test_replicas_agree_with_one_replica_to_the_rounding_of_their_sums(g_data: i
 # -- split backwards ---------------------------------------------------------------------------
 
 
-def splitting(is_split: bool, **sections: Any) -> Config:
-    return tiny_config(**merged(sections, {"pipeline": {"split_backward": is_split}}))
-
-
 def split_modules(trainer: Trainer) -> int:
     """How many modules of a rank's stage have their weight gradients deferred."""
     products = trainer.engine.stage._products
@@ -260,7 +254,7 @@ def test_weight_gradients_wait_and_a_layers_sum_is_last(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(DeferredGradients, "run", counting)
     monkeypatch.setattr(GradientSync, "ready", noting)
-    config = splitting(True, train={"steps": 2})
+    config = tiny_config(train={"steps": 2}, pipeline={"split_backward": True})
 
     train_in_process(2, 2, tiny_gpt(config), config, token_data(), order=2)
 

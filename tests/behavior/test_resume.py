@@ -186,19 +186,14 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("method", by_default(list(METHODS)[2::2], METHODS))
 def test_every_pruning_method_goes_on_where_it_stood(method: str, tmp_path: Path) -> None:
-    reference = resumes(tmp_path, over_time(method), stop=4)
+    over_time = {"schedule": {"warmup_steps": 1}, "train": {"steps": 10}}
+    reference = resumes(tmp_path, config_of(pruning=METHODS[method], **over_time), stop=4)
 
     kept = sum(len(value) for key, value in reference.state.items() if key.startswith("kept/"))
     dense = sum(
         value.numel() for key, value in reference.state.items() if key.startswith("weight/")
     )
     assert kept < dense, "the method did something"
-
-
-def over_time(method: str, **sections: Any) -> Config:
-    return config_of(
-        pruning=METHODS[method], schedule={"warmup_steps": 1}, train={"steps": 10}, **sections
-    )
 
 
 def normalised(_: Config) -> Model:

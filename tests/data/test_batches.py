@@ -19,13 +19,9 @@ from support.runs import summed_loss, tiny_config, train_in_process
 from torch import Tensor, nn
 
 from axsparse.data.batches import AHEAD, Batch, Batches, Prefetcher
-from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset, Tokens
+from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.sequential import from_sequential
-
-
-def token_dataset(tokens: Tokens, sequence_length: int) -> TokenDataset:
-    return TokenDataset("t", "f", 256, tokens, sequence_length)
 
 
 def numbered(num_samples: int) -> ArrayDataset:
@@ -86,7 +82,7 @@ class Padded:
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
 def test_a_target_is_the_token_after_its_input(dtype: type[np.unsignedinteger]) -> None:
-    dataset = token_dataset(np.arange(100, 110, dtype=dtype), sequence_length=3)
+    dataset = TokenDataset("t", "f", 256, np.arange(100, 110, dtype=dtype), 3)
 
     (inputs,), targets = dataset.read(np.array([2, 0]))
 

@@ -9,7 +9,6 @@ from typing import TypeVar
 import pytest
 import torch
 from support.runs import on_ranks
-from torch import Tensor
 
 from axsparse.data_parallel.step_consensus import LocalStats, StepConsensus, StepResult
 from axsparse.runtime.communication import Transport
@@ -37,19 +36,6 @@ def on_every_rank(
     return on_ranks(grid.size, lambda one: body(one, grid.coords(one.rank)), order)
 
 
-def names_of(coords: RankCoords) -> list[str]:
-    """Tensors are dealt out over the stages."""
-    return [
-        name for number, name in enumerate(NAMES) if number % coords.grid.g_inter == coords.stage
-    ]
-
-
-def share(partials: Tensor, coords: RankCoords) -> Tensor:
-    """Blocks are dealt out over the replicas; each has zeros for the blocks of others."""
-    owners = torch.arange(len(partials)) % coords.grid.g_data
-    return torch.where(owners == coords.replica, partials, 0.0)
-
-
 def reach(
     grid: Grid,
     loss_of: Callable[[RankCoords], float],
@@ -59,11 +45,15 @@ def reach(
     """The verdict on every rank; `spoilt` replaces a rank's first partial of a tensor."""
 
     def body(transport: Transport, coords: RankCoords) -> StepResult:
-        own = names_of(coords)
+        # Tensors are dealt out over the stages, and their blocks over the replicas.
+        own = NAMES[coords.stage :: coords.grid.g_inter]
         consensus = StepConsensus(
             transport.world, transport.backoff, coords, NAMES, {name: KEPT[name] for name in own}
         )
-        partials = {name: share(PARTIALS[name], coords) for name in own}
+        partials = {name: torch.zeros_like(PARTIALS[name]) for name in own}
+        for name, blocks in partials.items():
+            here = slice(coords.replica, None, coords.grid.g_data)
+            blocks[here] = PARTIALS[name][here]
         if spoilt is not None and coords.rank == spoilt[0]:
             partials[spoilt[1]][0] = spoilt[2]
         return consensus.reach(LocalStats([loss_of(coords)], partials))

@@ -237,13 +237,6 @@ def test_a_fused_loss_is_that_of_chunks(monkeypatch: pytest.MonkeyPatch, chunked
 # -- the divergence from a teacher ---------------------------------------------------------------
 
 
-def of_teacher() -> tuple[Tensor, Tensor]:
-    """Hidden states of another width, and the weight that makes logits of them."""
-    generator = torch.Generator().manual_seed(1)
-    hidden = torch.randn(2, TOKENS // 2, 7, generator=generator)
-    return hidden, torch.randn(WORDS, 7, generator=generator)
-
-
 def plain(own: Tensor, taught: Tensor, targets: Tensor, share: float, temperature: float) -> Tensor:
     counts = targets != IGNORED
     learnt, known = ((each[counts] / temperature).log_softmax(-1) for each in (own, taught))
@@ -258,7 +251,9 @@ def plain(own: Tensor, taught: Tensor, targets: Tensor, share: float, temperatur
 @pytest.mark.parametrize("in_products", [False, True])
 def test_divergence_in_chunks_is_exact(share: float, temperature: float, in_products: bool) -> None:
     hidden, weight, targets = case()
-    hints, teaching = of_teacher()
+    generator = torch.Generator().manual_seed(1)
+    sizes = ((2, TOKENS // 2, 7), (WORDS, 7))  # hidden states of another width
+    hints, teaching = (torch.randn(size, generator=generator) for size in sizes)
     logits = F.linear(hints, teaching)
     expected = plain(F.linear(hidden, weight), logits, targets, share, temperature)
     own = (hidden, weight) if in_products else (F.linear(hidden, weight),)

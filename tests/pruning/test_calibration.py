@@ -38,10 +38,6 @@ def settings(**pruning: Any) -> dict[str, Any]:
     }
 
 
-def llama_config(folder: Path, **pruning: Any) -> Config:
-    return tiny_config(model={**SMALL_LLAMA, "from": str(folder)}, **settings(**pruning))
-
-
 def kept_of(g_inter: int, g_data: int, model: Model, config: Config) -> dict[str, Tensor]:
     """The mask of every pruned matrix, the same on all replicas."""
     masks: dict[str, Tensor] = {}
@@ -297,7 +293,8 @@ def test_experts_that_no_token_met_are_said_once(
 
 def test_it_says_progress_and_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_llama(tmp_path / "start", signed)
-    config = llama_config(tmp_path / "start").model_copy(update={"run_dir": str(tmp_path / "run")})
+    model = {**SMALL_LLAMA, "from": str(tmp_path / "start")}
+    config = tiny_config(model=model, **settings(), run_dir=str(tmp_path / "run"))
     loaded = config.named("llama")
     datasets = ax.Datasets(token_data(), None)
 

@@ -93,13 +93,10 @@ def test_what_is_frozen_gets_its_start_value_and_is_never_pruned(init: InitFunct
 # -- ties -----------------------------------------------------------------------------------
 
 
-def tied_layers() -> list[Layer]:
-    return [Layer(name, lambda: nn.Linear(4, 6, bias=False), init=random_init) for name in "ab"]
-
-
 @pytest.mark.parametrize("half", [True, False])
 def test_both_uses_of_a_weight_on_one_stage_share_one_storage(half: bool) -> None:
-    first, second = build_layers(tied_layers(), {"b.weight": "a.weight"}, options(half=half))
+    tied = [Layer(name, lambda: nn.Linear(4, 6, bias=False), init=random_init) for name in "ab"]
+    first, second = build_layers(tied, {"b.weight": "a.weight"}, options(half=half))
 
     one, other = first.state.by_full_name["a.weight"], second.state.tensors[0]
     assert other.alias_of is one

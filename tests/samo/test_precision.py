@@ -9,16 +9,11 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from axsparse.samo.precision import cpu_multiplies, round_to
 
 BITS = st.lists(st.integers(-(2**31), 2**31 - 1), min_size=1, max_size=40)
 LARGEST, INFINITY, SMALLEST = 0x7F7FFFFF, 0x7F800000, 1
-
-
-def floats(bits: list[int]) -> Tensor:
-    return torch.tensor(bits, dtype=torch.int32).view(torch.float32)
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
@@ -28,7 +23,7 @@ def floats(bits: list[int]) -> Tensor:
 @example([0x3F808000, 0x3F807FFF, 0x3F808001, 0x3F818000])
 def test_a_weight_is_the_nearest_to_its_master(bits: list[int]) -> None:
     """Rounding differs from torch's at ties only, and there goes away from zero."""
-    masters = floats(bits)
+    masters = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
 
     weight = round_to(masters, torch.bfloat16)
 

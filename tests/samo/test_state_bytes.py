@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -121,10 +121,6 @@ def build(case: Case, expansion: Expansion | None = None) -> list[BuiltLayer]:
     return build_layers(model.layers[case.layers], ties, options)
 
 
-def live(layers: Sequence[BuiltLayer]) -> StateBytes:
-    return sum((layer.state.live_bytes() for layer in layers), StateBytes())
-
-
 def predicted(case: Case) -> StateBytes:
     profiled = profile(make_model(case.model))
     return stage_bytes(
@@ -167,7 +163,7 @@ def test_state_formula_and_process_agree_to_the_byte(name: str) -> None:
 
     layers = build(case, expansion)
 
-    state = live(layers)
+    state = sum((layer.state.live_bytes() for layer in layers), StateBytes())
     if expansion is not None:
         state += StateBytes(expanded=expansion.nbytes)
     assert state == predicted(case)

@@ -9,7 +9,7 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import TypeAlias
@@ -70,7 +70,8 @@ class EmulatedLauncher:
         self._seed += 1
         run = getattr(self._library, f"run_{number}")
         run.argtypes = [ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p]
-        good = run(blocks, self._seed, _addresses(values)) == 0
+        addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        good = run(blocks, self._seed, addresses) == 0
         assert good, f"{kernel}: threads wait for one another at different barriers"
 
 
@@ -91,10 +92,6 @@ def _value(argument: Argument) -> Value:
     if isinstance(argument, np.int32):
         return ctypes.c_int32(int(argument))
     return ctypes.c_int64(int(argument) if isinstance(argument, np.int64) else pointer(argument))
-
-
-def _addresses(values: Sequence[Value]) -> object:
-    return (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
 
 
 ENCODED = tuple(name for kind, name in INDICES.items() if kind != "full")

@@ -94,11 +94,15 @@ def write_folder(folder: Path) -> None:
 
 
 def saved_model(
-    transformers: Any, settings: Any, path: Path, dtype: torch.dtype = torch.float32
+    transformers: Any,
+    settings: Any,
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    kind: str = "CausalLM",
 ) -> Any:
     """A small model of transformers of random parameters, biases and norms included; saved."""
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(settings, dtype=dtype)
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(settings, dtype=dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -225,11 +229,5 @@ FAMILIES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(
 
 def saved_with_pictures(transformers: Any, family: str, folder: Any) -> Any:
     """One of the models, saved in bf16."""
-    torch.manual_seed(3)
     settings = transformers.AutoConfig.for_model(family, **FAMILIES["pictures"][family])
-    model = transformers.AutoModelForImageTextToText.from_config(settings, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return model.eval()
+    return saved_model(transformers, settings, folder, torch.bfloat16, "ImageTextToText")

@@ -103,26 +103,17 @@ class Trace:
     """The last one, of runs that evaluate."""
 
 
+PLAIN: dict[str, Any] = {"foreach": False, "fused": False}
+
+
 def adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    return RoundedAdamW(
-        groups,
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-        foreach=False,
-        fused=False,
-    )
+    own = {"betas": settings.betas, "eps": settings.eps, **PLAIN}
+    return RoundedAdamW(groups, settings.learning_rate, **own)
 
 
 def sgd(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        groups,
-        lr=settings.learning_rate,
-        momentum=settings.momentum,
-        nesterov=settings.nesterov,
-        foreach=False,
-        fused=False,
-    )
+    own = {"momentum": settings.momentum, "nesterov": settings.nesterov, **PLAIN}
+    return torch.optim.SGD(groups, settings.learning_rate, **own)
 
 
 def keep_mask(config: Config, name: str, weight: Tensor) -> Tensor:

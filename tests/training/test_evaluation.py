@@ -156,10 +156,6 @@ def test_top1_counts_samples_whose_class_has_the_largest_logit() -> None:
 TRAIN = {"steps": 3, "eval_every": 3, "eval_steps": "all"}
 
 
-def named(config: Config) -> Model:
-    return named_model(config.with_origins("tiny", {}))
-
-
 def reported(
     layout: tuple[int, int], config: Config, path: Path, datasets: Datasets
 ) -> Evaluation | None:
@@ -169,7 +165,7 @@ def reported(
         layout,
         config,
         path,
-        model=named,
+        model=lambda config: named_model(config.with_origins("tiny", {})),
         data=datasets.training,
         validation=datasets.validation,
         look=looked.append,

@@ -14,8 +14,6 @@ from support.runs import mlp, vector_data
 import axsparse as ax
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.mask_file import open_masks
-from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.files.paths import expanded
 
 
 def trainer(**settings: Any) -> ax.Trainer:
@@ -69,10 +67,3 @@ def test_an_option_of_a_command_names_paths_as_in_a_shell(axsparse: Axsparse, ho
 
     assert done[0] == 0, done
     assert (home / "w.safetensors").is_file() and not [*Path().iterdir()]
-
-
-def test_what_a_shell_does_not_know_is_refused() -> None:
-    for path in ("$AXSPARSE_HAS_NO_SUCH/x", "~nobody-is-called-so/x", "${x"):
-        with pytest.raises(ConfigError, match="should be a path of known users and variables"):
-            expanded(path)
-    assert expanded("a$") == "a$"

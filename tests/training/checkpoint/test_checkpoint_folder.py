@@ -79,7 +79,7 @@ def test_steps_are_numbers_newest_first_and_other_names_are_none(tmp_path: Path)
 def test_nothing_is_saved_where_there_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     for name in ("gone", "file"):
-        assert saved_steps(tmp_path / name) == unfinished(tmp_path / name) == []
+        assert (saved_steps(tmp_path / name), unfinished(tmp_path / name)) == ([], [])
 
 
 def test_what_killed_runs_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
