@@ -29,7 +29,6 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def train(ranks: int, config: Path, *arguments: str) -> Finished:
-    """Train in the folder of the configuration."""
     command = [*TRAIN, "--config", str(config), *arguments]
     return run_mpirun(ranks, command, cwd=config.parent)
 

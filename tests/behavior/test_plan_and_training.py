@@ -40,7 +40,6 @@ QUICK = ("quickstart", "gpt3_xl", "gpt3_13b")
 
 
 def cluster_of(memory: float, *, on_host: bool) -> Cluster:
-    """A node of such devices."""
     if on_host:
         node = load_cluster("laptop")
         return replace(node, memory_bytes=memory, overhead_bytes=HOST_OVERHEAD, gpus_per_node=RANKS)
@@ -60,7 +59,6 @@ def planned(loaded: Config, cluster: Cluster) -> tuple[int | None, dict[str, obj
 
 
 def trained(loaded: Config, memory: float, *, on_host: bool) -> int | None:
-    """The stages that a training takes."""
     overhead = HOST_OVERHEAD if on_host else GPU_OVERHEAD
     model = model_without_weights(loaded)
     with contextlib.suppress(ConfigError):

@@ -104,7 +104,6 @@ OTHERS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """A run on one stage."""
     return ran((1, 1), config(), tmp_path_factory.mktemp("one"), model=model, data=data())
 
 

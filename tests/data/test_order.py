@@ -125,7 +125,6 @@ ORDER: Any = ([95, 72, 11, 99, 79, 102, 34, 62], [119, 107, 137, 72, 105, 634, 8
 
 
 def test_the_order_of_a_blend_stays_what_it_was() -> None:
-    """A resumed run must continue in the order it began with, on any machine and version."""
     samples, epochs = blended_step([Share(100, 7000), Share(9, 3000)], 8, 1251, 1234)
 
     assert (samples.tolist(), epochs.tolist()) == ORDER

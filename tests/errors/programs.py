@@ -92,7 +92,6 @@ def write(name: str, contents: str | bytes) -> str:
 
 
 def command(words: str) -> None:
-    """A command of axsparse."""
     main(shlex.split(words))
 
 
@@ -102,7 +101,6 @@ def read_config(text: str | bytes, *overrides: str) -> Config:
 
 
 def cluster_of(text: str) -> object:
-    """The cluster of a file `mine.yaml`."""
     return cluster.parse_cluster(text, "mine.yaml")
 
 
@@ -116,7 +114,6 @@ def without(name: str) -> str:
 
 
 def constant(name: str, value: str, kind: str = "assumed", source: str = "x") -> str:
-    """A line of a cluster's file."""
     return f"{name}: {{value: {value}, kind: {kind}, source: {source}}}\n"
 
 
@@ -154,7 +151,6 @@ def train(
 
 
 def sharded(model: Model | None = None, ranks: int = 2, **sections: Any) -> None:
-    """A training on tensor-parallel ranks."""
     data = token_data() if model is not None and model.name != "custom" else None
     train(model, data, own={"g_tensor": ranks}, layout={"g_tensor": ranks}, **sections)
 
@@ -175,7 +171,6 @@ def train_layers(
     loss: Callable[..., Tensor] = summed_loss,
     **more: Any,
 ) -> None:
-    """A training of a layer and a last one."""
     train(Model([dense(), Layer("last", last or partial(nn.Linear, 16, 5))], loss), **more)
 
 
@@ -202,7 +197,6 @@ def build_with(**wrong: Any) -> None:
 
 
 def resolved(ranks: int = 1, **sections: Any) -> RunPlan:
-    """The resolved settings of a small GPT."""
     config = tiny_config(**sections)
     model = tiny_gpt(config)
     transport: Transport = WorldTransport(LocalWorld(ranks), 0)
@@ -215,7 +209,6 @@ def resolved(ranks: int = 1, **sections: Any) -> RunPlan:
 
 
 def sequential(modules: Any, **settings: Any) -> Model:
-    """A model of these modules."""
     return from_sequential(modules, summed_loss, **settings)
 
 
@@ -397,12 +390,10 @@ def megatron(*number: Any, **sizes: int) -> None:
 
 
 def opened() -> dict[token_file.Split, ax.TokenDataset]:
-    """The tokens that have been prepared."""
     return sources.token_datasets(Path("out"), 16)
 
 
 def exported() -> object:
-    """The tokenizer of the tokens that have been prepared."""
     data = configure(None, ["data.source=tokens", "data.path=out"]).data
     return tokenizers.exported_tokenizer(
         data, "tokens", token_file.read_sidecar(Path("out"), "").train.digest
@@ -476,7 +467,6 @@ def header(text: str) -> object:
 
 
 def masks_of(text: str) -> object:
-    """The masks of a file with these metadata."""
     safetensors.write_safetensors(Path("m"), {}, iter([]), {"masks": text})
     return mask_file.open_masks(Path("m"))
 

@@ -64,7 +64,6 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """All rows of all tables."""
     found = []
     for table in sorted(FOLDER.glob("*.txt")):
         blocks = table.read_text(encoding="utf-8").rstrip("\n").split("\n\n")

@@ -216,7 +216,6 @@ def break_gradient(trainer: Trainer, spoilt: Callable[[int], bool]) -> None:
 
 
 def digest(trainer: Trainer) -> str:
-    """Of this rank's weights."""
     found = hashlib.sha256()
     for layer in trainer.layers:
         for tensor in layer.state.tensors:

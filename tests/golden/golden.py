@@ -202,7 +202,6 @@ class Runner:
 
 
 def slug(name: str) -> str:
-    """A row's name in paths."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower())
 
 

@@ -43,7 +43,6 @@ TWO_STAGES = "layout.g_inter=2"
 
 
 def given(settings: Sequence[str]) -> list[str]:
-    """Words of a command line."""
     return ["--config", "quickstart.yaml", *(word for one in settings for word in ("--set", one))]
 
 

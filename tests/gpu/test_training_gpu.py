@@ -84,7 +84,6 @@ def settings(*changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def cases(layout: Layout) -> list[Case]:
-    """The cases of a layout."""
     wanted = {name: settings({"optimizer": chosen}) for name, chosen in OPTIMIZERS.items()}
     wanted |= {name: settings(change) for name, change in EQUAL.items()}
     wanted |= {name: settings(change) for name, change in HALVES.items()}

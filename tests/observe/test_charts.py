@@ -22,7 +22,6 @@ def lines(points: list[Point], *, logarithmic: bool = False) -> Lines:
 
 
 def texts(drawn: str) -> list[str]:
-    """The texts of an SVG element."""
     return [text.text or "" for text in ElementTree.fromstring(drawn).iter("text")]  # noqa: S314
 
 

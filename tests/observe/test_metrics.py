@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -133,11 +134,10 @@ def test_records_go_into_no_directory_that_took_the_place_of_the_runs(tmp_path: 
 
 def test_records_that_a_full_disk_does_not_take_are_told() -> None:
     metrics = MetricsFile(Path("/dev/full"))
-    for _ in range(2):  # the rest of the failed write fails again
+    write = partial(metrics.write, STEP_RECORD)
+    for use in (write, write, metrics.close):  # the rest of the failed write fails again
         with pytest.raises(OutputError, match=r"/dev/full: cannot be written \(No space left"):
-            metrics.write(STEP_RECORD)
-    with pytest.raises(OutputError, match=r"/dev/full: cannot be written \(No space left"):
-        metrics.close()
+            use()
 
 
 def test_the_page_names_every_field_of_every_record() -> None:

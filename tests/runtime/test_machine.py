@@ -69,7 +69,6 @@ for count in (200, 600):
 
 @pytest.fixture(scope="module")
 def told() -> list[str]:
-    """The output of the process above."""
     done = run_fresh("-c", OF_A_PROCESS)
     assert done.returncode == 0, str(done)
     return done.stdout.split()

@@ -245,7 +245,6 @@ class GatheredStage:
 
     @property
     def gathers(self) -> int:
-        """How many gathers have begun."""
         own = len(self.layers[0].shares.own) * HALF.itemsize
         return self.group.bytes_sent // own
 

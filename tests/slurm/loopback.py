@@ -39,7 +39,6 @@ class Cluster:
         self._daemons[node] = self._later.enter_context(daemon)
 
     def kill(self, node: str) -> None:
-        """Let a node die, with all that runs on it."""
         ranks = _processes_on(node)
         steps = {parent for rank in ranks if (parent := _step_of(rank)) is not None}
         for process in (self._daemons[node].pid, *steps, *ranks):

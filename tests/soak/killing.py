@@ -91,7 +91,6 @@ class Run:
         return self.folder / CHECKPOINTS
 
     def steps(self) -> int:
-        """How many steps its metrics have."""
         metrics = self.folder / "metrics.jsonl"
         return metrics.read_text().count('"loss"') if metrics.exists() else 0
 

@@ -141,7 +141,6 @@ class Row:
 
     @property
     def g_tensor(self) -> int:
-        """The tensor-parallel ranks of each stage."""
         return self.config().layout.g_tensor
 
 
@@ -164,7 +163,6 @@ def merged(*settings: Settings) -> dict[str, Any]:
 
 
 def steps(number: int, **sections: Any) -> Settings:
-    """A number of steps, and other sections."""
     return {"train": {"steps": number}, **sections}
 
 
@@ -224,7 +222,6 @@ def parameters(rows: Iterable[Row], every: int = 1) -> list[Any]:
 
 
 def trained(row: Row, **others: Any) -> Ranks:
-    """The row's run, on ranks in this process."""
     return _train(row.subject, row.layout, row.config(), order=row.order, **others)
 
 

@@ -42,7 +42,6 @@ def cases_in(file: Path) -> list[list[str]]:
 
 
 def lines_beside(test_file: str) -> dict[str, str]:
-    """The line of each case, by its name."""
     return {case[0]: case[1] for case in cases_in(Path(test_file).with_suffix(".txt"))}
 
 

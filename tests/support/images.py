@@ -92,7 +92,6 @@ def buffers_of(ranks: Ranks) -> dict[str, Tensor]:
 
 
 def shapes_of(model: Model) -> dict[str, tuple[int, ...]]:
-    """Parameters and buffers by global name."""
     shapes: dict[str, tuple[int, ...]] = {}
     for layer in profile(model).layers:
         shapes |= {parameter.name: parameter.shape for parameter in layer.parameters}

@@ -40,7 +40,6 @@ def multiply_add(a: Floats | np.float32, b: Floats, c: Floats) -> Floats:
 
 
 def adamw(master: Floats, gradient: Floats, moments: list[Floats], hyper: Hyper) -> Floats:
-    """`samo/optim/adamw.py`."""
     mean, square = moments
     beta1, beta2 = hyper.betas
     weight = np.float32(1 - beta1)
@@ -59,8 +58,6 @@ def adamw(master: Floats, gradient: Floats, moments: list[Floats], hyper: Hyper)
 
 
 def sgd(momentum: float, *, nesterov: bool) -> Rule:
-    """`samo/optim/sgd.py`."""
-
     def rule(master: Floats, gradient: Floats, moments: list[Floats], hyper: Hyper) -> Floats:
         direction = gradient
         if hyper.weight_decay:

@@ -71,7 +71,6 @@ class DenseLamb(torch.optim.Optimizer):
 
 
 def lamb(groups: list[dict[str, Any]], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """For the oracle."""
     return DenseLamb(groups, settings.learning_rate, settings.betas, settings.eps)
 
 
@@ -282,7 +281,6 @@ class Oracle:
         return math.fsum(losses) if all(map(math.isfinite, losses)) else sum(losses), total
 
     def _uses(self, name: str) -> list[Tensor]:
-        """The gradient of each use of a weight."""
         names = [name, *(second for second, first in self.ties.items() if first == name)]
         gradients = [self.parameters[one].grad for one in names]
         assert gradients[0] is None or None not in gradients

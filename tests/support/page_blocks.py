@@ -88,7 +88,6 @@ class Block:
 
 
 def blocks(page: str) -> list[Block]:
-    """All blocks of a page, in order."""
     return list(_blocks(page))
 
 

@@ -81,7 +81,6 @@ STEP_RECORD = StepRecord(
 
 
 def step_line(step: int, **changed: Any) -> str:
-    """A line of metrics.jsonl about a step."""
     record = {
         **asdict(STEP_RECORD),
         **{"step": step, "time": 1.7e9 + step, "loss": 5.0 / step, "grad_norm": 2.0 + step % 3},
@@ -93,6 +92,5 @@ def step_line(step: int, **changed: Any) -> str:
 
 
 def write_trace(path: Path, spans: Sequence[Span]) -> None:
-    """Write a trace of these spans."""
     path.parent.mkdir(exist_ok=True)
     path.write_text(f'{{"traceEvents": [{part(0, 0, spans)}]}}')

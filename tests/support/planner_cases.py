@@ -54,7 +54,6 @@ def uniform(
     optimizer: float = 0.0,
     compress: float = 0.0,
 ) -> StepCosts:
-    """Equal stages."""
     return StepCosts(
         stages=[StageSeconds(forward, backward, compress)] * g_inter,
         messages=[message] * (g_inter - 1),

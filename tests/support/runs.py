@@ -52,7 +52,6 @@ def all_here(transport: Transport) -> None:
 
 
 def job_alone() -> Job:
-    """A job of this process by itself."""
     return Job(LocalTransport())
 
 

@@ -18,7 +18,6 @@ SESSION = "AXSPARSE_TEST_SESSION"
 
 
 def is_open(file: int) -> bool:
-    """Whether a file of this number is open."""
     try:
         os.fstat(file)
     except OSError:

@@ -50,5 +50,4 @@ def warm_folder() -> Path:
 
 
 def warm_python() -> str:
-    """The path of that `python`."""
     return str(warm_folder() / "python")

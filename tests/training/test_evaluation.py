@@ -159,7 +159,6 @@ TRAIN = {"steps": 3, "eval_every": 3, "eval_steps": "all"}
 def reported(
     layout: tuple[int, int], config: Config, path: Path, datasets: Datasets
 ) -> Evaluation | None:
-    """The last evaluation that a run reports."""
     looked: list[Trainer] = []
     ran(
         layout,

@@ -174,7 +174,6 @@ def auto(
 
 
 def limited(limit: float | str, **sections: Any) -> RunPlan:
-    """A run of four stages that shall be."""
     deep: dict[str, Any] = {
         "model": {"num_layers": 8},
         "pruning": {"sparsity": 0.9},

@@ -30,7 +30,6 @@ def config(
 
 
 def start_value(model: Model, name: str, shape: tuple[int, ...]) -> Tensor:
-    """The start values of a block's parameter."""
     init = model.layers[1].init
     assert init is not None
     return init(name, shape, keyed_generator(1, name))

@@ -126,7 +126,6 @@ PLACE = Path("runs/my/hang-report.txt")
 
 
 def seen(rank: int, quiet: float = 40.0, **changes: Any) -> RankView:
-    """A rank that waits."""
     return replace(
         RankView(GRID.coords(rank), WAITING, quiet, stacks=f"stacks of {rank}"), **changes
     )
