@@ -11,18 +11,13 @@ from support.commands import Axsparse
 from axsparse.config.load import configure
 
 
-def origins(screen: str) -> dict[str, str]:
-    """`setting: value` -> the origin behind it."""
-    pairs = [line.partition(" # ")[::2] for line in screen.splitlines() if " # " in line]
-    return {setting.strip(): origin for setting, origin in pairs}
-
-
 def test_every_setting_says_where_it_comes_from(axsparse: Axsparse) -> None:
     code, screen, _ = axsparse(
         "config", "show", "--config", "quickstart.yaml", "--set", "train.steps=200"
     )
 
-    said = origins(screen)
+    pairs = [line.partition(" # ")[::2] for line in screen.splitlines() if " # " in line]
+    said = {setting.strip(): origin for setting, origin in pairs}
     assert code == 0
     assert said["steps: 200"] == "--set"
     assert said["hidden_size: 256"] == "quickstart.yaml:4"

@@ -52,6 +52,13 @@ class Finished:
         """The lines meant for the user."""
         return [line for line in self.stderr.splitlines() if line.startswith("axsparse: error:")]
 
+    def error(self, code: int) -> str:
+        """The one line of all ranks; the job ends with this code, and nothing else looks like a
+        failure."""
+        assert self.returncode == code and len(self.errors) == 1, str(self)
+        assert "Traceback" not in self.stderr + self.stdout, str(self)
+        return self.errors[0].removeprefix("axsparse: error: ")
+
     def __str__(self) -> str:
         killed = ", killed" if self.returncode < 0 else ""
         return (
