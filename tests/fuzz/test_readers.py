@@ -7,7 +7,6 @@ suite tries some hundreds.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from fuzz.mutations import bytes_changed, json_changed, json_text, odd_yaml, yam
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.mask_files import small_mask_file
-from support.resuming import ran
+from support.resuming import ran, signed
 from support.runs import mlp, tiny_config, vector_data
 
 import axsparse
@@ -104,12 +103,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Restored:
     config = tiny_config(train={"steps": 1}, pruning={"include": "all"})
     ran((1, 1), config, run, model=lambda _: mlp(2, 6), data=vector_data(width=6))
     return Restored(run / "checkpoints" / "step-1")
-
-
-def signed(text: str) -> bytes:
-    """A manifest with the hash that belongs to it, as a forger would write it."""
-    head = text.encode(errors="surrogatepass").removesuffix(b"}")
-    return head + b',"sha256":"' + hashlib.sha256(head).hexdigest().encode() + b'"}\n'
 
 
 def forge_checkpoint(rng: Random, checkpoint: Restored, outside: Path) -> None:

@@ -43,6 +43,7 @@ ROOT = HERE.parents[1]
 sys.path.insert(0, str(HERE.parent))
 
 from support.mpirun import Finished, run_alone, run_mpirun  # noqa: E402
+from support.preparing import write_megatron  # noqa: E402
 
 GOLDEN = HERE / "golden.json"
 TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
@@ -208,19 +209,8 @@ def slug(name: str) -> str:
 def write_tokens(stem: Path, documents: int, length: int = 250) -> None:
     """Documents of tokens below 64, in Megatron's format; the same on every machine."""
     drawn = np.frombuffer(hashlib.shake_256(stem.name.encode()).digest(documents * length), "u1")
-    tokens = (np.cumsum(drawn & 15) & 63).astype("u1")  # a token is near the one before
-    stem.with_suffix(".bin").write_bytes(tokens.tobytes())
-    parts = (
-        (b"MMIDIDX\0\0", [1], "<u8"),
-        (b"\1", [documents, documents + 1], "<u8"),
-        (b"", [length] * documents, "<i4"),
-        (b"", range(0, documents * length, length), "<i8"),
-        (b"", range(documents + 1), "<i8"),
-    )
-    index = b"".join(
-        before + np.array([*numbers], kind).tobytes() for before, numbers, kind in parts
-    )
-    stem.with_suffix(".idx").write_bytes(index)
+    tokens = np.cumsum(drawn & 15) & 63  # a token is near the one before
+    write_megatron(stem, tokens.reshape(documents, length).tolist(), 1)
 
 
 # -- Reading what a run has left ------------------------------------------------------------

@@ -1,8 +1,5 @@
 """How checkpoints appear and go, and which ones stay."""
 
-from __future__ import annotations
-
-import hashlib
 import json
 import os
 import shutil
@@ -11,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.resuming import signed
 
 from axsparse.config.schema import CheckpointConfig, Config
 from axsparse.runtime.errors import AxsparseError, MissingInputError
@@ -197,13 +195,6 @@ def values() -> dict[str, Any]:
             "0000-block0.pruner.safetensors": {"bytes": 7, "xxh3": HASH},
         },
     }
-
-
-def signed(text: str) -> bytes:
-    """Any JSON object with the hash that belongs to it, as a forger would write it."""
-    assert text.endswith("}")
-    head = text[:-1].encode()
-    return head + b',"sha256":"' + hashlib.sha256(head).hexdigest().encode() + b'"}\n'
 
 
 def changed(path: str, value: object) -> bytes:
