@@ -59,13 +59,7 @@ def test_every_command_has_help_that_costs_neither_torch_nor_mpi() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    [
-        "--help",
-        "--version",
-        "config show",
-        "doctor",
-        *(f"{words} --help" for words in all_parsers()),
-    ],
+    ["--help", "--version", "config show", "doctor", *(f"{w} --help" for w in all_parsers())],
 )
 def test_output_that_cannot_be_written_ends_in_one_line_and_74(
     line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -274,25 +274,19 @@ def test_a_trace_has_the_gpus_stretches_on_the_hosts_axis(tmp_path: Path) -> Non
     on_ranks(2, lambda transport: play(transport, tmp_path))
 
     [path] = (tmp_path / "trace").iterdir()
-    # Both begin 2 s after the agreement on time, when their GPUs have ended step 1.
-    assert read(path) == [
-        Span(2, 0, 0, "compute", "F0", 2.0, 7.0),
-        Span(2, 0, 0, "p2p", "p2p", 7.0, 9.0),
-        Span(2, 0, 0, "bubble", "bubble", 9.0, 11.0),
-        Span(2, 0, 0, "compute", "B0", 11.0, 13.0),
-        Span(3, 0, 0, "compute", "F0", 13.0, 18.0),
-        Span(3, 0, 0, "p2p", "p2p", 18.0, 19.0),
-        Span(3, 0, 0, "bubble", "bubble", 19.0, 20.0),
-        Span(3, 0, 0, "compute", "B0", 20.0, 22.0),
-        Span(2, 0, 1, "compute", "F0", 2.0, 8.0),
-        Span(2, 0, 1, "p2p", "p2p", 8.0, 9.5),
-        Span(2, 0, 1, "bubble", "bubble", 9.5, 11.0),
-        Span(2, 0, 1, "compute", "B0", 11.0, 13.0),
-        Span(3, 0, 1, "compute", "F0", 13.0, 19.0),
-        Span(3, 0, 1, "p2p", "p2p", 19.0, 19.5),
-        Span(3, 0, 1, "bubble", "bubble", 19.5, 20.0),
-        Span(3, 0, 1, "compute", "B0", 20.0, 22.0),
-    ]
+    expected = []
+    for rank in (0, 1):
+        # Both begin 2 s after the agreement on time, when their GPUs have ended step 1.
+        for step, begin, end in ((2, 2.0, 13.0), (3, 13.0, 22.0)):
+            idle, back = begin + 5 + rank, end - 2
+            half = (idle + back) / 2
+            expected += [
+                Span(step, 0, rank, "compute", "F0", begin, idle),
+                Span(step, 0, rank, "p2p", "p2p", idle, half),
+                Span(step, 0, rank, "bubble", "bubble", half, back),
+                Span(step, 0, rank, "compute", "B0", back, end),
+            ]
+    assert read(path) == expected
 
 
 # -- compressions ---------------------------------------------------------------------------
