@@ -164,7 +164,9 @@ def by_the_back(m: Any, x: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("forward", by_default([by_the_back], [reassigning, by_the_back]))
-def test_other_buffers_that_a_forward_changes_are_recomputed(forward: Callable[..., Any]) -> None:
+def test_other_buffers_that_a_forward_changes_are_recomputed_as_they_were(
+    forward: Callable[..., Any],
+) -> None:
     def count() -> nn.Module:
         return Doing(forward, calls=torch.zeros(1))
 

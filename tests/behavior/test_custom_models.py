@@ -60,7 +60,9 @@ def partly_frozen() -> nn.Module:
     return Doing(lambda m, x: m.linear(torch.tanh(m.frozen(x))), 5, frozen=frozen, unused=unused)
 
 
-def test_frozen_parameters_stay_and_unused_ones_go_on(capfd: pytest.CaptureFixture[str]) -> None:
+def test_frozen_parameters_stay_and_unused_ones_wait_for_nobody(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     model = Model([linear(), Layer("partly", partly_frozen)], summed_loss)
     config = small_config(optimizer={"weight_decay": 0.0})
     ranks = train_in_process(2, 2, model, config, vector_data())
@@ -201,7 +203,9 @@ def comparing(**train: Any) -> Config:
 
 
 @pytest.mark.parametrize(("g_inter", "stage", "every", "step"), [(1, 0, 1, 1), (3, 1, 3, 3)])
-def test_replicas_that_drift_are_found_out(g_inter: int, stage: int, every: int, step: int) -> None:
+def test_replicas_that_drift_apart_are_found_out(
+    g_inter: int, stage: int, every: int, step: int
+) -> None:
     told = (
         f"step {step}: weights: replica 1 has come to others than replica 0 on stage {stage}; "
         "look for code that writes to weights beside the optimizer (through .data in a forward, "
@@ -248,7 +252,9 @@ def test_an_embedding_whose_gradients_are_sparse_trains_as_one_with_dense_gradie
         assert_bitwise(sparse, dense)
 
 
-def test_weights_to_rewind_to_are_saved_where_stage_0_trains_nothing(tmp_path: Path) -> None:
+def test_weights_to_rewind_to_are_saved_where_the_first_stage_trains_nothing(
+    tmp_path: Path,
+) -> None:
     config = tiny_config(
         pruning={"sparsity": 0.5, "include": "all", "at_step": 2, "rewind_step": 1},
         batch={"global_batch_size": 6, "microbatch_size": 3},

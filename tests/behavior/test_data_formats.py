@@ -48,7 +48,9 @@ def blend(tmp_path: Path) -> str:
     return f"data.blend=[{first}=0.5, {second}=0.3, {third}=0.2]"
 
 
-def test_a_blend_resumes_and_a_changed_source_is_refused(blend: str, tmp_path: Path) -> None:
+def test_a_blend_goes_on_where_it_was_and_a_changed_source_is_refused(
+    blend: str, tmp_path: Path
+) -> None:
     loaded = loaded_of(blend, "train.steps=5")
 
     def go(name: str, layout: tuple[int, int], **options: Any) -> Ran:

@@ -237,7 +237,9 @@ def test_auto_splits_where_there_are_several_stages() -> None:
             assert (trainer.engine.stage._products is not None) is expected
 
 
-def test_weight_gradients_wait_and_a_layers_sum_is_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weight_gradients_wait_and_a_layers_all_reduce_starts_with_its_last_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     waiting: list[int] = []
     ended: list[DeferredGradients] = []
     ready: list[tuple[str, str]] = []

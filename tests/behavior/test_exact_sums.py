@@ -139,7 +139,9 @@ def test_any_number_of_replicas_gives_the_bits_of_one_process(row: Row) -> None:
 
 
 @pytest.mark.parametrize(("g_inter", "g_data"), by_default(FEW[1:2], FEW))
-def test_a_gradient_that_jumps_is_recomputed_and_loses_nothing(g_inter: int, g_data: int) -> None:
+def test_a_gradient_that_jumps_is_computed_again_and_loses_nothing(
+    g_inter: int, g_data: int
+) -> None:
     settings = exact(steps(7, optimizer={"name": "sgd", "clip_norm": 1e-3}), batch(12, 2))
     row = Row((g_inter, g_data), settings, subject=JUMPING)
     oracle = oracle_of(row.config(), 1, JUMPING.model(row.config()), JUMPING.data())
@@ -159,7 +161,9 @@ CHAIN: list[tuple[Layout, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
-def test_runs_that_change_shape_each_step_end_in_one_file(precision: str, tmp_path: Path) -> None:
+def test_a_run_whose_shape_changes_at_every_step_ends_in_the_same_files(
+    precision: str, tmp_path: Path
+) -> None:
     def config(*free: Any) -> Config:
         masks = {"method": "gradual", "at_step": 1, "interval": 1, "until_step": 2}
         settings = exact(steps(len(CHAIN), precision=precision, pruning=masks), *free)
@@ -182,7 +186,9 @@ def test_runs_that_change_shape_each_step_end_in_one_file(precision: str, tmp_pa
     assert files("alone") == files(f"run{len(CHAIN)}")
 
 
-def test_a_step_computed_again_counts_once_in_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_is_computed_again_counts_once_in_running_statistics(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layers = [
         Layer("norm", lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))),
         Layer("out", partial(nn.Linear, 16, 5)),

@@ -54,7 +54,9 @@ def train(ranks: int, config: Path, *arguments: str) -> Finished:
         ),
     ],
 )
-def test_a_setting_that_cannot_run_ends(tiny: Path, ranks: int, setting: str, line: str) -> None:
+def test_a_setting_that_cannot_be_run_is_refused(
+    tiny: Path, ranks: int, setting: str, line: str
+) -> None:
     options = [option for pair in setting.split() for option in ("--set", pair)]
 
     assert train(ranks, tiny, *options).error(78) == line
@@ -152,7 +154,9 @@ threading.Event().wait()
     ("where", "call"),
     by_default([("quiet", "evaluate")], itertools.product(["quiet", "run"], ["evaluate", "step"])),
 )
-def test_a_call_that_a_rank_makes_alone_ends_the_job(where: str, call: str, tmp_path: Path) -> None:
+def test_a_call_that_one_rank_makes_alone_ends_the_job(
+    where: str, call: str, tmp_path: Path
+) -> None:
     job = run_mpirun(2, ["-c", CALLS_ALONE, where, call], cwd=tmp_path, timeout=60)
 
     assert job.returncode == 70, str(job)

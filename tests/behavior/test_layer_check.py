@@ -224,7 +224,9 @@ def test_what_the_user_set_on_a_module_stays_set(
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
-def test_samples_that_lose_by_rounding_before_a_layer_end_runs(layout: tuple[int, int]) -> None:
+def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
+    layout: tuple[int, int],
+) -> None:
     torch.manual_seed(7)
     centred = Doing(lambda m, x: m.linear((x - 1000).to(m.linear.weight.dtype)))
     model = from_sequential([centred, linear(CLASSES)], summed_loss)
@@ -238,7 +240,9 @@ def test_samples_that_lose_by_rounding_before_a_layer_end_runs(layout: tuple[int
 
 
 @pytest.mark.parametrize("broken", ["deferral", "sparse products", "recomputation"])
-def test_a_fault_of_a_layouts_way_ends_it(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_layouts_own_way_ends_the_run(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from axsparse.models import module_products
     from axsparse.pipeline.layer_runner import LayerRunner
 

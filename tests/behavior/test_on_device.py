@@ -161,7 +161,9 @@ def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
     )
 
 
-def test_a_step_asks_its_device_once(on_device: Placing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_asks_its_device_once_a_step(
+    on_device: Placing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever needs a number of the device waits for all that was enqueued before."""
     for name in ("CHUNK_LOGITS", "GPU_CHUNK_LOGITS"):
         monkeypatch.setattr(losses, name, 16)  # as for a large vocabulary
@@ -230,7 +232,9 @@ RUNS = [
 
 
 @pytest.mark.parametrize(("layout", "sections"), RUNS)
-def test_devices_equal_cpus(layout: Layout, sections: dict[str, Any], on_device: Placing) -> None:
+def test_a_run_on_devices_is_bitwise_that_on_cpus(
+    layout: Layout, sections: dict[str, Any], on_device: Placing
+) -> None:
     config = small(**{"optimizer": SGD, **sections})
 
     validation = token_data(24) if "eval_steps" in sections["train"] else None

@@ -130,7 +130,9 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", ["one", "several"])
-def test_pages_of_commands_are_clear(name: str, browsed: Browsed, pages: dict[str, Path]) -> None:
+def test_pages_of_commands_fit_are_painted_and_readable(
+    name: str, browsed: Browsed, pages: dict[str, Path]
+) -> None:
     assert browsed.faults(pages[name].as_uri(), "svg") == []
 
     assert browsed.page.locator("svg").count() >= 7

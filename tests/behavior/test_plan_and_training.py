@@ -75,7 +75,9 @@ def trained(loaded: Config, memory: float, *, on_host: bool) -> int | None:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("name", by_default(QUICK, ALL))
-def test_plan_and_training_take_the_same_stages(transformers: Any, name: str, machine: str) -> None:
+def test_a_plan_and_a_training_take_the_same_stages(
+    transformers: Any, name: str, machine: str
+) -> None:
     memory, on_host = MACHINES[machine]
     precision = ("precision=bf16",)
     loaded = configure(name, (*SMALL, *precision))

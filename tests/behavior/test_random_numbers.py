@@ -90,7 +90,9 @@ def test_a_run_that_resumes_draws_as_if_it_had_not_stopped(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("draw", SOURCES.values(), ids=SOURCES)
-def test_draws_follow_from_seed_step_and_sample_and_leave_the_users_numbers(draw: Draw) -> None:
+def test_what_is_drawn_follows_from_seed_step_and_sample_and_leaves_the_users_numbers(
+    draw: Draw,
+) -> None:
     def loss(x: Tensor, targets: Tensor) -> Tensor:
         return (x * draw(x)).sum()
 

@@ -330,7 +330,9 @@ def test_a_body_that_is_thawed_at_a_resume_begins_as_in_torchs_optimizer(
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize(("model", "after"), [(buffered, (2, 1)), (buffered_modules, (1, 2))])
-def test_buffers_go_on(model: Callable[[Config], Model], after: Layout, tmp_path: Path) -> None:
+def test_buffers_of_every_type_go_on(
+    model: Callable[[Config], Model], after: Layout, tmp_path: Path
+) -> None:
     config = config_of(batch={"global_batch_size": 12, "microbatch_size": 3})
     stopped = ran(
         (1, 2), config, tmp_path / "run", stop_after=STOP, model=model, data=vector_data()
@@ -468,7 +470,9 @@ def test_a_run_of_its_own_that_is_stopped_at_once_saves_what_it_began_with(tmp_p
 
 
 @pytest.mark.parametrize("method", by_default(["gradual"], [None, "gradual"]))
-def test_a_signal_in_an_evaluation_ends_the_run_at_once(method: str | None, tmp_path: Path) -> None:
+def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(
+    method: str | None, tmp_path: Path
+) -> None:
     pruning = {"pruning": {"method": method, "interval": 2, "until_step": 3}} if method else {}
     config = config_of(train={"steps": 4, "eval_every": 2, "eval_steps": 1}, **pruning)
     validation = token_data(12)

@@ -108,7 +108,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_layout_has_one_result(
+def test_every_layout_has_the_same_bits(
     name: str, reference: Ran, tmp_path: Path, calls: Counter[str]
 ) -> None:
     layout, sections = OTHERS[name]

@@ -83,7 +83,9 @@ def test_an_update_allocates_one_chunk(
     assert BLOCK <= peak <= CHUNK + NUMBERS < KEPT * 2
 
 
-def test_an_uncompiled_update_needs_a_chunks_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_update_without_a_compiler_needs_a_chunks_positions_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(base, "can_compile", lambda: False)
     layer = trained_layer(half_kept("mask"), 2 * KEPT, "bf16", ADAMW)
 
@@ -103,7 +105,9 @@ def test_loops_over_what_is_not_pruned_allocate_nothing(name: str, master: str) 
     assert peak <= NUMBERS
 
 
-def test_a_norm_allocates_nothing_by_a_loop_or_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_norm_allocates_nothing_with_a_loop_and_one_chunk_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     layer = trained_layer(half_kept("mask"), 2 * KEPT, "bf16", ADAMW)
 
     def norm() -> None:

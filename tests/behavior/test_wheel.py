@@ -95,7 +95,9 @@ def bundled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env" / "bin"
 
 
-def test_a_bundle_installs_offline_and_trains_on_two_ranks(bundled: Path, tmp_path: Path) -> None:
+def test_a_bundle_installs_without_a_network_and_trains_on_two_ranks(
+    bundled: Path, tmp_path: Path
+) -> None:
     train = ["axsparse", "train", "--config", "quickstart.yaml", *SMALL]
     path = f"{bundled}{os.pathsep}{os.environ['PATH']}"
 
@@ -105,7 +107,9 @@ def test_a_bundle_installs_offline_and_trains_on_two_ranks(bundled: Path, tmp_pa
     assert "step 2/2" in said
 
 
-def test_it_trains_resumes_and_reports_off_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_it_trains_resumes_and_reports_far_from_the_checkout(
+    installed: Path, tmp_path: Path
+) -> None:
     train = ("train", "--config", "quickstart.yaml", *SMALL, "--set", "layout.g_inter=1")
 
     where = python(installed, tmp_path, "-c", "import axsparse; print(axsparse.__file__)")

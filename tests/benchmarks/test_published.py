@@ -77,7 +77,9 @@ def table(name: str) -> Check:
         ("dlperf-v100", 2, 0.08, 0.44),
     ],
 )
-def test_a_bundled_table_is_predicted(name: str, fitted: int, mean: float, worst: float) -> None:
+def test_a_bundled_table_is_predicted_within_its_target(
+    name: str, fitted: int, mean: float, worst: float
+) -> None:
     found = table(name)
 
     assert "20" in found.source

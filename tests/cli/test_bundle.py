@@ -50,7 +50,7 @@ def test_the_wheels_are_of_the_tested_versions_and_for_the_machine_there(
     )
 
 
-def test_old_torch_goes_to_pip(
+def test_an_older_torch_is_left_to_pip(
     axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = use(tmp_path, monkeypatch)

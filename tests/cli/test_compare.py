@@ -34,7 +34,9 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_of(tmp_path_factory.mktemp("original") / "run")
 
 
-def test_runs_of_other_layouts_agree(original: Path, tmp_path: Path, axsparse: Axsparse) -> None:
+def test_runs_of_other_layouts_are_the_same(
+    original: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
     other = run_of(tmp_path / "other", (2, 3))
     shutil.rmtree(other / "checkpoints" / "step-2")
 

@@ -26,7 +26,9 @@ def test_every_setting_says_where_it_comes_from(axsparse: Axsparse) -> None:
 
 
 @pytest.mark.parametrize("text", ["a # b", "two\nlines", "'", "x" * 200])
-def test_it_prints_a_configuration_again(text: str, tmp_path: Path, axsparse: Axsparse) -> None:
+def test_what_it_prints_is_a_configuration_again(
+    text: str, tmp_path: Path, axsparse: Axsparse
+) -> None:
     overrides = ["optimizer.betas=[0.8, 0.9]", f"run_dir={json.dumps(text)}"]
     _, screen, _ = axsparse("config", "show", *(w for pair in overrides for w in ("--set", pair)))
     (tmp_path / "again.yaml").write_text(screen)

@@ -87,7 +87,9 @@ def test_bundled_configs_say_how_their_data_are_prepared(name: str) -> None:
     assert 0 <= config.model.vocab_size - arguments.train_bpe < 128
 
 
-def test_a_folders_tokenizer_ends_documents_as_set(prepare: Prepare, axsparse: Axsparse) -> None:
+def test_the_tokenizer_of_a_folder_ends_documents_as_its_settings_say(
+    prepare: Prepare, axsparse: Axsparse
+) -> None:
     assert prepare("--validation-fraction", "0", "--train-bpe", "300")[0] == 0
     words = json.loads(Path("words/tokenizer.json").read_text())["model"]["vocab"]
     last = max(words, key=words.get)

@@ -55,7 +55,9 @@ def test_ranks_that_do_not_find_each_other_are_wrong_and_one_says_so(
     assert axsparse("doctor", "--run-dir", tmp_path) == (1, "", "")
 
 
-def test_a_rank_that_is_blind_ends_all(axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_cannot_look_ends_all(
+    axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise OSError("no such machine")
 
@@ -65,7 +67,9 @@ def test_a_rank_that_is_blind_ends_all(axsparse: Axsparse, monkeypatch: pytest.M
     assert axsparse("doctor") == (70, "", "axsparse: error: doctor: rank 0: no such machine\n")
 
 
-def test_a_launcher_from_elsewhere_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_beside_the_environments_own_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for folder in ("env", "site"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "mpirun").touch(mode=0o755)

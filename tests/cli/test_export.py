@@ -36,7 +36,9 @@ def test_the_newest_checkpoint_is_meant_or_the_one_that_is_named(
     assert SafetensorsFile(out).metadata["step"] == str(step)
 
 
-def test_forms_and_options_do_what_they_say(run: Path, tmp_path: Path, axsparse: Axsparse) -> None:
+def test_each_form_and_option_does_what_it_says(
+    run: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
     path = tmp_path / "out.safetensors"
     path.write_bytes(b"")
     assert axsparse("export", run, "--to", "torch", "--out", path, "--force")[0] == 0

@@ -90,7 +90,9 @@ def test_no_prompt_is_the_end_of_a_document(recited: Path, axsparse: Axsparse) -
     assert texts[0] and texts[1] == SEPARATOR + texts[0]
 
 
-def test_a_seed_draws_one_text_and_another_seed_another(recited: Path, axsparse: Axsparse) -> None:
+def test_a_seed_draws_the_same_text_again_and_another_seed_another(
+    recited: Path, axsparse: Axsparse
+) -> None:
     def drawn(*args: object) -> str:
         code, screen, _ = axsparse("generate", recited, "--prompt", "The", *args)
         assert code == 0 and screen.startswith("The")

@@ -102,7 +102,9 @@ def llama_settings() -> dict[str, Any]:
     return of_family(configure("llama3_8b.yaml").model, HfConfig).hf
 
 
-def test_a_folder_is_planned_as_its_models_bundled_config(axsparse: Axsparse, llama: Path) -> None:
+def test_a_folder_is_planned_like_the_bundled_configuration_of_its_model(
+    axsparse: Axsparse, llama: Path
+) -> None:
     """Two blocks, whose settings replace the bundled file's."""
     small = json.dumps({**llama_settings(), "num_hidden_layers": 2})
     bundled = (packaged_folder("configs") / "llama3_8b.yaml").read_text()
@@ -125,7 +127,9 @@ def test_a_folder_is_planned_as_its_models_bundled_config(axsparse: Axsparse, ll
     assert "no batch is given: planned with 128 samples a step" in notes
 
 
-def test_short_forms_are_settings_and_devices_have_samples(axsparse: Axsparse, llama: Path) -> None:
+def test_short_forms_are_settings_and_many_devices_have_a_sample_each(
+    axsparse: Axsparse, llama: Path
+) -> None:
     asked = ("--gpus", "160", "--memory", "24", "--json")
     short = axsparse("plan", llama, *asked, "--sparsity", "0.9", "--sequence-length", "256")[1]
     sets = ("--set=pruning.sparsity=0.9", "--set=data.sequence_length=256")

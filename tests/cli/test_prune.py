@@ -32,7 +32,9 @@ def test_a_dry_run_names_every_tensor_and_why_it_is_dense() -> None:
     assert any(line.endswith(" entries: vectors") for line in said)
 
 
-def test_a_dry_run_of_masks_keeps_entries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_of_a_mask_file_has_its_kept_entries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     mask = torch.zeros(32, 8, dtype=torch.bool)
     mask[:5, 0] = True

@@ -111,7 +111,9 @@ def test_masks_rise_between_a_quarter_and_three_quarters_of_the_steps(order: Pru
 
 
 @pytest.mark.parametrize("setting", ["pruning.heal_batch=2", "pruning.interval=3"])
-def test_a_setting_may_have_no_effect_in_some_runs(setting: str, order: PruneOrder) -> None:
+def test_a_setting_need_not_have_an_effect_in_each_run_of_the_command(
+    setting: str, order: PruneOrder
+) -> None:
     arguments, settings = Namespace(config=order.config), [f"model.from={order.source}", setting]
 
     reject_early(arguments, settings, is_part=True)

@@ -175,7 +175,9 @@ def test_of_a_folder_with_pictures_the_text_model_is_pruned_and_the_rest_stays(
 
 
 @pytest.mark.exhaustive
-def test_the_card_has_the_zeros_and_a_command_for_it(transformers: Any, tmp_path: Path) -> None:
+def test_the_card_has_the_zeros_that_are_there_and_its_command_trains_them(
+    transformers: Any, tmp_path: Path
+) -> None:
     del transformers
     write_folder(tmp_path / "model")
 
@@ -242,7 +244,9 @@ def begun(cwd: Path, out: str, number: int, words: tuple[str, ...], step: int) -
 
 
 @pytest.mark.exhaustive
-def test_masks_rise_alike_on_two_ranks_and_after_stops(transformers: Any, tmp_path: Path) -> None:
+def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
+    transformers: Any, tmp_path: Path
+) -> None:
     write_folder(tmp_path / "model")
 
     alone = pruned(tmp_path, "alone", *RISING)

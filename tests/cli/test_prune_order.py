@@ -94,7 +94,9 @@ def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
     order.take().release()
 
 
-def test_a_folder_of_a_start_killed_before_its_page_is_written_again(tmp_path: Path) -> None:
+def test_a_folder_of_a_start_that_was_killed_before_its_page_is_written_again(
+    tmp_path: Path,
+) -> None:
     write_llama(tmp_path / "model")
     order = order_of(tmp_path)
     order.out.mkdir()

@@ -55,7 +55,9 @@ def test_runs_are_compared_under_names_that_differ(axsparse: Axsparse, tmp_path:
     assert not (runs[0] / "report.html").exists()
 
 
-def test_the_latest_trace_is_shown_after_any_copy(axsparse: Axsparse, tmp_path: Path) -> None:
+def test_the_trace_of_the_latest_steps_is_shown_whenever_it_was_copied(
+    axsparse: Axsparse, tmp_path: Path
+) -> None:
     run = make_run(tmp_path / "run")
     for step in (9, 10, 2):
         span = Span(step, 0, 0, "compute", "F0", 0.0, 1.0)

@@ -147,7 +147,7 @@ def test_directives_say_what_the_job_asks_for(name: str, here: Path, submit: Axs
         ("--flux --directive=--requires=host:a[1-2]", "--requires=host:a[1-2]", "@directives@"),
     ],
 )
-def test_options_direct_jobs(
+def test_directives_follow_the_options(
     words: str, there: str, gone: str, here: Path, submit: Axsparse
 ) -> None:
     given = shlex.split(words)
@@ -268,7 +268,9 @@ def test_a_job_goes_on_until_it_is_done_or_would_only_repeat_itself(
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_job_out_of_time_is_submitted_again(name: str, here: Path, submit: Axsparse) -> None:
+def test_a_job_whose_time_is_over_submits_itself_again(
+    name: str, here: Path, submit: Axsparse
+) -> None:
     script = submit(f"--{name}", *ASKED, "--run-dir", "r")[1]
     script = script.replace('wait "$pid";', "save_at=0; wait $pid;")
 

@@ -51,7 +51,9 @@ def test_these_are_all() -> None:
         *(("quickstart", ranks) for ranks in (2, 4, 6, 8)),
     ],
 )
-def test_bundled_configs_keep_the_rules_on_usual_numbers_of_ranks(name: str, ranks: int) -> None:
+def test_every_bundled_config_keeps_the_rules_on_usual_numbers_of_ranks(
+    name: str, ranks: int
+) -> None:
     loaded = configure(name)
     model = loaded.model
     layers = model.num_layers + 2 if isinstance(model, GptConfig) else 28 + 3
@@ -91,7 +93,9 @@ def test_llamas_are_the_published_ones_and_trained_on_with_their_masks(
     assert config.schedule.warmup_steps * 10 <= config.train.steps
 
 
-def test_prune_llama_is_for_folders_and_no_other_model(transformers: Any, tmp_path: Path) -> None:
+def test_prune_llama_is_for_any_folder_and_for_no_model_without_one(
+    transformers: Any, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"model\.hf .*has no model_type; name a folder"):
         check_config(configure("prune_llama"))
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')

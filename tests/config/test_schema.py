@@ -184,7 +184,9 @@ def test_any_text_survives(tmp_path_factory: pytest.TempPathFactory, text: str) 
     assert configure(str(file)).run_dir == text
 
 
-def test_paths_have_home_and_variables_in_their_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_have_the_users_home_and_variables_in_their_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch")
 

@@ -158,7 +158,9 @@ def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -
         ["train/a.jsonl", "train/b.jsonl", "latest.jsonl", "evaluations/a.jsonl"],
     ],
 )
-def test_folders_of_texts_and_split_parts_are_no_splits(files: list[str], tmp_path: Path) -> None:
+def test_folders_of_texts_and_parts_of_a_split_are_no_splits(
+    files: list[str], tmp_path: Path
+) -> None:
     found, _ = find_sources([write(tmp_path, *files)], [], tmp_path / "out")
 
     assert len(found) == len(files)
@@ -292,7 +294,9 @@ def test_json_is_a_list_or_a_record_a_line_and_a_link_says_so(content: str, tmp_
         assert [piece.text for piece in found if piece.problem is None] == ["a"]
 
 
-def test_a_huge_line_is_passed_over_and_the_next_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_huge_line_is_passed_over_and_the_next_record_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "PIECE", 7)
     data = b'{"text": "' + b"x" * 60 + b'"}\n{"text": "y"}\n' + b"z" * 50
 
@@ -326,7 +330,9 @@ def write_arrow_file(path: Path, rows: list[dict[str, Any]], batch: int) -> Path
     ("ending", "write"),
     [("parquet", write_table), ("arrow", write_table), ("arrow", write_arrow_file)],
 )
-def test_each_row_is_a_document(ending: str, write: Callable[..., Path], tmp_path: Path) -> None:
+def test_each_row_is_a_document_and_named_by_its_row(
+    ending: str, write: Callable[..., Path], tmp_path: Path
+) -> None:
     path = write(tmp_path / f"a.{ending}", ROWS, batch=2)
 
     found = pieces_of(path)
@@ -445,7 +451,9 @@ def test_formats_that_are_not_read_are_no_texts(name: str, why: str, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["a", "a.jsonl"])
-def test_a_changed_file_is_refused_and_a_lost_one_unreadable(name: str, tmp_path: Path) -> None:
+def test_a_file_that_changes_meanwhile_is_refused_and_one_that_disappears_is_unreadable(
+    name: str, tmp_path: Path
+) -> None:
     path = tmp_path / name
     path.write_text("before")
     source = source_of(path)
@@ -482,7 +490,9 @@ def test_files_below_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) -
 @pytest.mark.parametrize(
     "ending", ["parquet", "jsonl.gz", "jsonl.zst", "jsonl.zip", "arrow", "csv"]
 )
-def test_card_and_scripts_of_a_data_set_are_no_documents(ending: str, tmp_path: Path) -> None:
+def test_the_card_and_the_scripts_of_a_data_set_are_no_documents(
+    ending: str, tmp_path: Path
+) -> None:
     data, notes = f"data/train-00000-of-00001.{ending}", "more/notes.txt"
     saved = ("data/dataset_info.json", "data/state.json", "dataset_dict.json")
     root = write(tmp_path, "README.md", "LICENSE", "load.py", data, notes, *saved)

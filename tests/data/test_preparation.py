@@ -122,7 +122,7 @@ def test_a_fraction_of_the_documents_is_held_out_and_equal_ones_fall_alike(tmp_p
 
 
 @pytest.mark.parametrize(("split", "fraction"), [("none", 0.1), ("none", 0.999), ("lines:10", 0.1)])
-def test_documents_of_one_split_are_divided_by_tokens(
+def test_documents_that_all_fall_to_one_split_are_divided_by_tokens(
     split: str, fraction: float, tmp_path: Path
 ) -> None:
     """So one file is enough; equal documents go to the same split."""
@@ -143,7 +143,9 @@ def test_documents_of_one_split_are_divided_by_tokens(
     assert "already prepared" in run(request)[1]
 
 
-def test_left_out_documents_are_counted_on_the_screen(library: Path, tmp_path: Path) -> None:
+def test_what_is_left_out_is_counted_on_the_screen_and_in_the_sidecar(
+    library: Path, tmp_path: Path
+) -> None:
     sidecar, screen = run(requested(library, tmp_path / "o"))
 
     assert sidecar.sources.left_out == {"unreadable": 1, "not UTF-8": 1, "empty": 1}
@@ -158,7 +160,9 @@ def test_left_out_documents_are_counted_on_the_screen(library: Path, tmp_path: P
     assert re.search(r"^train: \d{3} documents, \S+k tokens$", screen, re.MULTILINE)
 
 
-def test_of_records_of_several_documents_the_screen_says_which_is_taken(tmp_path: Path) -> None:
+def test_of_records_that_are_several_documents_the_screen_says_which_is_taken(
+    tmp_path: Path,
+) -> None:
     records = [{"text": "a", "input_ids": [65, 66]}] * 2 + [{"text": "b", "messages": "none"}]
     path = write_jsonl(tmp_path / "a.jsonl", records)
 
@@ -171,7 +175,9 @@ def test_of_records_of_several_documents_the_screen_says_which_is_taken(tmp_path
     assert "several contents" not in named
 
 
-def test_a_document_of_a_bad_byte_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_document_with_a_bad_byte_is_left_out_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a").write_bytes(b"word\n" * 100 + b"\xff" + b" word\n" * 100)
     (tmp_path / "b").write_bytes(b"good")
     resize(monkeypatch, documents={"STRETCH": 64, "PIECE": 9}, preparation={"BATCH": 20})
@@ -191,7 +197,9 @@ def words_of(folder: Path) -> set[str]:
     return {word for word in vocabulary if len(word) == 2}
 
 
-def test_a_vocabulary_is_learnt_from_an_even_share_of_training_documents(tmp_path: Path) -> None:
+def test_a_vocabulary_is_learnt_from_an_even_share_of_the_training_documents(
+    tmp_path: Path,
+) -> None:
     records = [json.dumps({"text": f"{pair} " * 50}) + "\n" for pair in PAIRS]
     (tmp_path / "a.jsonl").write_text("".join(records))
     (tmp_path / "named.txt").write_text("mn " * 500)
@@ -364,7 +372,9 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def test_a_second_run_says_all_is_done_and_touches_nothing(library: Path, tmp_path: Path) -> None:
+def test_a_second_run_says_that_all_is_done_and_touches_nothing(
+    library: Path, tmp_path: Path
+) -> None:
     (tmp_path / "o" / f"parts-{0:032}").mkdir(parents=True)  # what another request has begun
     (tmp_path / "o" / "tokens.json.unfinished-1").touch()
     first, _ = run(requested(library, tmp_path / "o"))

@@ -69,7 +69,9 @@ def change(folder: Path, **values: Any) -> Path:
 
 
 @pytest.mark.parametrize(("dtype", "vocab"), [("uint8", 256), ("uint16", 300), ("uint32", 100_000)])
-def test_samples_are_windows_of_a_mapped_file(dtype: DtypeName, vocab: int, tmp_path: Path) -> None:
+def test_samples_are_windows_of_the_mapped_file(
+    dtype: DtypeName, vocab: int, tmp_path: Path
+) -> None:
     folder = write(tmp_path / "data", 400, dtype, vocab)
 
     training, validation = token_datasets(folder, 16).values()

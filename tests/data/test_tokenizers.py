@@ -63,7 +63,9 @@ def test_bytes_are_those_of_utf8_and_never_the_separator(text: str) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.text())
-def test_byte_pairs_decode_to_the_text_with_its_special_tokens(trained: Path, text: str) -> None:
+def test_byte_pairs_decode_to_the_text_with_the_special_tokens_in_it(
+    trained: Path, text: str
+) -> None:
     tokenizer = opened(trained)
     text += SEPARATOR
 
@@ -149,7 +151,9 @@ def test_a_long_text_has_the_ids_of_the_whole(
     assert text != "words" or variant == "whole words" or early > 0.9 * len(expected)
 
 
-def test_truncation_and_padding_of_a_tokenizer_are_taken_off(trained: Path, tmp_path: Path) -> None:
+def test_truncation_and_padding_of_a_given_tokenizer_are_taken_off(
+    trained: Path, tmp_path: Path
+) -> None:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(trained))
@@ -304,7 +308,9 @@ def prepared(folder: Path, **how: Any) -> tuple[DataConfig, str, str]:
 
 
 @pytest.mark.parametrize("words", [None, 290])
-def test_prepared_texts_have_ids_of_their_preparation(words: int | None, tmp_path: Path) -> None:
+def test_prepared_texts_have_the_ids_of_their_preparation(
+    words: int | None, tmp_path: Path
+) -> None:
     data, *training = prepared(tmp_path, train_bpe=words)
     made = exported_tokenizer(data, *training)
     assert made is not None

@@ -340,7 +340,9 @@ def test_replicas_exchange_kept_entries_only_in_the_precision_of_weights(
 # -- ties in pieces -------------------------------------------------------------------------
 
 
-def test_replicas_sum_a_tie_while_stages_sum_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_sum_a_piece_of_a_tied_weight_while_two_stages_sum_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gradient_sync_module, "PIECE", 2)
     layer = layer_state("head")
     pair, replicas = Members(patient=True), Members()

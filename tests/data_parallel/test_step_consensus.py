@@ -120,7 +120,9 @@ def test_texts_of_any_length_are_gathered_in_rank_order(texts: list[str]) -> Non
 
 
 @pytest.mark.parametrize(("odd", "found"), [((), None), ((4,), 4), ((1,), 4), ((3, 5), 3)], ids=str)
-def test_all_ranks_hear_which_replica_differs(odd: tuple[int, ...], found: int | None) -> None:
+def test_all_ranks_hear_who_has_other_weights_than_the_first_replica(
+    odd: tuple[int, ...], found: int | None
+) -> None:
     def body(transport: Transport, coords: RankCoords) -> int | None:
         consensus = StepConsensus(transport.world, transport.backoff, coords, NAMES, {})
         digest = (1 << 52) - 1 - 2 * coords.stage - (coords.rank in odd)

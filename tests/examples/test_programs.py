@@ -27,7 +27,9 @@ def test_the_example_trains(ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_afternoon_ends_with_an_accurate_model_also_in_plain_torch(tmp_path: Path) -> None:
+def test_the_whole_afternoon_ends_with_an_accurate_model_also_in_plain_torch(
+    tmp_path: Path,
+) -> None:
     """The example itself compares the accuracy that was reported with plain torch."""
     done = run_mpirun(
         4, [str(EXAMPLES / "afternoon.py"), "run_dir=run", "layout.g_inter=2"], cwd=tmp_path

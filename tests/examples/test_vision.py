@@ -79,7 +79,9 @@ def test_names_shapes_parameters_and_flops_are_those_published(
         pytest.param(small_wide_resnet(), 33, id="wide_resnet", marks=pytest.mark.exhaustive),
     ],
 )
-def test_they_train_on_folders_alike_on_four_stages(model: Model, size: int, root: Path) -> None:
+def test_they_train_on_folders_bitwise_alike_on_one_to_four_stages(
+    model: Model, size: int, root: Path
+) -> None:
     config = image_config(train={"steps": 3, "eval_steps": 1})
     data = image_folders(root, size)
 

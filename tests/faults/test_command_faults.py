@@ -127,7 +127,9 @@ DAMAGES: dict[Callable[[Path], None], tuple[int, str]] = {
         pytest.param(remove_manifest, marks=pytest.mark.fault(8)),
     ],
 )
-def test_a_named_damaged_checkpoint_is_refused(damage: Callable[[Path], None], here: Path) -> None:
+def test_a_damaged_checkpoint_that_is_named_is_refused(
+    damage: Callable[[Path], None], here: Path
+) -> None:
     code, words = DAMAGES[damage]
     size = (checkpoint(here) / FILE).stat().st_size
     damage(checkpoint(here))

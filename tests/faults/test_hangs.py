@@ -64,7 +64,9 @@ def test_a_rank_that_gets_stuck_is_named_and_ends_the_job(
 
 
 @pytest.mark.fault(17)
-def test_a_slow_rank_is_told_with_its_ratio_and_a_long_first_step_not(tmp_path: Path) -> None:
+def test_a_slow_rank_is_warned_of_with_its_ratio_and_a_long_first_step_is_no_hang(
+    tmp_path: Path,
+) -> None:
     run = tmp_path / "run"
 
     done = train(run, "1x3", "slow:1")

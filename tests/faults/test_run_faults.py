@@ -169,7 +169,9 @@ def test_a_signal_to_the_launcher_saves_and_ends_with_75_also_while_it_saves(
 
 
 @pytest.mark.fault(20)
-def test_ranks_whose_clocks_are_a_day_apart_resume_by_step(tmp_path: Path, whole: Path) -> None:
+def test_ranks_whose_clocks_are_a_day_apart_save_and_go_on_by_step(
+    tmp_path: Path, whole: Path
+) -> None:
     if FAKETIME is None:
         pytest.skip("needs libfaketime, which changes a process's clock (Debian: libfaketime)")
     run = tmp_path / "run"
@@ -193,7 +195,9 @@ def test_ranks_whose_clocks_are_a_day_apart_resume_by_step(tmp_path: Path, whole
 
 
 @pytest.mark.fault(9)
-def test_other_layouts_resume(stopped: tuple[Path, Finished], whole: Path, tmp_path: Path) -> None:
+def test_another_layout_goes_on(
+    stopped: tuple[Path, Finished], whole: Path, tmp_path: Path
+) -> None:
     run = Path(shutil.copytree(stopped[0], tmp_path / "run"))
     at = saved_steps(run / CHECKPOINTS)[0]
 

@@ -255,7 +255,9 @@ def test_members_have_the_bits_of_one_stage(trained: Train, layout: Layout, name
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="NCCL wants a GPU for each rank")
 @pytest.mark.parametrize("layout", [layout for layout in MEMBERS if layout[2] == 2], ids=str)
-def test_members_have_equal_bits_over_nccl(trained: Train, layout: Layout, tmp_path: Path) -> None:
+def test_members_have_the_same_bits_over_nccl(
+    trained: Train, layout: Layout, tmp_path: Path
+) -> None:
     """Two parts of a sum are added by NCCL as by every other transport."""
     found, said = train_cases(tmp_path, cases_of_members(layout, {"transport": "nccl"}))
 

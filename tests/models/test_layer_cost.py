@@ -125,7 +125,9 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("settings", "dtype"), [*zip(ATTENTIONS.values(), [FP32, BF16] * 3, strict=False)]
 )
-def test_attention_keeps_what_cpus_keep(settings: dict[str, Any], dtype: torch.dtype) -> None:
+def test_attention_keeps_what_it_keeps_on_a_cpu(
+    settings: dict[str, Any], dtype: torch.dtype
+) -> None:
     length, width = 64, 16
     attention = Attention(**settings)
     inputs = torch.randn(SAMPLES, length, 3 * 4 * width, dtype=dtype, requires_grad=True)

@@ -184,7 +184,7 @@ def test_one_chunk_of_logits_exists_at_a_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("tokens", "words"), [(4, 100), (1024, 2048), (1024, 2049), (5000, 3000)])
-def test_few_logits_are_there_at_once(
+def test_so_many_logits_are_held_at_a_time(
     tokens: int, words: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = []
@@ -206,7 +206,9 @@ def test_few_logits_are_there_at_once(
 # -- the fused loss -------------------------------------------------------------------------
 
 
-def test_a_fused_loss_is_that_of_chunks(monkeypatch: pytest.MonkeyPatch, chunked: None) -> None:
+def test_a_fused_loss_has_the_loss_and_the_gradients_of_chunks(
+    monkeypatch: pytest.MonkeyPatch, chunked: None
+) -> None:
     fused: list[int] = []
 
     def note(function: Any, **options: Any) -> Any:
@@ -249,7 +251,9 @@ def plain(own: Tensor, taught: Tensor, targets: Tensor, share: float, temperatur
 @pytest.mark.parametrize("share", [0.3, 1.0])
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("in_products", [False, True])
-def test_divergence_in_chunks_is_exact(share: float, temperature: float, in_products: bool) -> None:
+def test_the_divergence_in_chunks_is_that_of_full_logits(
+    share: float, temperature: float, in_products: bool
+) -> None:
     hidden, weight, targets = case()
     generator = torch.Generator().manual_seed(1)
     sizes = ((2, TOKENS // 2, 7), (WORDS, 7))  # hidden states of another width

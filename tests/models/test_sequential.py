@@ -173,7 +173,9 @@ def test_what_is_set_after_the_trainer_is_made_is_refused(kind: str, when: str) 
 
 
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16", "sparsity": 0.5}])
-def test_a_program_may_put_trained_weights_into_its_own_module(settings: dict[str, Any]) -> None:
+def test_a_program_may_put_the_trained_weights_into_its_own_module(
+    settings: dict[str, Any],
+) -> None:
     modules, losses = sequential(), list[float]()
     trainer = trainer_of(modules, **settings)
 
@@ -288,7 +290,9 @@ def renamed(_: nn.Module, state: dict[str, torch.Tensor], prefix: str, __: objec
     "clip", [lambda weight: weight.clamp_(-0.05, 0.05), lambda w: w.data.clamp_(-0.05, 0.05)]
 )
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_weights_of_callbacks_train(clip: Callable[[Tensor], object], precision: str) -> None:
+def test_weights_of_the_copy_that_a_callback_writes_are_trained(
+    clip: Callable[[Tensor], object], precision: str
+) -> None:
     settings = {"learning_rate": 1e-6, "precision": precision, "sparsity": 0.0}
     trainer = trainer_of(sequential(), **settings)
 

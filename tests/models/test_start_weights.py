@@ -170,7 +170,9 @@ def pretrained(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("own_modules", [True, False])
-def test_a_body_gets_a_head(own_modules: bool, pretrained: tuple[Path, dict[str, Tensor]]) -> None:
+def test_a_body_gets_a_new_head(
+    own_modules: bool, pretrained: tuple[Path, dict[str, Tensor]]
+) -> None:
     path, state = pretrained
     modules = body_and_head(3)
     model = from_sequential(modules, summed_loss)
@@ -206,7 +208,9 @@ def test_a_body_gets_a_head(own_modules: bool, pretrained: tuple[Path, dict[str,
     assert isinstance(trainer.plan.model.start, FromFile)
 
 
-def test_what_begins_anew_is_compared_by_ranks(pretrained: tuple[Path, dict[str, Tensor]]) -> None:
+def test_what_begins_anew_is_part_of_what_ranks_compare(
+    pretrained: tuple[Path, dict[str, Tensor]],
+) -> None:
     path, _ = pretrained
     made = [
         start_from(
@@ -218,7 +222,9 @@ def test_what_begins_anew_is_compared_by_ranks(pretrained: tuple[Path, dict[str,
     assert len({start.fingerprint for start in made if start is not None}) == 3
 
 
-def test_starts_name_new_tensors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_tensors_are_named_where_a_configuration_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = {"num_layers": 1, "hidden_size": 8, "num_heads": 2, "tie_embeddings": False}
     state = random_tensors(named_model(ax.configure({"model": settings})))
     path = write_safetensors(tmp_path / "body.safetensors", state)

@@ -116,7 +116,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", by_default(["tied", "sparse weights"], [*WAYS]))
-def test_every_layout_has_one_result(folder: Path, way: str) -> None:
+def test_every_layout_has_the_same_bits(folder: Path, way: str) -> None:
     config = taught(folder, **{"model": {"tie_embeddings": False}, **WAYS[way]})
     data = token_data()
     known: dict[int, Trace] = {}
@@ -140,7 +140,9 @@ def other_llama(path: Path, **changed: Any) -> Path:
 
 
 @pytest.mark.parametrize("layers", by_default([5], [1, 5]))
-def test_a_teacher_may_have_other_widths(transformers: Any, tmp_path: Path, layers: int) -> None:
+def test_a_teacher_may_have_other_layers_and_widths(
+    transformers: Any, tmp_path: Path, layers: int
+) -> None:
     sizes = {"num_hidden_layers": layers, "hidden_size": 40, "intermediate_size": 20}
     config = taught(other_llama(tmp_path / "llama", **sizes))
     expected = PlainDistillation(transformers, tmp_path / "llama", config).run(STEPS)
@@ -156,7 +158,9 @@ def test_a_teacher_may_have_other_widths(transformers: Any, tmp_path: Path, laye
             assert trace.losses == reference.losses
 
 
-def test_a_program_names_a_teacher_and_saves_its_model(transformers: Any, tmp_path: Path) -> None:
+def test_a_program_names_a_teacher_and_saves_the_model_alone(
+    transformers: Any, tmp_path: Path
+) -> None:
     folder = str(other_llama(tmp_path / "llama"))
     settings: dict[str, Any] = {"pruning.sparsity": 0.5, "train.steps": 2, "precision": "fp32"}
     settings["batch.global_batch_size"] = 4
@@ -216,7 +220,9 @@ def test_the_teacher_stays_as_it_is_and_is_in_no_file(folder: Path, tmp_path: Pa
     assert bytes_of[0] == bytes_of[1]
 
 
-def test_evaluations_need_no_teacher(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluations_are_the_models_and_run_no_layer_of_the_teacher(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
     evaluate = LayerRunner.evaluate
     sent: list[int] = []
@@ -255,7 +261,9 @@ def test_evaluations_need_no_teacher(folder: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
-def test_a_run_resumes_in_the_middle(folder: Path, tmp_path: Path, layout: tuple[int, int]) -> None:
+def test_a_run_goes_on_in_the_middle_with_the_same_bits(
+    folder: Path, tmp_path: Path, layout: tuple[int, int]
+) -> None:
     config = taught(folder, checkpoint={"every": 2})
     expected = ran(layout, config, tmp_path / "run")
     moved = shutil.copytree(folder, tmp_path / "moved")
@@ -291,7 +299,9 @@ def test_only_the_same_teacher_goes_on(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", by_default([5], [1, 2, 5]))
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
-def test_plans_count_bytes(transformers: Any, tmp_path: Path, precision: str, layers: int) -> None:
+def test_a_plan_counts_the_bytes_that_are_there(
+    transformers: Any, tmp_path: Path, precision: str, layers: int
+) -> None:
     """Also those of its embedding, which is its head as well: once in one stage, twice in two."""
     folder = other_llama(tmp_path / "llama", num_hidden_layers=layers, tie_word_embeddings=True)
     config = taught(folder, precision=precision, train={"steps": 1})

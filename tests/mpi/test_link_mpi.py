@@ -86,7 +86,9 @@ class Absent:
 
 
 @needs_a_neighbour
-def test_arrivals_are_complete_if_the_first_look_is_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arrivals_are_complete_although_the_first_look_finds_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with on_mpi() as transport:
         rank, link = opened(transport)
         if rank == 0:

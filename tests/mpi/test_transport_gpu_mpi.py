@@ -50,7 +50,9 @@ def test_a_staged_link_keeps_the_contract_over_mpi(promise: Callable[[Transport]
 
 
 @pytest.mark.parametrize("promise", COLLECTIVE, ids=lambda promise: promise.__name__)
-def test_a_staged_collective_keeps_contract_over_mpi(promise: Callable[[Transport], None]) -> None:
+def test_a_staged_collective_keeps_the_contract_over_mpi(
+    promise: Callable[[Transport], None],
+) -> None:
     transport = GpuTransport(MpiTransport(MPI.COMM_WORLD), LateDevice(), connections=None)
     hosts = transport.world
     if promise is not a_buffer_lives_until_its_operation_is_done:

@@ -59,7 +59,9 @@ class SmallCalls(MpiTransport):
 
 
 @pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
-def test_an_mpi_collective_keeps_contract_in_parts(promise: Callable[[Transport], None]) -> None:
+def test_an_mpi_collective_keeps_the_contract_in_small_calls(
+    promise: Callable[[Transport], None],
+) -> None:
     with on_mpi(SmallCalls) as transport:
         promise(transport)
 

@@ -190,7 +190,9 @@ def test_tensorboard_gets_every_number_of_every_record(tmp_path: Path, packages:
     assert sum(each.args[0] == "train/loss" for each in calls) == 4
 
 
-def test_a_resumed_run_replaces_later_curves_and_stays_one(tmp_path: Path, packages: Mock) -> None:
+def test_a_run_that_resumes_replaces_later_curves_and_stays_one_run(
+    tmp_path: Path, packages: Mock
+) -> None:
     for steps in (range(1, 4), range(3, 5)):
         recorded(tmp_path / "run", steps, tensorboard=True, wandb="digits")
 
@@ -221,7 +223,9 @@ def test_a_sink_that_fails_is_one_warning_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("failure", [SystemExit(1), RuntimeError()])
-def test_closed_sinks_are_told(failure: BaseException, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_cannot_be_opened_is_one_warning(
+    failure: BaseException, capfd: pytest.CaptureFixture[str]
+) -> None:
     def open_sink(step: int) -> AbstractContextManager[Write]:
         raise failure
 
@@ -253,7 +257,9 @@ def test_a_missing_package_is_told_before_anything_begins(
     assert not (tmp_path / "run").exists()
 
 
-def test_tensorboard_reads_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensorboard_itself_reads_what_was_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard")
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 

@@ -145,7 +145,9 @@ PhaseContext = tuple[str, float, float]
         ([("collective", 0, 3)], times(other=3)),
     ],
 )
-def test_phases_divide_gpu_time(blocks: list[PhaseContext], expected: dict[str, float]) -> None:
+def test_the_gpus_time_is_divided_among_phases(
+    blocks: list[PhaseContext], expected: dict[str, float]
+) -> None:
     gpu = Gpu()
 
     gpu.phases.begin_step()
@@ -217,7 +219,9 @@ def test_a_step_that_was_not_ended_is_forgotten_and_its_marks_are_not() -> None:
         max_size=40,
     )
 )
-def test_phases_add_up_and_waits_are_the_idle_gpu(moves: list[tuple[str, float, float]]) -> None:
+def test_phases_add_up_and_waits_are_the_idle_gpu_however_blocks_nest(
+    moves: list[tuple[str, float, float]],
+) -> None:
     gpu = Gpu()
     entered, idle, busy_until = ["other"], 0.0, 0.0
 

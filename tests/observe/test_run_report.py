@@ -157,7 +157,9 @@ def test_names_and_texts_are_escaped(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_without_pictures")
-def test_the_table_of_differences_has_the_settings_that_differ_alone(tmp_path: Path) -> None:
+def test_the_table_of_differences_has_the_settings_that_differ_and_no_others(
+    tmp_path: Path,
+) -> None:
     text = text_of(3)
     same = {"seed": "1", "run_dir": "a"}
     more = {**same, "precision": "bf16", "new": "x", "run_dir": "b"}
@@ -176,7 +178,9 @@ def test_the_table_of_differences_has_the_settings_that_differ_alone(tmp_path: P
 
 
 @pytest.mark.usefixtures("_without_pictures")
-def test_skipped_steps_are_marked_with_reasons_and_nulls_interrupt_curves(tmp_path: Path) -> None:
+def test_skipped_steps_are_marked_with_their_reasons_and_nulls_interrupt_curves(
+    tmp_path: Path,
+) -> None:
     text = step_line(1) + step_line(2)
     text += step_line(3, loss=None, grad_norm=None, skipped=True, skip_reason="loss is not finite")
     text += step_line(4, skipped_steps=1) + step_line(5, skipped_steps=1)

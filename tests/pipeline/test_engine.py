@@ -179,7 +179,9 @@ class Late:
 
 
 @pytest.mark.parametrize(("stages", "ahead"), [(1, AHEAD_ALONE), (2, MOST_AHEAD)])
-def test_a_host_is_ahead_of_its_gpu_while_no_arrival_matters(stages: int, ahead: int) -> None:
+def test_a_host_is_ahead_of_its_gpu_as_far_as_nothing_that_arrives_could_change_the_order(
+    stages: int, ahead: int
+) -> None:
     gpu, link = Late(), Eager(0)
     one: Any = SimpleNamespace(evaluate=lambda *_: (torch.ones(1).sum(),))
     rank = Rank(Grid(stages, 1).coords(0), cast("Any", gpu), Phases(), cast("Any", gpu))

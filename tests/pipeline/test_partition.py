@@ -39,7 +39,9 @@ def test_no_other_cut_is_better(costs: list[int], data: st.DataObject) -> None:
 
 @settings(deadline=None, derandomize=True, max_examples=200)
 @given(COSTS, st.lists(st.integers(0, 40), min_size=9, max_size=9), st.data())
-def test_no_cut_that_fits_is_better(costs: list[int], room: list[int], data: st.DataObject) -> None:
+def test_among_the_cuts_that_fit_none_is_better(
+    costs: list[int], room: list[int], data: st.DataObject
+) -> None:
     stages = data.draw(st.integers(1, len(costs)))
     sizes = data.draw(st.lists(st.integers(0, 9), min_size=len(costs), max_size=len(costs)))
 

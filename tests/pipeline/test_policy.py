@@ -345,7 +345,9 @@ def test_1f1b_warms_up_and_then_takes_turns(
 
 @many
 @given(**sizes, extra_in_flight=st.integers(0, 5))
-def test_lists_end_and_fill_bounds(g_inter: int, microbatches: int, extra_in_flight: int) -> None:
+def test_lists_never_wait_for_ever_and_fill_their_bounds(
+    g_inter: int, microbatches: int, extra_in_flight: int
+) -> None:
     most = dry_run(all_1f1b(g_inter, microbatches, extra_in_flight))
 
     bounds = [g_inter - stage + extra_in_flight for stage in range(g_inter - 1)]
@@ -367,7 +369,7 @@ def test_lists_end_and_fill_bounds(g_inter: int, microbatches: int, extra_in_fli
         ("F0 B0 F1 B1", 1, 2, "F0 F1", ["", "F0 B0", "F1 B1"]),
     ],
 )
-def test_lists_keep_order(
+def test_a_list_is_played_in_order(
     text: str, stage: int, g_inter: int, arrivals: str, expected: list[str]
 ) -> None:
     policy = InOrder(from_text(text), stage=stage, g_inter=g_inter)

@@ -162,7 +162,9 @@ def test_the_layout_follows_from_ranks_and_settings(
         ),
     ],
 )
-def test_an_open_slack_is_the_default(pipeline: dict[str, Any], expected: list[Schedule]) -> None:
+def test_a_slack_that_is_left_open_is_the_default_or_else_none(
+    pipeline: dict[str, Any], expected: list[Schedule]
+) -> None:
     config = tiny_config(pipeline=pipeline)
 
     request = run_request(unpruned(config), MACHINE, 4, None, 1e9)
@@ -181,7 +183,9 @@ def test_an_open_slack_is_the_default(pipeline: dict[str, Any], expected: list[S
         ({"split_backward": False}, False),
     ],
 )
-def test_which_backwards_settings_allow(pipeline: dict[str, Any], expected: bool | None) -> None:
+def test_which_backwards_a_configuration_allows(
+    pipeline: dict[str, Any], expected: bool | None
+) -> None:
     settings = tiny_config(pipeline=pipeline).pipeline
 
     assert only_backward(settings) is expected
@@ -205,7 +209,9 @@ def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> 
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 0), (5, 1e9), (19, 1e9), (20, 0)])
-def test_a_checkpoint_takes_memory_unless_it_is_the_last(every: int, expected: float) -> None:
+def test_a_checkpoint_takes_memory_of_training_unless_it_is_the_last(
+    every: int, expected: float
+) -> None:
     config = tiny_config(train={"steps": 20}, checkpoint={"every": every})
 
     assert copied_bytes(config) == expected

@@ -28,7 +28,9 @@ def made(config: str, density: float, gpus: int) -> Plan:
 
 
 @pytest.mark.parametrize(("density", "expected"), [(1.0, 4), (0.1, 1)])
-def test_the_smallest_fit_is_recommended_and_others_by_time(density: float, expected: int) -> None:
+def test_the_smallest_pipeline_that_fits_is_recommended_and_others_come_by_time(
+    density: float, expected: int
+) -> None:
     found = made("gpt3_2.7b", density, 64)
 
     best, others = found.recommended, found.rows[1:]
@@ -157,7 +159,9 @@ def test_equal_layers_are_built_and_run_once() -> None:
 
 
 @pytest.mark.parametrize("stages", by_default([16], [2, 16, 250]))
-def test_few_loads_are_made_all_of_stages(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_loads_are_made_and_they_are_those_of_the_stages(
+    stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Memory for a little more than an equal share, and less of it on the first stage."""
     model = ProfiledModel(tiny_config(), profile(deep_model()), {}, ADAMW)
     limit = [1.3 * LAYERS / stages] * stages

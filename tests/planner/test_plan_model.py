@@ -160,7 +160,9 @@ def test_a_batch_that_nobody_gives_has_a_sample_for_each_device() -> None:
 @pytest.mark.parametrize(
     ("lacking", "taken"), [((), "bf16"), (("bf16",), "fp16"), (("bf16", "fp16"), "fp32")]
 )
-def test_an_automatic_precision_is_one_of_the_devices(lacking: tuple[str, ...], taken: str) -> None:
+def test_a_precision_left_to_auto_is_one_that_the_devices_have(
+    lacking: tuple[str, ...], taken: str
+) -> None:
     peaks = {f"peak_{name}": None if name in lacking else 1e14 for name in ("bf16", "fp16")}
     devices = cluster(host_memory_bytes=None, **peaks)
     config = tiny_config(precision="auto")
@@ -216,7 +218,9 @@ def test_the_python_api_plans_a_model() -> None:
         ({"at_step": 2}, lambda name, weight, gradient: weight * gradient),
     ],
 )
-def test_a_plan_counts_what_a_given_score_takes(pruning: dict[str, Any], score: Score) -> None:
+def test_a_plan_counts_what_a_score_takes_that_it_is_given(
+    pruning: dict[str, Any], score: Score
+) -> None:
     config = tiny_config(
         pruning={"method": "custom", **pruning},
         model={"hidden_size": 512},

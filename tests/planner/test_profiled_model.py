@@ -237,7 +237,9 @@ def gpt_of(g_tensor: int, **sections: Any) -> tuple[StageLoad, StageLoad]:
 
 @pytest.mark.parametrize("g_tensor", [2, 4])
 @pytest.mark.parametrize("every", [0, 1])
-def test_a_member_computes_a_part_and_sums_between_layers(g_tensor: int, every: int) -> None:
+def test_a_member_computes_its_part_and_sums_what_is_between_layers(
+    g_tensor: int, every: int
+) -> None:
     whole, load = gpt_of(g_tensor, pipeline={"checkpoint_activations": every})
     blocks, tokens, hidden, words = 2, 12, 32, VOCABULARY
     activation, logits = 2 * tokens * hidden, 4 * tokens

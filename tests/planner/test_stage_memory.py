@@ -67,7 +67,9 @@ def split(saved: int, deferred: int) -> LayerInfo:
         ([split(500, 20), split(50, 150)], 510 + 150),
     ],
 )
-def test_deferred_work_piles_up_in_a_backward(layers: list[LayerInfo], deferred: int) -> None:
+def test_what_is_deferred_piles_up_while_a_backward_frees_what_it_used(
+    layers: list[LayerInfo], deferred: int
+) -> None:
     activations = activation_memory(layers, 0)
 
     saved = sum(10 + each.activations.saved for each in layers if each.activations)

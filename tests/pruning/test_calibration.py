@@ -291,7 +291,9 @@ def test_experts_that_no_token_met_are_said_once(
     ]
 
 
-def test_it_says_progress_and_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_how_far_it_is_and_what_the_pruning_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_llama(tmp_path / "start", signed)
     model = {**SMALL_LLAMA, "from": str(tmp_path / "start")}
     config = tiny_config(model=model, **settings(), run_dir=str(tmp_path / "run"))

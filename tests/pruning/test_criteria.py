@@ -77,7 +77,9 @@ def test_a_score_of_ones_own_sees_name_and_weights_and_keeps_the_highest() -> No
 
 
 @pytest.mark.parametrize("score", ["magnitude", "random"])
-def test_of_a_pruned_tensor_the_best_entries_stay(score: Literal["magnitude", "random"]) -> None:
+def test_of_a_pruned_tensor_only_kept_entries_stay_and_the_best_of_them(
+    score: Literal["magnitude", "random"],
+) -> None:
     weights = torch.randn(100, generator=torch.Generator().manual_seed(0))
     within = torch.arange(0, 100, 3)
     scores, _ = Criterion(score).scores("w", (100,), lambda: weights)

@@ -198,7 +198,9 @@ def test_every_layout_heals_to_the_same_bits(
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_replicas_share_microbatches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_share_the_microbatches_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, config = trained_model(tmp_path), config_of(pruning={"heal_batch": 2})
     computed: list[bool] = []
 
@@ -322,7 +324,9 @@ def test_values_are_those_of_the_file_and_zeros_are_no_negative_ones(tmp_path: P
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])  # whose masters are no weights
-def test_it_begins_at_weights_that_the_method_changed(precision: str, tmp_path: Path) -> None:
+def test_it_begins_at_the_weights_that_the_method_has_changed(
+    precision: str, tmp_path: Path
+) -> None:
     model = trained_model(tmp_path)
     barely = config_of(
         pruning={"method": "sparsegpt", "heal_rate": 1e-12, "heal_passes": 1}, precision=precision

@@ -31,7 +31,9 @@ def case(rows: int, columns: int) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("columns", [40, 300])
 @pytest.mark.parametrize("pattern", [None, (2, 4)])
-def test_masks_and_weights_are_as_published(columns: int, pattern: tuple[int, int] | None) -> None:
+def test_masks_and_weights_are_those_of_the_published_code(
+    columns: int, pattern: tuple[int, int] | None
+) -> None:
     weight, inputs = case(12, columns)
     statistics = SparseGptStatistics(columns, torch.device("cpu"))
     for x in inputs:
@@ -70,7 +72,9 @@ def test_groups_that_do_not_divide_a_block_stay_whole() -> None:
     ],
     ids=["mm", "weight first", "mv", "addmm"],
 )
-def test_inputs_show_on_either_side(multiply: Callable[[Tensor, Tensor], object]) -> None:
+def test_a_product_shows_its_inputs_on_either_side_of_the_weight(
+    multiply: Callable[[Tensor, Tensor], object],
+) -> None:
     weight, x = torch.randn(3, 4), torch.randn(5, 4)
     gathered = ProductStatistics(WandaStatistics, "weight", weight, 1)
 

@@ -103,7 +103,9 @@ def test_the_file_is_the_same_in_every_layout_and_gives_the_same_run(tmp_path: P
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "global"])
-def test_of_equal_scores_the_first_stay_in_every_layout(distribution: str, tmp_path: Path) -> None:
+def test_of_equal_scores_the_first_stay_in_every_layout_and_index(
+    distribution: str, tmp_path: Path
+) -> None:
     files = []
     layouts = {"int32": (1, 1, 1), "mask": (2, 2, 1), "auto": (1, 1, 2)}
     for index, (g_inter, g_data, g_tensor) in layouts.items():
@@ -134,7 +136,9 @@ def test_of_equal_scores_the_first_stay_in_every_layout(distribution: str, tmp_p
 # -- reading --------------------------------------------------------------------------------
 
 
-def test_other_libraries_know_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_libraries_read_the_bits_and_write_bools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     safetensors = pytest.importorskip("safetensors.torch", reason="comes with transformers")
     bits = safetensors.load_file(small_mask_file(tmp_path))
     bools = {
@@ -190,7 +194,9 @@ def write_on(
 
 
 @pytest.mark.parametrize(("g_inter", "g_data"), [(3, 1), (2, 2), (1, 3)])
-def test_a_file_is_the_same_whoever_writes(g_inter: int, g_data: int, tmp_path: Path) -> None:
+def test_the_file_is_the_same_bytes_whoever_writes_it(
+    g_inter: int, g_data: int, tmp_path: Path
+) -> None:
     write_on(g_inter, g_data, tmp_path / "new" / "m")
 
     assert (tmp_path / "new" / "m").read_bytes() == small_mask_file(tmp_path).read_bytes()

@@ -67,7 +67,9 @@ def folder(tmp_path: Path) -> Path:
     "layout",
     [*(pytest.param(one, marks=pytest.mark.exhaustive) for one in [(1, 1), (3, 1)]), (2, 2)],
 )
-def test_zero_entries_stay_and_others_are_trained(folder: Path, layout: tuple[int, int]) -> None:
+def test_entries_that_are_zero_stay_zero_and_all_others_are_trained(
+    folder: Path, layout: tuple[int, int]
+) -> None:
     before = write_llama(folder, pruned)
     config = config_of(folder)
 
@@ -194,7 +196,9 @@ OTHERS += ["a.embedding.weight"]
         ({"include": "all", "exclude": ["a.pos"]}, [*(set(OTHERS) - {"a.pos"}), "b.weight"]),
     ],
 )
-def test_by_default_weights_that_multiply_prune(pruning: dict[str, Any], added: list[str]) -> None:
+def test_by_default_only_weights_that_multiply_are_pruned(
+    pruning: dict[str, Any], added: list[str]
+) -> None:
     config = tiny_config(pruning=pruning)
 
     targets = find_targets(VISION, config.pruning)
@@ -277,7 +281,9 @@ def test_fewer_entries_in_all_never_mean_more_of_one_tensor(sizes: list[tuple[in
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "erk"])
-def test_a_sparsity_of_its_own_leaves_the_others(distribution: Literal["uniform", "erk"]) -> None:
+def test_a_tensor_with_its_own_sparsity_leaves_that_of_the_others_alone(
+    distribution: Literal["uniform", "erk"],
+) -> None:
     others: Shapes = {"a": (10, 10), "c": (40, 40)}
     shapes: Shapes = {"a": (10, 10), "b": (30, 10), "c": (40, 40)}
 
@@ -296,7 +302,9 @@ def test_a_sparsity_of_its_own_leaves_the_others(distribution: Literal["uniform"
 
 @pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (3, 8)])
 @pytest.mark.parametrize("kernel", [(), (3,), (2, 3)])
-def test_of_each_group_the_best_and_first_stay(n: int, m: int, kernel: tuple[int, ...]) -> None:
+def test_of_each_group_of_inputs_the_best_stay_and_among_equals_the_first(
+    n: int, m: int, kernel: tuple[int, ...]
+) -> None:
     generator = torch.Generator().manual_seed(m)
     score = torch.randint(0, 4, (5, 3 * m, *kernel), generator=generator).float()
 

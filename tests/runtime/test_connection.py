@@ -213,7 +213,9 @@ def test_threads_are_limited_before_torch_is_loaded_and_one_rank_says_so() -> No
     ("hosts", "scattered"),
     [("a", False), ("aabb", False), ("abcd", False), ("abab", True), ("abba", True)],
 )
-def test_ranks_are_scattered_if_neighbours_could_share_a_host(hosts: str, scattered: bool) -> None:
+def test_ranks_are_scattered_where_neighbours_could_share_a_host(
+    hosts: str, scattered: bool
+) -> None:
     assert are_scattered(hosts) == scattered
 
 
@@ -230,7 +232,9 @@ main(sys.argv[1:])
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stages", [1, 2])
-def test_scattered_stages_and_two_mpi_libraries_are_warned_of(stages: int, tmp_path: Path) -> None:
+def test_scattered_stages_and_a_second_mpi_library_are_warned_of(
+    stages: int, tmp_path: Path
+) -> None:
     small = ["model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "train.steps=1"]
     small += ["model.sequence_length=32", "batch.global_batch_size=8"]
     settings = [*small, "train.eval_steps=0", "train.eval_every=0", f"layout.g_inter={stages}"]
@@ -248,7 +252,9 @@ def test_scattered_stages_and_two_mpi_libraries_are_warned_of(stages: int, tmp_p
     assert job.stdout.count(f"warning: this environment has {second}") == 1, str(job)
 
 
-def test_processes_without_mpi_do_not_start_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_without_an_mpi_library_do_not_start_beside_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     assert connect().name == "local"
 
@@ -260,7 +266,9 @@ def test_processes_without_mpi_do_not_start_beside_others(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("name", "others"), [*((name, {}) for name in LAUNCHER_VARIABLES), ("RANK", ONE_OF_FOUR)]
 )
-def test_rank_0_speaks(name: str, others: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_rank_speaks(
+    name: str, others: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable, value in {**others, name: "0"}.items():
         monkeypatch.setenv(variable, value)
     assert speaks()

@@ -90,7 +90,9 @@ def test_the_terminal_decides_on_the_bar(
 
 
 @pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
-def test_under_a_launcher_no_rank_has_a_tty(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_a_launcher_no_rank_knows_of_a_terminal(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(variable, "0")
     stream = TerminalStream()
 

@@ -120,7 +120,9 @@ def test_halves_are_added_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64])
 @pytest.mark.parametrize("numel", [0, 1, PIECE, 2 * PIECE + 3])
-def test_a_stored_sum_replaces_any_part(numel: int, dtype: torch.dtype, count: int) -> None:
+def test_a_stored_sum_may_take_the_place_of_any_of_its_parts(
+    numel: int, dtype: torch.dtype, count: int
+) -> None:
     generator = torch.Generator().manual_seed(numel)
     parts = [(9 * torch.randn(numel, generator=generator)).to(dtype) for _ in range(count)]
     wanted = sum_in_rank_order(parts)
@@ -134,7 +136,9 @@ def test_a_stored_sum_replaces_any_part(numel: int, dtype: torch.dtype, count: i
 
 @examples
 @given(st.integers(0, 1000), st.integers(1, 7), st.sampled_from([2, 4, 8]))
-def test_all_ranks_hand_over_the_rings_volume(numel: int, size: int, itemsize: int) -> None:
+def test_all_ranks_together_hand_over_the_rings_volume(
+    numel: int, size: int, itemsize: int
+) -> None:
     bounds = shard_bounds(numel, size)
 
     def total(op: Op) -> int:

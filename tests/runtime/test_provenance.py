@@ -10,7 +10,9 @@ import pytest
 from axsparse.runtime.provenance import checkout_commit
 
 
-def test_installed_packages_have_no_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_package_has_no_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("axsparse.runtime.provenance.CHECKOUT", tmp_path)
     checkout_commit.cache_clear()
     assert checkout_commit() is None

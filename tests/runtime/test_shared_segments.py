@@ -45,14 +45,18 @@ def test_what_no_process_holds_is_left_over(shared: Path, tmp_path: Path) -> Non
     assert leftovers(shared, processes) == [str(shared / "vader_segment.host.1")]
 
 
-def test_leftovers_may_stay(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_left_is_not_ours_to_judge(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert leftovers(tmp_path / "none", tmp_path / "none") == []
     monkeypatch.setattr(os, "getuid", lambda: 12345)
 
     assert leftovers(shared, process(tmp_path / "proc")) == []
 
 
-def test_a_start_removes_what_is_left_over_and_not_just_made(shared: Path, tmp_path: Path) -> None:
+def test_a_start_removes_what_is_left_over_and_was_not_made_just_now(
+    shared: Path, tmp_path: Path
+) -> None:
     maps = f"7f00-7f01 rw-s 00000000 00:01 12 {shared}/mpich_shm_1\n"
     long_ago = time.time() - STARTING_SECONDS - 1
     for path in (*shared.iterdir(), shared / "mpich_shm_3"):

@@ -49,7 +49,9 @@ def test_the_first_signal_is_noted(number: signal.Signals, stop: StopRequest) ->
     assert not vars(stop)["left"].is_set()
 
 
-def test_two_signals_end_at_once(stop: StopRequest, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_signal_leaves_at_once(
+    stop: StopRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
     stop.echo_seconds = 0.0
     stop.listen()
     os.kill(os.getpid(), signal.SIGUSR1)

@@ -97,7 +97,9 @@ def test_freed_blocks_are_looked_at_between_two_layers(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.3])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_expanded_weights_are_those_dense_at_rest(dtype: torch.dtype, density: float) -> None:
+def test_expanded_weights_are_those_that_are_dense_at_rest(
+    dtype: torch.dtype, density: float
+) -> None:
     dense, sparse = stage(dtype, None, density), stage(dtype, Expansion(dtype, HOST), density)
     for step in range(1, 4):
         train(dense, step)

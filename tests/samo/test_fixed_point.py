@@ -41,7 +41,9 @@ def summed(parts: list[Tensor], unit: float = UNIT) -> Tensor:
 
 @settings(max_examples=25)
 @given(st.integers(1, 9), st.integers(0, 2**31), st.sampled_from([torch.float32, torch.bfloat16]))
-def test_any_order_and_grouping_has_one_sum(number: int, seed: int, dtype: torch.dtype) -> None:
+def test_any_order_and_any_grouping_gives_the_same_bits(
+    number: int, seed: int, dtype: torch.dtype
+) -> None:
     parts = [part.to(dtype) for part in parts_of(number, 33)]
     expected = summed(parts)
     random.Random(seed).shuffle(parts)  # noqa: S311  # an order, no secret
@@ -102,7 +104,9 @@ def test_a_unit_falls_slowly_to_where_the_margin_is_left() -> None:
 
 @pytest.mark.parametrize("microbatches", [1, 24, 512, 1 << 20])
 @pytest.mark.parametrize("exponent", [-140, -60, -20, 0, 9, 11, 40, 48, 120])
-def test_a_step_of_any_size_is_computed_until_it_fits(exponent: int, microbatches: int) -> None:
+def test_a_step_of_any_size_is_computed_until_it_fits_and_the_next_one_once(
+    exponent: int, microbatches: int
+) -> None:
     units = Units(microbatches, {})
     passes(units, 1e-3)
 

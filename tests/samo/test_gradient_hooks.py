@@ -106,7 +106,9 @@ def test_a_hook_of_the_users_sees_the_gradient_of_each_microbatch() -> None:
     assert torch.equal(built[0].state.gradient_of(bias), expected[0] + expected[1])
 
 
-def test_no_later_dense_gradient_lives_when_a_hook_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     built = layers(linear, linear, linear)
     collecting = collector(built)
     storages: list[weakref.ref[Tensor]] = []

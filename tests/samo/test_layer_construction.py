@@ -51,7 +51,9 @@ def forgetful_init(name: str, shape: tuple[int, ...], _: torch.Generator) -> Ten
 
 
 @pytest.mark.parametrize("init", [None, forgetful_init, random_init])
-def test_a_layer_starts_from_seed_and_name_not_torchs_generator(init: InitFunction | None) -> None:
+def test_a_layer_starts_from_seed_and_name_and_leaves_torchs_generator(
+    init: InitFunction | None,
+) -> None:
     layers = [Layer(name, lambda: nn.Linear(4, 6), init=init) for name in ("a", "b")]
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -122,7 +124,9 @@ def other_storages(known: set[int]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("half", [True, False])
-def test_no_start_values_of_one_parameter_live_when_the_next_ones_are_made(half: bool) -> None:
+def test_no_start_values_of_an_earlier_parameter_live_when_the_next_ones_are_made(
+    half: bool,
+) -> None:
     extra: list[int] = []
     known = set(other_storages(set()))
 
@@ -182,7 +186,9 @@ class Hooked(nn.Module):
 @pytest.mark.parametrize(
     ("init", "half"), [(None, False), (None, True), (random_init, False), (random_init, True)]
 )
-def test_hooks_and_attributes_of_parameters_stay(init: InitFunction | None, half: bool) -> None:
+def test_hooks_attributes_and_other_places_of_a_parameter_stay(
+    init: InitFunction | None, half: bool
+) -> None:
     (built,) = build_layers([Layer("a", Hooked, init=init)], {}, options(half=half))
 
     module = built.module
@@ -201,7 +207,9 @@ def test_hooks_and_attributes_of_parameters_stay(init: InitFunction | None, half
 
 
 @pytest.mark.parametrize(("other", "is_given"), [(0.0, True), (1.0, False)])
-def test_a_frozen_value_is_the_given_one_if_it_rounds_to_it(other: float, is_given: bool) -> None:
+def test_a_frozen_value_is_the_given_one_only_while_it_rounds_to_what_is_stored(
+    other: float, is_given: bool
+) -> None:
     """A resumed run may get other start values than its checkpoint has."""
     given = torch.tensor([0.1, 1 / 3])
     stored = (given + other).bfloat16()

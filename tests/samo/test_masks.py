@@ -42,7 +42,9 @@ def test_the_digest_is_of_names_and_masks_and_not_of_weights() -> None:
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(3, 5), (64, 32), (131, 127)])
-def test_the_digest_of_weights_sees_bits_and_places(rows: int, columns: int, half: bool) -> None:
+def test_the_digest_of_weights_sees_every_bit_and_where_it_is(
+    rows: int, columns: int, half: bool
+) -> None:
     """Also of words that fill no row, and of words that differ in their highest bit alone."""
     built = build(rows, columns, half=half)
     weight = built.module.get_parameter("weight").detach().view(-1)

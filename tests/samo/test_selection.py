@@ -39,7 +39,7 @@ def order_of(values: list[float], keys: Keys) -> list[int]:
 @pytest.mark.parametrize("size", [8, 131_072])
 @examples
 @given(st.one_of(few_values, any_values), st.data())
-def test_largest_by_sorting(
+def test_the_largest_are_those_of_a_stable_sort(
     size: int, keys: Keys, values: list[float], data: st.DataObject
 ) -> None:
     keep = data.draw(st.integers(0, len(values)))

@@ -59,7 +59,9 @@ def run(original: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["weights.pt", "weights.bin", "weights.safetensors"])
 @pytest.mark.parametrize("packed", [True, False], ids=["torch.save", "pickle"])
-def test_no_pickle_of_weights_runs(name: str, packed: bool, planted: bytes, tmp_path: Path) -> None:
+def test_a_pickle_given_as_weights_does_not_run(
+    name: str, packed: bool, planted: bytes, tmp_path: Path
+) -> None:
     path = tmp_path / name
     if packed:
         torch.save({"weight": Planted(tmp_path / "ran")}, path)

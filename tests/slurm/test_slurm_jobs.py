@@ -116,7 +116,9 @@ def test_training_that_is_told_saves_and_goes_on_as_if_nothing_had_happened(
     assert losses(Path("r")) == uninterrupted
 
 
-def test_without_a_pmi_of_ranks_training_does_not_run(capfd: pytest.CaptureFixture[str]) -> None:
+def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     none = ("--mpi=pmi2", "--mpi=none")
 
     job = submit(

@@ -86,7 +86,9 @@ def test_outputs_and_gradients_are_those_of_the_full_module(name: str, ranks: in
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 8 bytes"), False),
     ],
 )
-def test_wrong_shapes_are_told_of_and_other_errors_stay(error: Exception, is_told: bool) -> None:
+def test_shapes_that_do_not_fit_are_told_of_a_sharded_layer_and_other_errors_stay(
+    error: Exception, is_told: bool
+) -> None:
     class Failing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise error

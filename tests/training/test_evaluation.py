@@ -53,7 +53,9 @@ def settings_of(**train: object) -> Config:
 
 
 @pytest.mark.parametrize(("steps", "samples"), [(1, 12), (2, 24), (9, 29), ("all", 29)])
-def test_an_evaluation_says_its_samples_and_is_repeatable(steps: object, samples: int) -> None:
+def test_an_evaluation_says_how_much_it_has_seen_and_can_be_repeated(
+    steps: object, samples: int
+) -> None:
     config = settings_of(eval_steps=steps, steps=1)
     ranks = train_in_process(1, 1, classifier(), config, TRAINING, validation=VALIDATION)
     trainer = ranks[0][0]
@@ -102,7 +104,9 @@ def test_an_evaluation_is_bitwise_the_same_in_every_layout() -> None:
 @pytest.mark.parametrize(
     ("first", "steps"), [(True, [0, 2, 4]), (False, [2, 4])], ids=["first", "not first"]
 )
-def test_rank_0_notes_what_the_last_found(first: bool, steps: list[int], tmp_path: Path) -> None:
+def test_rank_0_writes_down_what_the_last_stage_found(
+    first: bool, steps: list[int], tmp_path: Path
+) -> None:
     looked: list[Trainer] = []
     ran(
         (2, 1),

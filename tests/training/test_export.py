@@ -166,7 +166,9 @@ def rejected(
     return str(caught.value)
 
 
-def test_a_lost_file_is_told(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_goes_away_while_it_is_read_is_told(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read_part(*_: object) -> Tensor:
         raise OSError(116, "Stale file handle")
 
@@ -319,7 +321,9 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
 
 
 @pytest.mark.parametrize("both", [True, False])
-def test_a_tied_weight_keeps_file_names(transformers: Any, tmp_path: Path, *, both: bool) -> None:
+def test_a_tied_weight_goes_out_under_the_names_of_its_file(
+    transformers: Any, tmp_path: Path, *, both: bool
+) -> None:
     del transformers
     start, out = tmp_path / "start", tmp_path / "out"
     weights = write_llama(start)
@@ -342,7 +346,9 @@ def test_a_tied_weight_keeps_file_names(transformers: Any, tmp_path: Path, *, bo
     assert json.loads((out / "config.json").read_text()) == settings  # as its folder had it
 
 
-def test_a_config_of_pictures_says_the_type_written(transformers: Any, tmp_path: Path) -> None:
+def test_a_config_of_pictures_and_text_says_the_type_that_is_written(
+    transformers: Any, tmp_path: Path
+) -> None:
     saved_with_pictures(transformers, "gemma3", tmp_path)
     config = config_from(tmp_path).model
     own = (tmp_path / "config.json").read_bytes()

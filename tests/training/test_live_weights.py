@@ -110,7 +110,9 @@ def test_a_trainer_has_what_its_checkpoint_has(
 
 
 @pytest.mark.parametrize("layout", [(2, 2), (4, 1)])
-def test_the_plain_module_has_the_reported_loss(layout: tuple[int, int], tmp_path: Path) -> None:
+def test_the_plain_module_has_the_loss_that_was_reported(
+    layout: tuple[int, int], tmp_path: Path
+) -> None:
     taken, validation = Taken(), vector_data(samples=30)
 
     ran(

@@ -60,7 +60,9 @@ def folder_of(kind: str, path: Path, sparsity: float = 0.6) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_folders_compute_as_transformers(kind: str, tmp_path: Path, axsparse: Axsparse) -> None:
+def test_a_folder_and_its_sparse_form_compute_what_transformers_does(
+    kind: str, tmp_path: Path, axsparse: Axsparse
+) -> None:
     folder = folder_of(kind, tmp_path / "folder")
     exact = hf_logits(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -61,7 +61,9 @@ def test_auto_accumulates_in_half_up_to_eight_microbatches_a_replica(
 
 
 @pytest.mark.parametrize(("stages", "shared"), [(1, True), (2, False)])
-def test_auto_shares_optimizer_state_where_a_rank_has_less_by_it(stages: int, shared: bool) -> None:
+def test_auto_shares_the_optimizer_state_where_a_rank_has_less_by_it(
+    stages: int, shared: bool
+) -> None:
     run = resolved(tiny_config(samo={"zero_stage": "auto"}, layout={"g_inter": stages}), 2)
 
     assert run.config.samo.zero_stage == int(shared)
@@ -137,7 +139,9 @@ def test_what_is_asked_for_is_done() -> None:
         ({"precision": "fp16", "samo": {"enabled": False}}, 2),
     ],
 )
-def test_own_settings_run_again(sections: dict[str, Any], ranks: int, tmp_path: Path) -> None:
+def test_a_run_s_own_settings_can_be_read_and_run_again(
+    sections: dict[str, Any], ranks: int, tmp_path: Path
+) -> None:
     config = resolved(tiny_config(**sections), ranks).config
     (tmp_path / "config.yaml").write_text(to_yaml(config))
 
@@ -197,7 +201,9 @@ def test_stages_that_are_asked_for_in_a_limited_memory_have_the_slack_of_their_p
 
 
 @pytest.mark.parametrize(("times", "is_tight"), [(1.2, True), (2.0, False)])
-def test_found_memory_is_tight_if_freed_blocks_do_not_fit(times: float, is_tight: bool) -> None:
+def test_memory_that_was_found_is_tight_where_freed_blocks_would_not_fit(
+    times: float, is_tight: bool
+) -> None:
     usual = auto(layout={"g_inter": 2})
     assert usual.prediction is not None
     assert not usual.memory_is_tight

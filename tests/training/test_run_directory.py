@@ -49,7 +49,9 @@ def opened(source: Config, resume: str | None = "auto", **how: bool) -> RunDir:
     return found
 
 
-def test_failed_starts_free_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_begin_lets_go_of_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(*_: object) -> None:
         raise OutputError("the disk is full")
 
@@ -79,7 +81,9 @@ def checkpoint(run: Path, step: int) -> Path:
 # -- a new run ------------------------------------------------------------------------------
 
 
-def test_rank_0_makes_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_makes_the_directory_and_all_ranks_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     makers = []
 
@@ -208,7 +212,9 @@ def test_runs_are_named_and_numbered_and_a_new_one_gets_the_last_directory_if_it
     assert Path("runs/quick-3").is_dir()
 
 
-def test_of_two_jobs_one_gets_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     both_have_looked = threading.Barrier(2)
 
     def lock(path: Path) -> RunLock:
@@ -248,7 +254,9 @@ def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path:
 
 
 @pytest.mark.parametrize("how", ["copied", "moved"])
-def test_a_runs_config_means_its_own_directory(how: str, run: Path, tmp_path: Path) -> None:
+def test_the_config_of_a_run_means_the_directory_that_it_is_in(
+    how: str, run: Path, tmp_path: Path
+) -> None:
     other = tmp_path / "other"
     shutil.copytree(run, other) if how == "copied" else run.rename(other)
 
@@ -381,7 +389,9 @@ def test_files_behind_a_link_belong_to_one_run(how: str, is_shared: bool, tmp_pa
         opened(loaded(other)).begin(config)
 
 
-def test_checkpoints_on_another_disk_are_read_and_not_deleted(run: Path, tmp_path: Path) -> None:
+def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(
+    run: Path, tmp_path: Path
+) -> None:
     for step in (2, 4, 5):
         there = tmp_path / f"disk-{step}"
         checkpoint(run, step).rename(there)
@@ -431,7 +441,9 @@ def test_a_run_whose_directory_was_moved_ends_at_its_next_checkpoint(
 
 
 @pytest.mark.parametrize(("steps", "more"), [(9, ""), (5, "; train.steps 5 asks for no more")])
-def test_auto_takes_the_newest_step_whatever_clocks_say(steps: int, more: str, run: Path) -> None:
+def test_auto_takes_the_newest_step_whatever_the_clock_says(
+    steps: int, more: str, run: Path
+) -> None:
     os.utime(checkpoint(run, 2), (2**31, 2**31))
 
     found = opened(loaded(run, steps))
@@ -539,7 +551,9 @@ RECORDS = [
         ({"masked": False}, ["loss 3", "loss 4", "eval_loss 3", "eval_loss 4", "masks 3"]),
     ],
 )
-def test_later_records_are_gone(changes: dict[str, bool], kept: list[str], tmp_path: Path) -> None:
+def test_records_after_the_checkpoint_are_taken_back(
+    changes: dict[str, bool], kept: list[str], tmp_path: Path
+) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps(record) for record in RECORDS]
     path.write_text("\n".join(["torn {", "[]", *lines, '{"step": 1, "loss"']))

@@ -70,7 +70,9 @@ def test_a_peak_learning_rate_may_be_a_number_of_numpy() -> None:
     assert trainer.config.optimizer.learning_rate == 0.5
 
 
-def test_replaced_settings_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_settings_that_the_call_replaces_are_named_at_the_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     settings = {"model.num_layers": 3, "data.sequence_length": 7, "schedule.warmup_steps": 2}
     batch: dict[str, Any] = {"global_batch_size": 6, "microbatch_size": 6, "peak_flops": 1e9}
 

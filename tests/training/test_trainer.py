@@ -59,7 +59,9 @@ def train_heard(
     on_ranks(ranks, body)
 
 
-def test_a_callback_in_vain_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_callback_of_evaluations_that_never_are_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = tiny_config(train={"steps": 1, "eval_steps": 1}, run_dir=str(tmp_path / "run"))
     alone(mlp(), config, vector_data(), quiet=False).train(on_evaluation=print)
 
@@ -102,7 +104,9 @@ def test_every_rank_hears_the_same_in_the_same_order(tmp_path: Path) -> None:
         (2, "on_checkpoint of step 2"),
     ],
 )
-def test_the_line_of_a_failing_callback_names_it(failing: int, where: str, tmp_path: Path) -> None:
+def test_the_line_of_a_callback_that_fails_names_it(
+    failing: int, where: str, tmp_path: Path
+) -> None:
     def fail(step: int, value: object) -> None:
         raise ValueError("my own mistake")
 
@@ -198,7 +202,9 @@ def train(
     return there
 
 
-def test_calls_leave_the_number_of_threads_or_set_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_leave_the_number_of_threads_and_set_it_only_where_it_differs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     trainer = alone(mlp(), tiny_config(), vector_data())
     threads = [trainer.config.train.threads]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
@@ -211,7 +217,9 @@ def test_calls_leave_the_number_of_threads_or_set_another(monkeypatch: pytest.Mo
     assert threads == [3, 1, 3]
 
 
-def test_a_run_of_one_rank_may_rest_between_calls_as_long_as_it_likes(tmp_path: Path) -> None:
+def test_a_run_of_one_rank_may_rest_between_two_calls_for_as_long_as_it_likes(
+    tmp_path: Path,
+) -> None:
     config = tiny_config(train={"steps": 3}, run_dir=str(tmp_path / "run"))
     others = {*threading.enumerate()}
     trainer = alone(mlp(), config, vector_data())
@@ -228,7 +236,9 @@ def test_a_run_of_one_rank_may_rest_between_calls_as_long_as_it_likes(tmp_path: 
     assert watching == [True, True]
 
 
-def test_a_predicted_peak_has_memory_of_expansions_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_predicted_peak_has_the_memory_of_expansions_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(run_recorder, "resident_memory_bytes", lambda: 10**9)
     config = tiny_config(samo={"weights": "sparse"})
     trainer = alone(tiny_gpt(config), config, token_data())
@@ -240,7 +250,9 @@ def test_a_predicted_peak_has_memory_of_expansions_once(monkeypatch: pytest.Monk
     assert trainer.recorder._run.predicted_memory_bytes == predicted.memory_bytes + beside
 
 
-def test_the_best_stays_until_a_better(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_stays_until_another_is_better(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     there = train(tmp_path, config_of(), layout=(2, 2))
 
     # An evaluation sees what was saved up to the step before. Beside the newest and the best one
@@ -250,7 +262,9 @@ def test_the_best_stays_until_a_better(tmp_path: Path, capsys: pytest.CaptureFix
     assert said in capsys.readouterr().out
 
 
-def test_the_best_is_found_without_others_and_has_weights_of_then(tmp_path: Path) -> None:
+def test_the_best_is_found_without_other_checkpoints_and_has_the_weights_of_then(
+    tmp_path: Path,
+) -> None:
     train(tmp_path / "a", config_of(5, checkpoint={"every": 0}))
     train(tmp_path / "b", config_of(2, checkpoint={"every": 0}), {1: 2.0, 2: 1.0})
     losses = {**LOSSES, 5: 9.0}

@@ -71,7 +71,9 @@ GPT = gpt(config(layers=8), 10)
         (GPT, "fc2.weight", SMALL),
     ],
 )
-def test_matrices_start_normal_residual_ones_smaller(model: Model, name: str, std: float) -> None:
+def test_matrices_start_normal_and_residual_projections_smaller(
+    model: Model, name: str, std: float
+) -> None:
     values = start_value(model, name, (300, 300))
 
     assert values.dtype == torch.float32

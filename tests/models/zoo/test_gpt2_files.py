@@ -93,7 +93,7 @@ def test_names_logits_and_losses_are_those_of_transformers_in_every_pipeline(
 
 
 @every_kind
-def test_what_is_saved_goes_to_transformers_and_back(
+def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
     transformers: Any, kind: str, tmp_path: Path
 ) -> None:
     first = make(transformers, kind, tmp_path / "start")

@@ -86,7 +86,9 @@ def settings_of(folder: Path, family: str, **sections: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", by_default(list(ALONE)[:USUAL], ALONE))
-def test_a_family_does_as_transformers_does(transformers: Any, family: str, tmp_path: Path) -> None:
+def test_a_family_computes_trains_and_writes_as_transformers_does(
+    transformers: Any, family: str, tmp_path: Path
+) -> None:
     theirs = make(transformers, family, tmp_path / "start")
     config = settings_of(tmp_path / "start", family)
     model, data = named_model(config), token_data()
@@ -148,7 +150,9 @@ def separated_data() -> TokenDataset:
 @pytest.mark.parametrize(
     "family", by_default(["gemma2"], ["llama", "gemma2", "gpt2", "qwen3", "gpt_neox", "cohere2"])
 )
-def test_a_document_is_read_as_if_alone(transformers: Any, family: str, tmp_path: Path) -> None:
+def test_a_document_among_others_is_read_as_if_it_were_alone(
+    transformers: Any, family: str, tmp_path: Path
+) -> None:
     theirs = make(transformers, family, tmp_path)
     config = settings_of(
         tmp_path, family, data={"sequence_length": 16, "intra_document_attention": True}
@@ -225,7 +229,9 @@ def test_plans_count_the_mask_of_documents() -> None:
     assert apart.outputs - run_on.outputs == 4 * 64
 
 
-def test_models_that_mix_documents_are_refused(transformers: Any, tmp_path: Path) -> None:
+def test_models_that_do_not_tell_documents_apart_are_refused(
+    transformers: Any, tmp_path: Path
+) -> None:
     for family in ("opt", "falcon", "bloom", "gpt_oss"):
         make(transformers, family, tmp_path / family)
         config = settings_of(tmp_path / family, family, data={"intra_document_attention": True})
@@ -277,7 +283,9 @@ def test_to_someone_who_made_no_function_none_is_blamed(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("tied", by_default([True], [False, True]))
-def test_a_model_without_a_folder_starts_as_in_transformers_in_every_pipeline(tied: bool) -> None:
+def test_a_model_without_a_folder_starts_as_transformers_would_in_every_pipeline(
+    tied: bool,
+) -> None:
     model = small_llama(tie_word_embeddings=tied)
     config = tiny_config(model=SMALL_LLAMA, train={"steps": 2})
 
@@ -370,7 +378,9 @@ def test_models_of_another_shape_are_refused_with_the_reason(
     assert told.endswith("; choose a decoder of embeddings, one list of layers, a norm and a head")
 
 
-def test_failures_of_transformers_tell(transformers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_transformers_fails_on_is_one_line(
+    transformers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(transformers.LlamaForCausalLM, "_init_weights", lambda *_: 1 / 0)
 
     assert refusal(other_model(transformers, "llama"), ConfigError).startswith(
@@ -407,7 +417,9 @@ OTHER_TENSORS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
-def test_folders_of_other_tensors_are_one_line(case: str, line: str, tmp_path: Path) -> None:
+def test_folders_of_other_tensors_are_refused_in_one_line(
+    case: str, line: str, tmp_path: Path
+) -> None:
     OTHER_TENSORS[case](tmp_path / "folder")
     config = config_from(tmp_path / "folder")
 

@@ -82,7 +82,9 @@ def test_on_a_full_disk_a_heartbeat_goes_before_the_stacks(
     assert folders[0].read(1) == BEAT
 
 
-def test_a_new_run_has_an_empty_folder(tmp_path: Path, folders: list[HeartbeatFolder]) -> None:
+def test_a_new_run_begins_with_an_empty_folder(
+    tmp_path: Path, folders: list[HeartbeatFolder]
+) -> None:
     folders[0].claim()
     folders[1].write(BEAT, "any")
 

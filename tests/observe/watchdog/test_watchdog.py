@@ -185,7 +185,9 @@ def test_a_rank_that_others_wait_for_is_named_by_one_that_runs(
     assert "is stopped" not in does or "no stacks: it did" in job.report
 
 
-def test_if_the_reporter_stops_others_end_it(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_if_the_one_that_reports_is_stopped_the_others_end_the_job(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     job.do("waits", "hangs", "waits")
     (job.folder / HEARTBEATS / "hang").touch()  # by a rank that is stopped since then
 
@@ -202,7 +204,9 @@ def test_until_the_first_step_is_done_patience_is_longer(job: Job) -> None:
     assert job.run(100) < TIMEOUT
 
 
-def test_an_unwritable_report_is_printed(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_that_cannot_be_written_is_printed_as_a_whole(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     (job.folder / REPORT_FILE).mkdir()
     job.do("waits", "hangs", "waits")
 
@@ -213,7 +217,9 @@ def test_an_unwritable_report_is_printed(job: Job, capsys: pytest.CaptureFixture
     assert said.count("hangs in") == 1
 
 
-def test_a_disk_that_fails_a_while_ends_nothing(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_for_a_while_ends_nothing(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(self: HeartbeatFolder, heartbeat: Heartbeat, stacks: str) -> None:
         raise OSError
 
@@ -225,7 +231,9 @@ def test_a_disk_that_fails_a_while_ends_nothing(job: Job, monkeypatch: pytest.Mo
     assert job.run(100) == 100
 
 
-def test_a_disk_that_hangs_training_ends_it(job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_disk_that_hangs_with_training_ends_the_job(
+    job: Job, capsys: pytest.CaptureFixture[str]
+) -> None:
     rank = job.ranks[1]
     looks = int(2 * TIMEOUT)
 

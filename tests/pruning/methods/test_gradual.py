@@ -30,7 +30,9 @@ PUBLISHED = [
 
 
 @pytest.mark.parametrize(("sparsity", "expected"), PUBLISHED)
-def test_sparsities_are_of_papers(sparsity: Callable[..., float], expected: list[float]) -> None:
+def test_sparsities_are_those_of_the_papers(
+    sparsity: Callable[..., float], expected: list[float]
+) -> None:
     found = [sparsity(number, final=0.9, rounds=4) for number in range(5)]
 
     assert found == pytest.approx(expected)
@@ -39,7 +41,9 @@ def test_sparsities_are_of_papers(sparsity: Callable[..., float], expected: list
 @pytest.mark.parametrize("sparsity", [gradual_sparsity, rising, iterative_sparsity])
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(final=st.floats(0, 1, exclude_max=True), rounds=st.integers(1, 100))
-def test_no_pruned_entry_is_back(sparsity: Callable[..., float], final: float, rounds: int) -> None:
+def test_pruning_never_brings_back_and_ends_exactly(
+    sparsity: Callable[..., float], final: float, rounds: int
+) -> None:
     found = [sparsity(number, final=final, rounds=rounds) for number in range(rounds + 1)]
 
     assert found == sorted(found)

@@ -11,7 +11,9 @@ from axsparse.runtime.files.atomic import UNFINISHED, new_path, write_new
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
-def test_it_is_named_at_the_end_and_replaces_what_had_it(is_folder: bool, tmp_path: Path) -> None:
+def test_it_gets_its_name_at_the_end_and_replaces_what_had_it(
+    is_folder: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "new"
     for content in ("one", "two"):
         with new_path(path) as unfinished:
@@ -46,7 +48,9 @@ def test_what_breaks_leaves_what_was_there(is_folder: bool, tmp_path: Path) -> N
     assert [child.name for child in tmp_path.iterdir()] == ["new"]
 
 
-def test_a_folder_that_stays_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_replaced_is_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "new"
     path.mkdir()
     (path / "inner").write_text("old")
@@ -66,7 +70,9 @@ def test_a_folder_that_stays_is_unchanged(tmp_path: Path, monkeypatch: pytest.Mo
     assert [child.name for child in tmp_path.iterdir()] == ["new"]
 
 
-def test_contents_are_on_disk_before_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_are_on_the_disk_before_the_name_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "new"
     synced: list[bool] = []
     monkeypatch.setattr(os, "fsync", lambda _: synced.append(path.exists()))
@@ -78,7 +84,7 @@ def test_contents_are_on_disk_before_names(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("is_copy", [False, True])
-def test_new_files_are_whole(
+def test_a_new_file_is_on_the_disk_whole(
     is_copy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, path, synced = tmp_path / "source", tmp_path / "new", list[bytes]()

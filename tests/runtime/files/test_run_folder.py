@@ -15,7 +15,9 @@ from axsparse.runtime.errors import OutputError
 from axsparse.runtime.files.run_folder import RunLock, RunMark
 
 
-def test_a_file_says_who_has_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_says_who_has_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LSB_JOBID", "12")
     earlier = {"host": "x" * 5_000, "process": 1, "job": None}
     (tmp_path / "run.lock").write_text(json.dumps(earlier))

@@ -101,7 +101,9 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", safetensors.DTYPES.values())
-def test_tensors_of_every_type_are_read_as_written(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_tensors_of_every_type_are_read_as_they_were_written(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     bits = torch.randint(2, (4 * 3 * dtype.itemsize,), dtype=torch.uint8)
     tensor = bits.view(dtype).view(4, 3)
     path = tmp_path / "x.safetensors"

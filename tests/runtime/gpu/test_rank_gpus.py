@@ -83,7 +83,9 @@ def test_cuda_and_nccl_get_their_settings_before_they_start_unless_somebody_chos
     assert chosen == {CONNECTIONS: "16", CONNECT_AT_ONCE: "1"}
 
 
-def test_the_gpu_is_the_local_rank_modulo_those_visible(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_is_the_local_rank_modulo_those_that_are_visible(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken: list[int] = []
 
     def take(number: int) -> None:
@@ -149,7 +151,9 @@ def test_a_machine_without_a_driver_has_no_gpus(monkeypatch: pytest.MonkeyPatch)
         (NO_GPUS, None),
     ],
 )
-def test_auto_takes_nccl_where_ranks_have_own_gpus(table: list[RankGpu], auto: str | None) -> None:
+def test_auto_takes_nccl_where_every_rank_has_a_gpu_of_its_own(
+    table: list[RankGpu], auto: str | None
+) -> None:
     assert choose_gpu_transport("auto", "here", table) == auto
     assert choose_gpu_transport("mpi", "here", table) == (auto and "mpi")
     if auto == "nccl":
@@ -180,7 +184,9 @@ def test_auto_takes_nccl_where_ranks_have_own_gpus(table: list[RankGpu], auto: s
         ),
     ],
 )
-def test_what_ranks_cannot_use_is_refused(asked: str, table: list[RankGpu], said: str) -> None:
+def test_what_ranks_cannot_work_with_is_refused(
+    asked: str, table: list[RankGpu], said: str
+) -> None:
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
         choose_gpu_transport(asked, "here", table)
 
@@ -194,7 +200,9 @@ def test_what_ranks_cannot_use_is_refused(asked: str, table: list[RankGpu], said
         ({CONNECT_AT_ONCE: "1"}, "NCCL_RUNTIME_CONNECT=1 is set"),
     ],
 )
-def test_what_would_let_ranks_deadlock_is_refused(environ: dict[str, str], said: str) -> None:
+def test_what_would_make_ranks_wait_for_each_other_is_refused(
+    environ: dict[str, str], said: str
+) -> None:
     hindered = rank_of(1, "n0", 1, [Gpu(NAME, "y")] * 2, environ=environ)
     table = [*rank_gpus([1]), hindered]
 
@@ -225,5 +233,7 @@ def test_what_would_let_ranks_deadlock_is_refused(environ: dict[str, str], said:
         (SLICES, ["host n0: rank 0 → GPU 0, rank 1 → GPU 0 (H200 MIG 1g.18gb)"]),
     ],
 )
-def test_a_line_a_host_and_a_warning_of_shared_gpus(table: list[RankGpu], lines: list[str]) -> None:
+def test_the_table_has_a_line_a_host_and_warns_of_more_ranks_than_gpus(
+    table: list[RankGpu], lines: list[str]
+) -> None:
     assert describe(table) == lines

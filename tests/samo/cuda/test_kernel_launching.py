@@ -68,7 +68,9 @@ def launcher(monkeypatch: pytest.MonkeyPatch, cupy: StandInCupy) -> CupyLauncher
 
 
 @pytest.mark.usefixtures("on_device")
-def test_a_kernel_is_compiled_once_for_torchs_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_compiled_once_and_started_on_torchs_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cupy = StandInCupy()
     launch = launcher(monkeypatch, cupy)
     tensor = torch.zeros(3)
@@ -128,7 +130,9 @@ def nothing(kernel: str, blocks: int, *arguments: Argument) -> None:
     """Runs no kernel."""
 
 
-def test_more_kept_entries_than_int32_counts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_kept_entries_than_int32_can_count_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(memory, "INT32_LIMIT", 6)
 
     why = r"keeps at most \d+ entries and this one keeps 7; prune"

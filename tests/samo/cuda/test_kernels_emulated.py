@@ -19,7 +19,9 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
 
 @needs_compiler
 @pytest.mark.parametrize("promise", CONTRACT.values(), ids=CONTRACT)
-def test_emulated_kernels_keep_their_contract(promise: Promise, launch: EmulatedLauncher) -> None:
+def test_kernels_on_the_emulator_keep_their_contract(
+    promise: Promise, launch: EmulatedLauncher
+) -> None:
     promise(Machine(launch, torch.device("cpu")))
 
 

@@ -189,7 +189,9 @@ def test_large_matrices_in_bf16_are_sampled_where_little_is_kept(
 
 
 @pytest.mark.parametrize("has_amx", [False, True])
-def test_matrix_processors_prefer_dense(has_amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processors_for_matrices_have_more_of_them_dense(
+    has_amx: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "has_bf16_loops", lambda: True)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     monkeypatch.setattr(module, "multiplies_matrices", lambda: has_amx)

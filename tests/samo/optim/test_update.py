@@ -62,7 +62,9 @@ def test_square_roots_are_the_nearest_numbers() -> None:
     ],
 )
 @pytest.mark.parametrize(("half", "decays"), [(False, True), (True, True), (False, False)])
-def test_kept_entries_equal_a_masked_run(name: str, kept: int, half: bool, decays: bool) -> None:
+def test_kept_entries_are_bitwise_those_of_a_masked_dense_run(
+    name: str, kept: int, half: bool, decays: bool
+) -> None:
     """The master equals an fp32 run's, and a half weight is the master rounded."""
     ours, mask, dtype = OURS[name], mask_of(kept), torch.bfloat16 if half else torch.float32
     layer, tensor = layer_of(mask, dtype, dtype, len(ours.moments))
@@ -140,7 +142,9 @@ def test_only_tensors_that_are_named_and_first_uses_give_partials() -> None:
     [(math.inf, 0), (-math.inf, 2), (math.nan, BLOCK + 2), (math.inf, 3 * BLOCK + 7)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_infinite_gradient_is_in_norms(value: float, position: int, dtype: torch.dtype) -> None:
+def test_a_gradient_that_is_not_finite_shows_in_the_norm(
+    value: float, position: int, dtype: torch.dtype
+) -> None:
     layer = layer_with_gradients(dtype)
     layer.gradient[position] = value
 

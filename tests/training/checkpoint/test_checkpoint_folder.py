@@ -101,7 +101,9 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> No
     assert [path.name for path in (tmp_path / "step-4").iterdir()] == ["manifest.json"]
 
 
-def test_what_is_half_removed_has_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_half_removed_has_no_name_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saved(tmp_path, 2, 4)
     seen: list[list[int]] = []
     monkeypatch.setattr(
@@ -115,7 +117,9 @@ def test_what_is_half_removed_has_no_name(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("name", ["step-2.old", "step-2.old-2"])
-def test_the_users_files_stay_under_names_of_removed_ones(name: str, tmp_path: Path) -> None:
+def test_copies_and_files_of_the_user_stay_under_names_of_removed_ones(
+    name: str, tmp_path: Path
+) -> None:
     saved(tmp_path, 2)
     shutil.copytree(tmp_path / "step-2", tmp_path / name)
     for result in ("first", "second"):

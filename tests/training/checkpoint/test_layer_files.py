@@ -138,7 +138,9 @@ def test_other_layers_of_the_same_parameters_are_refused(run: Path) -> None:
         ran((1, 1), config_of(), run, resume="auto")
 
 
-def test_what_changes_the_numbers_is_told(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_may_change_is_told_where_it_changes_the_numbers(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = settings(
         config_of(),
         train={"steps": 7, "log_every": 1, "eval_every": 2},
@@ -158,7 +160,9 @@ def test_what_changes_the_numbers_is_told(run: Path, capsys: pytest.CaptureFixtu
     ]
 
 
-def test_first_weights_may_have_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_file_of_the_first_weights_may_have_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The run's own weights are its checkpoint's, so that only a first file is refused."""
     ran((1, 1), config_of(model={"weights": "old"}), tmp_path / "moved")
     capsys.readouterr()
@@ -169,7 +173,9 @@ def test_first_weights_may_have_moved(tmp_path: Path, capsys: pytest.CaptureFixt
     assert told == ["axsparse: model.weights is now 'new', before it was 'old'"]
 
 
-def test_a_rank_reads_files_of_its_own_layers(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_the_files_of_its_own_layers_only(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened: list[tuple[str, str]] = []
     read_part = SafetensorsFile.read_part
     stage = ""

@@ -81,7 +81,9 @@ def test_a_run_saves_at_intervals_and_at_its_end(
     assert all(is_complete(tmp_path / "checkpoints" / f"step-{step}") for step in steps)
 
 
-def test_threads_tell_of_their_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_thread_writes_is_told_of_piece_by_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads: list[str] = []
     beat = Activity.note_progress
 
@@ -148,7 +150,9 @@ def test_the_thread_and_its_work_have_ended_after_close() -> None:
     assert threading.enumerate() == others
 
 
-def test_checkpoints_wait_for_another(tmp_path: Path, hooked: Callable[[Write], None]) -> None:
+def test_there_are_never_two_checkpoints_under_way(
+    tmp_path: Path, hooked: Callable[[Write], None]
+) -> None:
     written: list[str] = []
 
     def note(path: Path) -> None:
@@ -190,7 +194,9 @@ def test_replicas_write_a_part_each(
     assert sum(parts) == 4 and min(parts) >= 1 and len(parts) == layout[0] * layout[1]
 
 
-def test_memory_for_copies_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_for_what_is_on_its_way_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By `STAGING_BYTES`, and a tensor that is being written; not by the state."""
     limits: list[float] = []
     most = 0
@@ -306,7 +312,9 @@ def test_what_cannot_be_saved_ends_the_run(
     assert saved(tmp_path) == left
 
 
-def test_a_lost_run_keeps_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_loses_its_way_keeps_what_it_was_saving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The third step of the first epoch meets a sample that is no number."""
     data = vector_data(infinite=int(samples_of_step(30, 12, 2, 11)[0]))
     monkeypatch.setattr("axsparse.training.step.PATIENCE", 1)
@@ -317,7 +325,9 @@ def test_a_lost_run_keeps_its_checkpoint(tmp_path: Path, monkeypatch: pytest.Mon
     assert saved(tmp_path) == [2] and is_complete(tmp_path / "checkpoints" / "step-2")
 
 
-def test_a_failing_rank_names_nothing(tmp_path: Path, hooked: Callable[[Write], None]) -> None:
+def test_a_rank_that_fails_alone_leaves_nothing_half_named(
+    tmp_path: Path, hooked: Callable[[Write], None]
+) -> None:
     may_write = threading.Event()
     hooked(lambda path: may_write.wait(60))
 
