@@ -101,7 +101,11 @@ class RunDir:
 
         Only rank 0 calls this. OutputError if the directory cannot be written.
         """
-        RunMark.of(self.path).note_path()
+        facts: dict[str, object] = {"at": str(self.path.resolve())}
+        if self.found is None:
+            began_from = self.checkpoint and str(self.checkpoint.path.resolve())
+            facts |= {"saved": False, "from": began_from}
+        RunMark.of(self.path).note(**facts)
         save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
         metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
         with writing(f"{checkpoints}:", OTHER_RUN_DIR):
@@ -144,7 +148,9 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
             checkpoint, skipped = newest_complete(transport, Path(path), steps)
             notes = [*notes, *skipped]
             if checkpoint is None:
-                together(transport, lambda: _reject_lost(Path(path)))
+                began_from = together(transport, lambda: _began_from(Path(path)))
+                origin = text_of_first(transport, began_from)
+                checkpoint = verify_together(transport, Path(origin)) if origin else None
     except BaseException:
         for lock in locks:
             lock.release()
@@ -358,13 +364,24 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
     return None, named
 
 
-def _reject_lost(run_dir: Path) -> None:
-    """MissingInputError if a run has saved checkpoints and has none any more."""
-    if RunMark.of(run_dir).has_saved:
+def _began_from(run_dir: Path) -> str:
+    """The checkpoint of another run that a run without one began from; empty if it has none.
+
+    MissingInputError if that is gone, or if the run has saved checkpoints and has none any more.
+    """
+    mark = RunMark.of(run_dir)
+    if mark.has_saved:
         raise MissingInputError(
             f"{run_dir} has saved checkpoints, and {run_dir / CHECKPOINTS} has none; mount or "
             f"restore them, or start anew in {ANOTHER_RUN_DIR}"
         )
+    origin = mark.began_from or ""
+    if origin and not Path(origin).is_dir():
+        raise MissingInputError(
+            f"{run_dir} has saved no checkpoint yet and began from {origin}, which is gone; put it "
+            f"back, or start anew in {ANOTHER_RUN_DIR}"
+        )
+    return origin
 
 
 def _reject_older(run_dir: Path, named: Path) -> None:

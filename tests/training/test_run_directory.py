@@ -253,6 +253,39 @@ def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path:
     assert begun.notes == (f"{run} has no checkpoint; starts from the beginning",)
 
 
+def test_a_branch_begins_again_where_it_began_until_it_has_a_checkpoint(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    branch, config = tmp_path / "branch", loaded(tmp_path / "branch")
+    monkeypatch.chdir(run)
+    opened(config, "checkpoints/step-4").begin(config)  # and is killed
+    monkeypatch.chdir(tmp_path)
+
+    found = on_ranks(2, lambda transport: opened_here(transport, config, "auto"))
+
+    assert [one.path for one in found] == [branch] * 2
+    assert {one.checkpoint and one.checkpoint.path for one in found} == {checkpoint(run, 4)}
+    assert found[0].lock is not None
+    found[0].lock.release()
+    found[0].begin(config)
+    checkpoint(run, 4).rename(tmp_path / "away")
+    with pytest.raises(MissingInputError, match=rf"began from {checkpoint(run, 4)}, which is gone"):
+        opened(config)
+
+    mark = RunMark.of(branch)
+    checkpoint(run, 5).rename(checkpoint(branch, 5))
+    mark.note(saved=True)
+    own = opened(config)
+    assert own.checkpoint is not None and own.checkpoint.path == checkpoint(branch, 5)
+
+    opened(config, None, overwrite=True).begin(config)  # and is killed
+    assert opened(config).notes == (f"{branch} has no checkpoint; starts from the beginning",)
+    mark.note(saved=True)  # by the saver, which is made before the run begins
+    assert RunMark.of(branch).began_from is None
+    with pytest.raises(MissingInputError, match="has saved checkpoints"):
+        opened(config)
+
+
 @pytest.mark.parametrize("how", ["copied", "moved"])
 def test_the_config_of_a_run_means_the_directory_that_it_is_in(
     how: str, run: Path, tmp_path: Path

@@ -28,8 +28,9 @@ from axsparse.runtime.files.atomic import new_path, write_new
 from axsparse.runtime.process import write_line
 
 MARK_FILE = "run.json"
-"""The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was, "at": its
-path when it last began}. A folder behind a link in it has the mark as well."""
+"""The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was, "from": the
+checkpoint of another run that it began from, or null, "at": its path when it last began}. A folder
+behind a link in it has the mark as well."""
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 TRACEBACK_FILE = "traceback-rank-{}.txt"
@@ -138,33 +139,27 @@ class RunMark:
     def has_saved(self) -> bool:
         return bool(self._content.get("saved"))
 
+    @property
+    def began_from(self) -> str | None:
+        """The absolute path of the checkpoint of another run that the run began from, if any."""
+        return self._content.get("from")
+
     def check(self) -> None:
         """OutputError if the directory was moved, removed or replaced since the run began."""
         found = _read(self._path)
         if found is None or found.get(_KEY) != self._content.get(_KEY):
             raise replaced(self._path)
 
-    def note_path(self) -> None:
-        """Note where the directory is, and mark the folders that its links lead to. OutputError if
+    def note(self, **facts: object) -> None:
+        """Note facts in the directory and in the folders that its links lead to. OutputError if
         that cannot be written."""
-        here = str(self._path.resolve())
-        if self._content.get("at") != here:
-            self._content["at"] = here
-            self._write(self._path)
-        for link in _links_out(self._path):
-            if link.is_dir() and _read(link) != self._content:
-                self._write(link)
-
-    def note_saved(self) -> None:
-        """Note that a checkpoint was saved. OutputError if that cannot be written."""
-        if not self.has_saved:
-            self._content["saved"] = True
-            self._write(self._path)
-
-    def _write(self, folder: Path) -> None:
-        path = folder / MARK_FILE
-        with writing(f"{path}:", OTHER_RUN_DIR), new_path(path) as unfinished:
-            unfinished.write_text(json.dumps(self._content), encoding="utf-8")
+        self._content = {**(_read(self._path) or self._content), **facts}
+        links = [link for link in _links_out(self._path) if link.is_dir()]
+        for folder in (self._path, *links):
+            if _read(folder) != self._content:
+                path = folder / MARK_FILE
+                with writing(f"{path}:", OTHER_RUN_DIR), new_path(path) as unfinished:
+                    unfinished.write_text(json.dumps(self._content), encoding="utf-8")
 
 
 def _links_out(run_dir: Path) -> list[Path]:

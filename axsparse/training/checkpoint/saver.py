@@ -319,7 +319,7 @@ class Saver:
                 )
         folders.commit(folder, manifest_bytes(manifest))
         if self._mark is not None:
-            self._mark.note_saved()
+            self._mark.note(saved=True)
         self._whole.add(manifest.progress.step)
         for step in folders.outdated(
             self.folder, self._settings, manifest.progress, self._is_complete
