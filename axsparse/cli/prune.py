@@ -84,8 +84,8 @@ def parser() -> CommandParser:
     text = "see below (default: blocks up to 0.55, train with the model as its teacher above)"
     add("--heal", choices=("blocks", "train", "none"), help=text)
     text = (
-        "train: gradual prunes half before, and the rest while the model trains (default: gradual "
-        "above 0.55)"
+        "train: gradual prunes half before, and the rest by magnitude while the model trains "
+        "(default: once)"
     )
     add("--schedule", choices=("once", "gradual"), help=text)
     text = (
@@ -98,6 +98,8 @@ def parser() -> CommandParser:
         "train.teacher=FOLDER"
     )
     add("--teacher", metavar="FOLDER", nargs="?", const=SOURCE, help=text)
+    text = "owl leaves layers with more outliers denser (default: owl above 0.85)"
+    add("--distribution", choices=("uniform", "owl"), help=text)
     add("--out", metavar="FOLDER", type=Path, help="the folder to write")
     add_configuration(add)
     return arguments
@@ -152,6 +154,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             settings=tuple(settings),
             heal=heal,
             schedule=arguments.schedule,
+            distribution=arguments.distribution,
             method=arguments.method,
             separator=arguments.separator,
             jsonl_field=arguments.jsonl_field,

@@ -1,7 +1,7 @@
 """The defaults of `axsparse prune`, and the time that it takes.
 
-The method, the healing and the schedule follow from the sparsity, the length of a training and its
-batches from the number of tokens, its learning rate from the width of the model.
+The method, the healing and the distribution follow from the sparsity, the length of a training and
+its batches from the number of tokens, its learning rate from the width of the model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from axsparse.cli.parser import override
-from axsparse.cli.prune_order import BLOCKWISE, ONE_BY_ONE, Heal, PruneOrder, Schedule
+from axsparse.cli.prune_order import BLOCKWISE, ONE_BY_ONE, Distribution, Heal, PruneOrder
 from axsparse.config.hf_config import BUNDLED
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import Config, final_sparsity
@@ -25,20 +25,20 @@ class Rule:
 
     up_to: float
     heal: Heal
-    schedule: Schedule
-    """The schedule of a training."""
     passes: int
     """How often a training sees the training data."""
+    distribution: Distribution = "uniform"
 
 
 RULES = (
     # At 50 % blocks leave 1.24 times the perplexity, at a tenth of the cost of training.
-    Rule(0.55, "blocks", "once", 1),
-    # At 60 % they leave 1.53 times, and a mask that rises costs no more than one that is drawn.
-    Rule(0.65, "train", "gradual", 2),
+    Rule(0.55, "blocks", 1),
+    Rule(0.65, "train", 2),
     # At 70 % they leave 2.07 times. Up to four passes over a text are worth nearly as much as new
     # text (Muennighoff et al. 2023, arXiv 2305.16264).
-    Rule(1.0, "train", "gradual", 4),
+    Rule(0.85, "train", 4),
+    # At 90 % OWL's sparsities leave 0.89 times what one sparsity does, at 80 % as much.
+    Rule(1.0, "train", 4, "owl"),
 )
 WANDA_UP_TO = 0.65
 """Up to here blocks heal Wanda's masks as well as SparseGPT's, which take longer; above not."""
@@ -76,22 +76,32 @@ def chosen(order: PruneOrder) -> PruneOrder:
     asks = any(text.startswith(("train.steps=", "train.teacher=")) for text in order.settings)
     heal = order.heal or ("train" if asks else rule.heal)
     can_rise = heal == "train" and config.pruning.pattern is None
-    schedule = order.schedule or (rule.schedule if can_rise else "once")
+    schedule = order.schedule or "once"
     if schedule == "gradual" and not (can_rise and sparsity > BLOCKWISE):
         raise ConfigError(
             f"--schedule: gradual rises from {BLOCKWISE:g} while the model trains, and this "
             f"is --heal {heal} to {sparsity:g}; choose once, or --heal train, more --sparsity, and "
             "no pattern"
         )
+    keys = ("pruning.pattern", "pruning.layers", "pruning.distribution")
+    given = [key for key in keys if not _is_free(config, key)]
+    if given and order.distribution == "owl":
+        raise ConfigError(
+            f"--distribution: owl sets each layer's sparsity, and so does {given[0]}; leave one out"
+        )
     settings = []
+    method = order.method or config.pruning.method
     if order.method is not None or _is_free(config, "pruning.method"):
         first = BLOCKWISE if schedule == "gradual" else sparsity
         method = order.method or ("wanda" if first <= WANDA_UP_TO else "sparsegpt")
         settings.append(f"pruning.method={method}")
+    sees_inputs = method in ("wanda", "sparsegpt") and not given
+    distribution = order.distribution or (rule.distribution if sees_inputs else "uniform")
     settings.append(f"pruning.heal={'none' if heal == 'none' else 'blocks'}")
-    if schedule == "gradual" and order.heal is None:
+    if heal == rule.heal == "train" and order.heal is None:
         settings.append(override("train.teacher", order.source))
-    return replace(order, heal=heal, schedule=schedule, settings=(*settings, *order.settings))
+    order = replace(order, heal=heal, schedule=schedule, distribution=distribution)
+    return replace(order, settings=(*settings, *order.settings))
 
 
 def reject_full_model(config: Config) -> None:
@@ -216,6 +226,7 @@ def plan_lines(order: PruneOrder, config: Config, work: Work | None) -> Iterator
     length = order.length(config)
     rises = order.schedule == "gradual"
     parts = [f"{pruning.method} to {100 * (BLOCKWISE if rises else sparsity):g} %"]
+    parts += ["sparsities by OWL"] * (order.distribution == "owl")
     parts += ["blocks are healed"] * (pruning.heal == "blocks")
     if trains:
         tokens = config.train.steps * config.batch.global_batch_size * length

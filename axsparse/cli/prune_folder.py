@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.job import Job
-from axsparse.training.build import prune_layers
+from axsparse.training.build import owl_sparsities, prune_layers
 from axsparse.training.checkpoint.verification import steps_in
 from axsparse.training.export import CARD, Weights, export, export_folder, with_card
 from axsparse.training.plan import RunPlan
@@ -124,9 +124,13 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
     """Prune and heal one layer at a time, and write the folder, or the one that is trained."""
     transport = job.transport
     is_first = transport.rank == 0
-    settings = (*order.of_layers(asked), *UNTRAINED)
-    config = together(transport, partial(order.configured, *settings))
-    together(transport, partial(check_config, config))
+
+    def of_layers() -> Config:
+        config = together(transport, partial(order.configured, *order.of_layers(asked), *UNTRAINED))
+        together(transport, partial(check_config, config))
+        return config
+
+    config = of_layers()
     length = order.length(asked)
     judged = together(transport, partial(order.configured, f"data.sequence_length={length}"))
 
@@ -135,6 +139,11 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
         return replace(open_datasets(config), validation=open_datasets(judged).validation)
 
     model = together(transport, lambda: named_model(config))
+    if order.distribution == "owl":
+        found = owl_sparsities(job, model, opened, config, asked.pruning.sparsity)
+        order = order.with_layers([f"{name}={value:.4f}" for name, value in found.items()])
+        asked = together(transport, order.configured)
+        config = of_layers()
     announce = partial(_announce, order, asked, transport)
     done = prune_layers(job, model, opened, config, order.work / "layers", announce)
     start, targets = model.start, done.plan.targets
@@ -165,6 +174,7 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
         held_out=done.held_out,
         entries=sum(map(math.prod, targets.shapes.values())),
         kept=int(text_of_first(transport, str(sum(kept.values())))),
+        layers=asked.pruning.layers,
     )
 
 
@@ -214,6 +224,9 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
 
         together(transport, keep)
     before = Facts(**together(transport, lambda: read_json(path)))
+    if order.distribution == "owl":
+        order = order.with_layers(before.layers)
+        asked = together(transport, order.configured)
     settings = [
         override("model.from", order.work / PRUNED),
         *("pruning.heal=none", f"data.sequence_length={order.length(asked)}"),
@@ -294,6 +307,8 @@ class Facts:
     """The entries of the pruned matrices."""
     kept: int
     """The kept entries of the pruned matrices."""
+    layers: Sequence[str]
+    """The sparsities of layers, as `pruning.layers` gives them."""
     pruned: float | None = None
     """The validation loss of the pruned model before it was trained; None where it was not."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,6 +36,9 @@ Heal = Literal["none", "blocks", "train"]
 `train.steps`."""
 Schedule = Literal["once", "gradual"]
 """Whether a training keeps its masks, or they rise from `BLOCKWISE` while it goes on."""
+Distribution = Literal["uniform", "owl"]
+"""Whether all layers have one sparsity, or fewer entries stay where fewer are outliers
+(`outliers`)."""
 BLOCKWISE = 0.5
 """The sparsity at which blocks leave a model nearly as it was (decision 49)."""
 SHORT = 256
@@ -63,8 +66,9 @@ class PruneOrder:
     settings: tuple[str, ...]
     """Overrides KEY=VALUE, of which later ones win."""
     heal: Heal | None
-    """None lets `prune_defaults` choose, as it does for the next two."""
+    """None lets `prune_defaults` choose, as it does for the next three."""
     schedule: Schedule | None = None
+    distribution: Distribution | None = None
     method: str | None = None
     """The value of `pruning.method`; None also if a configuration has it."""
     separator: str | None = None
@@ -94,6 +98,10 @@ class PruneOrder:
     def configured(self, *more: str) -> Config:
         """The configuration of one of the runs."""
         return configure(self.config, self.overrides(*more)).as_part()
+
+    def with_layers(self, layers: Sequence[str]) -> PruneOrder:
+        """The order with sparsities of layers, in the form of `pruning.layers`."""
+        return replace(self, settings=(*self.settings, f"pruning.layers={json.dumps([*layers])}"))
 
     def length(self, config: Config) -> int:
         """Tokens of a sample of training and evaluation: fewer than a model's longest sequence,
@@ -197,5 +205,6 @@ class PruneOrder:
             "weights of --from": fingerprint(*open_weights(self.source).files),
             "--heal": self.heal,
             "--schedule": self.schedule,
+            "--distribution": self.distribution,
             **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
         }

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from time import monotonic, perf_counter
 
 import torch
@@ -37,7 +38,9 @@ from axsparse.pruning.healing import (
     changed_value,
     relative_error,
 )
+from axsparse.pruning.input_statistics import WandaStatistics
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
+from axsparse.pruning.outliers import outlier_share
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.console import format_seconds
@@ -157,6 +160,30 @@ class Calibration:
         branch.close()  # and its link, once all is sent
         return masks
 
+    def outlier_shares(self) -> dict[str, float]:
+        """`outliers.outlier_share` of each layer of this stage of which something is to be pruned;
+        all ranks call this together."""
+        branch = self.transport.branch()
+        link = branch.link(self.coords)
+        if self.coords.is_first:
+            flow = [self._prepared(each.inputs) for each in self.samples]
+        else:
+            flow = self._received(link, len(self.samples))
+        shares = {}
+        with torch.no_grad():
+            for layer in self.layers:
+                built = self._built(layer)
+                run = partial(self._run, built, flow)
+                if found := self.pruning.gathered(built, WandaStatistics, run):
+                    shares[layer.name] = outlier_share(found, built.state.dense_master)
+                for number, inputs in enumerate(flow):
+                    flow[number] = self._forward(built, number, inputs)
+        if not self.coords.is_last:
+            for number, tensors in enumerate(flow):
+                link.send(Message(Direction.FORWARD, number, tensors))
+        branch.close()
+        return shares
+
     def _mean_loss(self, flow: Sequence[Tensors]) -> float:
         """The mean loss of a target of the held-out samples, which are the last of a flow."""
         held_out = self.held_out.microbatches
@@ -204,12 +231,7 @@ class Calibration:
         masks: CalibratedMasks,
     ) -> None:
         """Draw one layer's masks and fit its kept weights."""
-
-        def pass_samples() -> None:
-            for number, inputs in enumerate(samples):
-                self._forward(built, number, inputs)
-
-        self.pruning.draw(built, pass_samples, masks)
+        self.pruning.draw(built, partial(self._run, built, samples), masks)
         if self.fit is None:
             return
         differences = self._differences(built, samples, dense)
@@ -321,6 +343,11 @@ class Calibration:
                 return self.loss(wanted, outputs), int(count)
 
         return errors
+
+    def _run(self, built: BuiltLayer, flow: Sequence[Tensors]) -> None:
+        """Run a layer on all microbatches, for whoever watches its products."""
+        for number, inputs in enumerate(flow):
+            self._forward(built, number, inputs)
 
     def _forward(self, built: BuiltLayer, number: int, inputs: Tensors) -> Tensors:
         """The outputs of a layer for a microbatch, with the same random numbers in every pass."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -226,6 +226,12 @@ class ProductStatistics:
         [own] = self._each
         assert isinstance(own, WandaStatistics)
         return own.norms if self._is_last else own.norms.unsqueeze(1)
+
+    def scores(self, weight: Tensor) -> Iterator[Tensor]:
+        """Wanda's score of each entry, |weight| × norm of its input, a matrix after the other."""
+        for own, matrix in zip(self._each, weight.view(self._matrices.shape), strict=True):
+            assert isinstance(own, WandaStatistics)
+            yield self._rows(matrix).to(own.norms.device).abs() * own.norms
 
     def add(self, inputs: Tensor, matrix: Tensor, offsets: Sequence[int] | None) -> None:
         """Count a product of inputs, (tokens, inputs), with one matrix, (inputs, outputs).

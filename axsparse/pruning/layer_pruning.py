@@ -22,6 +22,7 @@ from axsparse.pruning.input_statistics import (
     METHODS,
     STATISTICS,
     HowMany,
+    Method,
     ProductStatistics,
     WatchedProducts,
     kept_by_inputs,
@@ -116,27 +117,35 @@ class LayerPruning:
             kept[name] = number * kept_by_inputs(method, shape, how_many)
         return kept
 
-    def draw(
-        self, built: BuiltLayer, pass_samples: Callable[[], None], masks: CalibratedMasks
-    ) -> None:
-        """Draw the masks of one layer and put them into its weights.
+    def gathered(
+        self, built: BuiltLayer, method: Method, pass_samples: Callable[[], None]
+    ) -> dict[str, ProductStatistics]:
+        """The statistics of the pruned matrices of one layer, by name.
 
         `pass_samples` runs the layer on the inputs that decide; it is called if any do.
         """
         weights = {
             tensor.name: tensor.parameter.detach()
             for tensor in built.state.owned
-            if tensor.name in self.targets.shapes and self._sees_inputs
+            if tensor.name in self.targets.shapes
         }
         gathered = {
-            name: ProductStatistics(
-                STATISTICS[self.method], name, weight, self.targets.input_dims.get(name, 1)
-            )
+            name: ProductStatistics(method, name, weight, self.targets.input_dims.get(name, 1))
             for name, weight in weights.items()
         }
         if gathered:
             with WatchedProducts(weights, gathered):
                 pass_samples()
+        return gathered
+
+    def draw(
+        self, built: BuiltLayer, pass_samples: Callable[[], None], masks: CalibratedMasks
+    ) -> None:
+        """Draw the masks of one layer and put them into its weights; `pass_samples` runs it on the
+        inputs that decide."""
+        gathered: dict[str, ProductStatistics] = {}
+        if self._sees_inputs:
+            gathered = self.gathered(built, STATISTICS[self.method], pass_samples)
         unmet = {name: one.unmet for name, one in gathered.items()}
         unseen = [
             name for name, none in unmet.items() if len(none) == self.targets.matrices(name)[0]
@@ -145,7 +154,7 @@ class LayerPruning:
             pruned, alike = self.targets.shapes, {*map(of_all_numbers, unseen)}
             # Matrices of other layers are likely to be as those here.
             others = {name for name in pruned if of_all_numbers(name) not in alike}
-            fit = others | (weights.keys() - unseen)
+            fit = others | (gathered.keys() - unseen)
             raise ConfigError(
                 f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
                 f"nothing multiplies by {some_of(unseen)} there; "

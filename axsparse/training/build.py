@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,7 @@ from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
 from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
 from axsparse.pruning.methods.pruner import Pruner
+from axsparse.pruning.outliers import sparsities
 from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Collective, Link, Transport
 from axsparse.runtime.console import Console, make_console
@@ -79,6 +81,9 @@ HEALED = "healing"
 """The folder in the run directory with healed layers, until the first checkpoint has them."""
 OF_HEALING = ("pruning.", "data.", "model.", "seed", "precision", "batch.microbatch_size")
 """Beginnings of settings that determine the result of pruning at once and healing."""
+SAMPLED = 16
+"""The microbatches of calibration samples by which outliers are counted: shares of entries, which
+more samples hardly change."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,33 @@ class PrunedLayers:
     """The same mean loss of the pruned model."""
     held_out: int
     """The validation samples that these are of."""
+
+
+@torch.inference_mode(mode=False)
+def owl_sparsities(
+    job: Job,
+    model: Model,
+    open_datasets: Callable[[], Datasets],
+    config: Config,
+    mean: float,
+) -> dict[str, float]:
+    """The sparsity of each tensor to prune, by the outliers of its layer among the first samples of
+    calibration (`outliers`); all ranks call this together. Raises what `prune_layers` raises."""
+    plan, _, calibration, _ = _prepared_calibration(job, model, open_datasets, config)
+    few = replace(calibration, samples=calibration.samples[:SAMPLED])
+    shares = json.dumps(few.outlier_shares())
+    transport = calibration.transport
+    known = map(json.loads, gather_texts(transport.world, transport.backoff, shares))
+    share_of = {name: share for own in known for name, share in own.items()}
+    assert plan.targets is not None, "something is pruned"
+    shapes = plan.targets.shapes
+    layers = {
+        layer.name: [it.name for it in layer.parameters if it.name in shapes]
+        for layer in plan.profile.layers
+    }
+    entries = {name: sum(math.prod(shapes[tensor]) for tensor in layers[name]) for name in share_of}
+    found = sparsities(share_of, entries, mean)
+    return {tensor: found[name] for name in found for tensor in layers[name]}
 
 
 @torch.inference_mode(mode=False)
@@ -115,6 +147,32 @@ def prune_layers(
     are of the first `train.eval_steps` batches of validation samples, which pass through the layers
     by the side. Raises what `prepare_run` raises, and TrainingError where healing diverges.
     """
+    plan, data, calibration, count = _prepared_calibration(job, model, open_datasets, config)
+    transport = calibration.transport
+    healed = _healed_layers(plan, data, folder)
+    console = make_console(sys.stdout)
+    is_shown = plan.coords.replica == 0
+    calibration = replace(
+        calibration,
+        says=console.line if is_shown else lambda _: None,
+        shows=console.progress if is_shown else lambda *_: None,
+        healed=healed,
+        forgets=True,
+    )
+    seconds = text_of_first(transport, json.dumps(calibration.seconds_of_layer()))
+    announce(plan, json.loads(seconds))
+    losses = json.dumps(_calibrated(transport, calibration).losses)
+    console.close()
+    known = gather_texts(transport.world, transport.backoff, losses)
+    before, after = next(json.loads(text) for text in known if text != "[]")
+    return PrunedLayers(plan, healed, calibration.pruned, before, after, count)
+
+
+def _prepared_calibration(
+    job: Job, model: Model, open_datasets: Callable[[], Datasets], config: Config
+) -> tuple[RunPlan, Data, Calibration, int]:
+    """The plan of a model that is pruned one layer at a time, its data, the calibration of this
+    rank, and the number of validation samples of which it gives the losses."""
     check_settings(job, config, model)
     placement, config = placed(job, config)
     transport = placement.transport
@@ -135,23 +193,7 @@ def prune_layers(
         held_out = _alone(data.validation, count).evaluation(0)
     options = _state_options(plan, _replicas(plan, transport), placement)
     own = [model.layers[number] for number in plan.stages[plan.coords.stage]]
-    healed = _healed_layers(plan, data, folder)
-    console = make_console(sys.stdout)
-    is_shown = plan.coords.replica == 0
-    calibration = replace(
-        _calibration(plan, own, options, transport, data, held_out),
-        says=console.line if is_shown else lambda _: None,
-        shows=console.progress if is_shown else lambda *_: None,
-        healed=healed,
-        forgets=True,
-    )
-    seconds = text_of_first(transport, json.dumps(calibration.seconds_of_layer()))
-    announce(plan, json.loads(seconds))
-    losses = json.dumps(_calibrated(transport, calibration).losses)
-    console.close()
-    known = gather_texts(transport.world, transport.backoff, losses)
-    before, after = next(json.loads(text) for text in known if text != "[]")
-    return PrunedLayers(plan, healed, calibration.pruned, before, after, count)
+    return plan, data, _calibration(plan, own, options, transport, data, held_out), count
 
 
 # -- settings -----------------------------------------------------------------------------

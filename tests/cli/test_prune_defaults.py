@@ -36,23 +36,29 @@ def with_settings(order: PruneOrder, *settings: str) -> PruneOrder:
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "heal", "schedule", "method", "passes"),
+    ("sparsity", "heal", "schedule", "method", "passes", "distribution"),
     [
-        (0.5, "blocks", "once", "wanda", 1),
-        (0.55, "blocks", "once", "wanda", 1),
-        (0.6, "train", "gradual", "wanda", 2),
-        (0.8, "train", "gradual", "wanda", 4),
-        (0.99, "train", "gradual", "wanda", 4),
+        (0.5, "blocks", "once", "wanda", 1, "uniform"),
+        (0.55, "blocks", "once", "wanda", 1, "uniform"),
+        (0.6, "train", "once", "wanda", 2, "uniform"),
+        (0.8, "train", "once", "sparsegpt", 4, "uniform"),
+        (0.99, "train", "once", "sparsegpt", 4, "owl"),
     ],
 )
 def test_the_sparsity_alone_decides(
-    sparsity: float, heal: str, schedule: str, method: str, passes: int, order: PruneOrder
+    sparsity: float,
+    heal: str,
+    schedule: str,
+    method: str,
+    passes: int,
+    distribution: str,
+    order: PruneOrder,
 ) -> None:
     found = chosen(with_settings(order, f"pruning.sparsity={sparsity}"))
 
     config = found.configured()
     assert (found.heal, found.schedule, config.pruning.method) == (heal, schedule, method)
-    assert config.pruning.heal == "blocks"
+    assert (found.distribution, config.pruning.heal) == (distribution, "blocks")
     assert config.train.teacher == (None if heal == "blocks" else str(order.source))
     assert rule_of(sparsity).passes == passes
     assert [rule.up_to for rule in RULES] == sorted(rule.up_to for rule in RULES)
@@ -76,6 +82,20 @@ def test_what_is_said_wins(order: PruneOrder, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("data: {source: tokens, path: x}\npruning: {method: random, sparsity: 0.7}\n")
     assert chosen(replace(order, config=str(own))).configured().pruning.method == "random"
+
+
+def test_outliers_spread_what_inputs_decide_and_no_other_setting_spreads(order: PruneOrder) -> None:
+    others = with_settings(order, "pruning.sparsity=0.9", "pruning.layers=[a=0.5]")
+    order = with_settings(order, "pruning.sparsity=0.9")
+
+    assert chosen(order).distribution == "owl"
+    assert chosen(others).distribution == "uniform"
+    assert chosen(replace(order, method="magnitude")).distribution == "uniform"
+    assert chosen(replace(order, method="magnitude", distribution="owl")).distribution == "owl"
+    with pytest.raises(
+        ConfigError, match=r"^--distribution: owl .*, and so does pruning\.layers; leave"
+    ):
+        chosen(replace(others, distribution="owl"))
 
 
 def test_a_training_is_as_long_as_its_texts_and_as_fast_as_its_width(order: PruneOrder) -> None:
@@ -125,7 +145,8 @@ def test_a_setting_need_not_have_an_effect_in_each_run_of_the_command(
 
 def test_it_says_what_it_does_how_long_and_how_good_it_was_elsewhere(order: PruneOrder) -> None:
     settings = ("pruning.sparsity=0.8", "train.steps=100", "batch.global_batch_size=8")
-    order = chosen(with_settings(order, *settings, "data.sequence_length=1024"))
+    order = with_settings(order, *settings, "data.sequence_length=1024")
+    order = chosen(replace(order, schedule="gradual"))
     work = Work(
         block_flops=1e9, blocks=10, model_flops=12e9, length=256, block_seconds=0.3, ranks=2
     )

@@ -207,6 +207,7 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
     more = ["--heal", "train", "--teacher"] if heal == "taught" else ["--heal", heal]
     more += ["--steps", "2"] if heal in ("train", "taught") else []
     more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
+    more += ["--distribution", "owl"]
     more += ["--set", "batch.microbatch_size=2", "--set", "pruning.heal_batch=2", *JUDGED]
 
     alone = pruned(tmp_path, "model #2", *more)
@@ -222,7 +223,8 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
 
 
 RISING = (
-    *("--sparsity", "0.8", "--set", "train.steps=24", "--set", "checkpoint.every=3"),
+    *("--sparsity", "0.8", "--schedule", "gradual", "--distribution", "owl"),
+    *("--set", "train.steps=24", "--set", "checkpoint.every=3"),
     *("--set", "train.eval_steps=all", "--set", "train.log_every=1"),
 )
 
@@ -263,8 +265,8 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
         re.MULTILINE,
     )
     assert re.search(
-        "^axsparse: wanda to 50 %; blocks are healed; 24 steps .*, rising to 80 %, taught by the "
-        r"dense model; about \d\d:\d\d on this machine$",
+        "^axsparse: wanda to 50 %; sparsities by OWL; blocks are healed; 24 steps .*, rising to 80 "
+        r"%, taught by the dense model; about \d\d:\d\d on this machine$",
         stopped.stdout,
         re.MULTILINE,
     )
@@ -274,14 +276,19 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
     said = (tmp_path / "alone" / "README.md").read_text()
     assert "80.0 % of the entries of the pruned matrices are zero" in said
     assert "rising to 80 %, taught by the dense model.\n" in said
+    sparsities = dict(
+        entry.split("=")
+        for entry in json.loads((tmp_path / "alone.run" / "pruned.json").read_text())["layers"]
+    )
     masks = open_masks(tmp_path / "alone.run" / "run")
     first = open_weights(tmp_path / "alone.run" / "pruned" / "model.safetensors")
     for name, kept in masks.kept.items():
         zeros = alone[name] == 0
         mask = masks.mask(name, tuple(zeros.shape), lambda: torch.empty(0))
         assert torch.equal(zeros, ~mask.view(zeros.shape)), name
-        assert kept == zeros.numel() - round(0.8 * zeros.numel())
+        assert kept == zeros.numel() - round(float(sparsities.pop(name)) * zeros.numel())
         assert zeros[first.read(name) == 0].all(), "masks only shrink"
+    assert not sparsities
     records = (tmp_path / "cut.run" / "run" / "metrics.jsonl").read_text().splitlines()
     rises = [record for record in map(json.loads, records) if "masks" in record]
     assert [record["step"] for record in rises] == list(range(7, 19))
@@ -310,7 +317,7 @@ def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:
     order = PruneOrder(
         Path("model"), (Path("texts"),), (), Path("out"), "quickstart.yaml", (), "train"
     )
-    facts = Facts(before=2.0, after=2.5, held_out=7, entries=1000, kept=400, pruned=2.2)
+    facts = Facts(before=2.0, after=2.5, held_out=7, entries=1000, kept=400, layers=(), pruned=2.2)
 
     said = card(order, configure(None), facts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from axsparse.models.layer import Model
 from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.calibration import CalibrationProgress
+from axsparse.training.build import owl_sparsities
 from axsparse.training.trainer import build
 
 SAMPLES = 6
@@ -149,12 +151,14 @@ def kept_entries(
     return stays
 
 
-def masks_in_torch(
-    model: Any, method: str, config: Config, pattern: tuple[int, int] | None
-) -> dict[str, Tensor]:
-    """The published methods in plain torch, for every matrix and every expert by itself, in the
-    shape of the weight."""
-    data, masks = token_data(), {}
+Product = tuple[Tensor, Tensor]
+"""A matrix, (outputs, inputs), and what it was multiplied with, (tokens, inputs)."""
+
+
+def blocks_in_torch(model: Any, config: Config) -> Iterator[dict[str, tuple[list[Product], bool]]]:
+    """For each block, of each weight its products, one for each expert, and whether it has inputs
+    first. The samples pass when the block's turn comes."""
+    data = token_data()
     samples = samples_of_step(len(data), SAMPLES, 0, config.seed)
     [(at, layers), *_] = [x for x in model.named_modules() if isinstance(x[1], nn.ModuleList)]
     for number, layer in enumerate(layers):
@@ -182,12 +186,24 @@ def masks_in_torch(
             model(data.read(samples[begin : begin + 2])[0][0])
         for hook in hooks:
             hook.remove()
-        for path, module in pruned.items():
-            for name, each in products(f"{at}.{number}.{path}", module, calls[path]).items():
-                own = [kept_entries(matrix, x, method, 0.5, pattern) for matrix, x in each]
-                mask = torch.stack(own) if len(own) > 1 else own[0]
-                is_turned = getattr(module, "is_transposed", type(module).__name__ == "Conv1D")
-                masks[name] = mask.mT if is_turned else mask
+        yield {
+            name: (each, getattr(module, "is_transposed", type(module).__name__ == "Conv1D"))
+            for path, module in pruned.items()
+            for name, each in products(f"{at}.{number}.{path}", module, calls[path]).items()
+        }
+
+
+def masks_in_torch(
+    model: Any, method: str, config: Config, pattern: tuple[int, int] | None
+) -> dict[str, Tensor]:
+    """The published methods in plain torch, for every matrix and every expert by itself, in the
+    shape of the weight."""
+    masks = {}
+    for block in blocks_in_torch(model, config):
+        for name, (each, is_turned) in block.items():
+            own = [kept_entries(matrix, x, method, 0.5, pattern) for matrix, x in each]
+            mask = torch.stack(own) if len(own) > 1 else own[0]
+            masks[name] = mask.mT if is_turned else mask
     return masks
 
 
@@ -270,6 +286,43 @@ def test_whatever_multiplies_is_pruned_by_its_inputs(
     config = tiny_config(model=model_of(theirs, tmp_path), **pruning)
 
     masks_of_the_reference(theirs, config, layout)
+
+
+@pytest.mark.parametrize("kind", ["gpt_oss", "gpt2"])
+def test_layers_with_more_outliers_stay_denser(
+    kind: str, transformers: Any, tmp_path: Path
+) -> None:
+    if kind == "gpt_oss":
+        theirs = saved_experts(transformers, kind, tmp_path)
+    else:
+        kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+        sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 3}
+        theirs = saved_model(transformers, kinds[kind](**sizes, **LINEAR[kind]), tmp_path)
+    config = tiny_config(model=model_of(theirs, tmp_path), **settings())
+    datasets = ax.Datasets(token_data(), None)
+
+    found = owl_sparsities(job_alone(), named_model(config), lambda: datasets, config, 0.8)
+
+    shares, entries = [], []
+    with torch.no_grad():
+        blocks = list(blocks_in_torch(theirs, config))
+        for block in blocks:
+            pairs = [pair for each, _ in block.values() for pair in each]
+            scores = torch.cat(
+                [(matrix.abs() * x.norm(dim=0)).flatten().double() for matrix, x in pairs]
+            )
+            shares.append(float((scores > 5 * scores.mean()).double().mean()))
+            entries.append(scores.numel())
+    least, most = min(shares), max(shares)
+    assert least < most
+    densities = [0.16 * (share - least) / (most - least) for share in shares]
+    mean = sum(d * n for d, n in zip(densities, entries, strict=True)) / sum(entries)
+    expected = {
+        name: 0.8 - (density - mean)
+        for block, density in zip(blocks, densities, strict=True)
+        for name in block
+    }
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def test_experts_that_no_token_met_are_said_once(
