@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,6 +86,25 @@ def switch_mode(layer: str, module: nn.Module, *, training: bool) -> None:
                 "masters and checkpoints would not follow; compute with a changed copy in the "
                 "forward (loralib: merge_weights=False)"
             )
+
+
+def start_training(module: nn.Module, *, trains_all: bool = False) -> None:
+    """Ask the modules with a `train` of their own for their modes, as a training loop does; modules
+    that are in evaluation stay there, unless `trains_all`."""
+    children = [*module.modules()]
+    if trains_all or any(child.training and _has_own_train(child) for child in children):
+        resting = [child for child in children if not (child.training or trains_all)]
+        module.train()
+        for child in resting:
+            child.training = False
+
+
+def _has_own_train(module: nn.Module) -> bool:
+    """Whether a module has a `train(mode)` of its own; a method `train(loader)` is none."""
+    if getattr(module.train, "__func__", None) is nn.Module.train:
+        return False
+    first = next(iter(inspect.signature(module.train).parameters.values()), None)
+    return first is not None and (first.name == "mode" or first.kind is first.VAR_POSITIONAL)
 
 
 def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
 from axsparse.models.model_profile import COPIABLE, EXAMPLE
-from axsparse.models.module_buffers import named_tensors, replaced, slots
+from axsparse.models.module_buffers import named_tensors, replaced, slots, start_training
 from axsparse.models.sequential import PLAIN, OwnValues, reject_unfit, structure
 from axsparse.models.stand_ins import (
     Modules,
@@ -79,6 +79,7 @@ def from_module(
     check_kind("from_module: module", module, nn.Module, "give an nn.Module")
     check_kind("from_module: example", example, Callable, EXAMPLE)
     reject_unfit(module)
+    start_training(module)
     inputs = _as_wide(example(2), module)
     modes = [(child, child.training) for child in module.modules()]
     buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]

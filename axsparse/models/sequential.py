@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Ties, on_meta
-from axsparse.models.module_buffers import named_tensors, slots, unfilled_attribute
+from axsparse.models.module_buffers import (
+    named_tensors,
+    slots,
+    start_training,
+    unfilled_attribute,
+)
 from axsparse.runtime.canonical_form import bytes_of, digest_of
 from axsparse.runtime.errors import ConfigError, check_kind
 
@@ -41,19 +46,20 @@ def from_sequential(
     """
     if isinstance(modules, nn.Module):
         reject_unfit(modules)
+        start_training(modules)
     if isinstance(modules, nn.Sequential):
         _reject_more(modules)
     layers = _by_name(modules)
     for module in layers.values():
         reject_unfit(module)
+        start_training(module)
     check_kind("sequential: kinds", kinds, Mapping, 'write them by layer, as {"0": "embedding"}')
     kinds = {str(layer): kind for layer, kind in kinds.items()}
-    for layer in kinds:
-        if layer not in layers:
-            raise ConfigError(
-                f"sequential: kinds names {layer!r}, and the modules are {', '.join(layers)}; "
-                "choose one of them"
-            )
+    for layer in [each for each in kinds if each not in layers]:
+        raise ConfigError(
+            f"sequential: kinds names {layer!r}, and the modules are {', '.join(layers)}; choose "
+            "one of them"
+        )
     _reject_shared(layers)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]
     made = []

@@ -25,7 +25,7 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
 from axsparse.models.losses import compiled, linear_cross_entropy
 from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
-from axsparse.models.module_buffers import switch_mode
+from axsparse.models.module_buffers import start_training, switch_mode
 from axsparse.models.sequential import is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
 from axsparse.observe.out_of_memory import with_advice
@@ -609,8 +609,10 @@ def stage_of_layers(
         loss = sharded_loss(model, group) or loss
     if pipeline.compile and coords.is_last:
         loss = compiled(loss)
-    if is_in_evaluation(model):
-        for layer in layers:
+    trains_all = is_in_evaluation(model)
+    for layer in layers:
+        start_training(layer.module)
+        if trains_all:
             with layer.state.expanded():
                 switch_mode(layer.spec.name, layer.module, training=True)
     teacher = None

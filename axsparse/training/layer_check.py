@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from axsparse.data.batches import Batch
 from axsparse.models.layer import Layer, Model, on_meta
-from axsparse.models.module_buffers import replaced, slots, tracked_norms
+from axsparse.models.module_buffers import replaced, slots, start_training, tracked_norms
 from axsparse.models.sequential import given_module, is_in_evaluation
 from axsparse.models.stand_ins import are_alike
 from axsparse.pipeline.engine import Engine
@@ -209,8 +209,8 @@ def _first_failure(
             weights = dict(full_weights(layer))
             kept.enter_context(preserved_rng())
             module = kept.enter_context(_plain_module(layer, weights, record, config.seed))
-            if trains_all or _module_of(layer.spec).startswith(OWN_MODELS):
-                module.train()
+            is_own = _module_of(layer.spec).startswith(OWN_MODELS)
+            start_training(module, trains_all=trains_all or is_own)
             modes = {path: child.training for path, child in layer.module.named_modules()}
             for path, child in module.named_modules():  # The user may have set those of the copy.
                 child.training = modes.get(path, child.training)

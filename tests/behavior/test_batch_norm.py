@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -36,9 +37,11 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
+from axsparse.models.sequential import from_sequential
 from axsparse.training.trainer import Trainer
 
 WIDTH = 16
+OUT = Layer("out", lambda: nn.Linear(WIDTH, 5), kind="head", init=random_init)
 
 
 def norm_layer() -> nn.Module:
@@ -47,8 +50,7 @@ def norm_layer() -> nn.Module:
 
 def norm_model() -> Model:
     layers = [Layer(f"norm{number}", norm_layer, init=random_init) for number in range(3)]
-    out = Layer("out", lambda: nn.Linear(WIDTH, 5), kind="head", init=random_init)
-    return Model([*layers, out], summed_loss)
+    return Model([*layers, OUT], summed_loss)
 
 
 def config(**sections: object) -> Config:
@@ -177,3 +179,53 @@ def test_other_buffers_that_a_forward_changes_are_recomputed_as_they_were(
 
     [calls] = [trace.buffers["count1.calls"] for trace in traces if "count1.calls" in trace.buffers]
     assert calls.item() == 12
+
+
+class Frozen(nn.Sequential):
+    """Keeps its normalisations in evaluation."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        super().train(mode)
+        for child in self.modules():
+            if isinstance(child, nn.BatchNorm1d):
+                child.eval()
+        return self
+
+
+class WithLoop(nn.Sequential):
+    """Its `train` is no setting of a mode."""
+
+    def train(self, loader: object, epochs: int) -> None:  # type: ignore[override]
+        raise AssertionError
+
+
+def frozen(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
+    """A normalisation, and a dropout in evaluation."""
+    return kind(nn.BatchNorm1d(WIDTH), nn.Dropout().eval())
+
+
+def of_layers(norm: nn.Module, container: type[nn.Sequential] = nn.Sequential) -> Model:
+    return from_sequential(container(norm, nn.Linear(WIDTH, 5)), summed_loss)
+
+
+@pytest.mark.parametrize(
+    ("make", "updates"),
+    [
+        (lambda: of_layers(frozen()), 12),
+        (lambda: of_layers(frozen(), WithLoop), 12),
+        (lambda: of_layers(frozen(Frozen)), 0),
+        (lambda: of_layers(frozen(), Frozen), 0),
+        (lambda: Model([Layer("0", partial(frozen, Frozen)), OUT], summed_loss), 0),
+    ],
+)
+def test_a_train_of_a_modules_own_may_freeze_statistics(
+    make: Callable[[], Model], updates: int
+) -> None:
+    settings = config(train={"steps": 3}, samo={"enabled": False}, pruning={"sparsity": 0.0})
+    [(trainer, _)] = train_in_process(1, 1, make(), settings, vector_data())
+
+    norm, dropout = trainer.layers[0].module.children()
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.num_batches_tracked is not None
+    assert norm.num_batches_tracked.item() == updates
+    assert not dropout.training
