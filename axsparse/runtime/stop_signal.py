@@ -51,6 +51,14 @@ class StopRequest:
         return self._pipe is not None
 
     @property
+    def is_unheard(self) -> bool:
+        """Whether SIGTERM would end the process without the run, which is in another thread than
+        the main one: only the main thread can take signals."""
+        is_main = threading.current_thread() is threading.main_thread()
+        is_free = signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        return not is_main and not self.is_listening and is_free
+
+    @property
     def is_set(self) -> bool:
         return self.reason is not None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,38 @@ def test_a_callback_of_evaluations_that_never_are_is_warned_of(
 
     said = "warning: on_evaluation is never called: there are no validation data, or train."
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("main_thread", "handler", "says"),
+    [
+        (False, signal.SIG_DFL, True),
+        (False, signal.default_int_handler, False),
+        (True, signal.SIG_DFL, False),
+    ],
+)
+def test_a_run_that_no_signal_reaches_says_so(
+    main_thread: bool,
+    handler: Any,
+    says: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def train() -> None:
+        config = tiny_config(train={"steps": 1}, run_dir=str(tmp_path / "run"))
+        alone(mlp(), config, vector_data(), quiet=False).train()
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        if main_thread:
+            train()
+        else:
+            with ThreadPoolExecutor(1) as another:
+                another.submit(train).result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+    assert ("outside the main thread no signal saves" in capsys.readouterr().out) == says
 
 
 def test_every_rank_hears_the_same_in_the_same_order(tmp_path: Path) -> None:
