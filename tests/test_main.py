@@ -59,17 +59,25 @@ def test_every_command_has_help_that_costs_neither_torch_nor_mpi() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["--help", "--version", "config show", "doctor", *(f"{w} --help" for w in all_parsers())],
+    [
+        "--help",
+        "--version",
+        "config show",
+        "doctor",
+        "data prepare IN/words.txt --validation-fraction 0 --out IN/tokens",
+        *(f"{words} --help" for words in all_parsers()),
+    ],
 )
 def test_output_that_cannot_be_written_ends_in_one_line_and_74(
-    line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    (tmp_path / "words.txt").write_text("words\n" * 99)
     full = "(No space left on device); free space where it goes, or send it elsewhere"
     for place, why in (("/dev/full", full), (None, "(it is closed); open it")):
         with Path(place or "/dev/null").open("w") as stream:
             monkeypatch.setattr(sys, "stdout", stream if place else None)
             with pytest.raises(SystemExit) as end:
-                main(line.split())
+                main(line.replace("IN", str(tmp_path)).split())
             monkeypatch.undo()
 
         said = capsys.readouterr().err

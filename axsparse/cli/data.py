@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from axsparse.cli.parser import CommandParser, integer, share
+from axsparse.cli.parser import CommandParser, integer, say, share
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request, prepare
 from axsparse.data.tokenizers import SEPARATOR
@@ -139,6 +139,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def prepare_and_show(request: Request, workers: int) -> None:
-    """Prepare tokens, and show on stdout how far it is."""
+    """Prepare tokens, and show on stdout how far it is; OutputError in the end if it cannot be
+    written."""
+    say("", end="")
     with contextlib.closing(make_console(sys.stdout)) as console:
         prepare(request, workers, console)
+    say("", end="")

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from axsparse.config.load import to_yaml
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, token_sources
 from axsparse.observe.trace_file import TRACE_FILE, TRACES
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.runtime.communication import Transport
@@ -193,7 +193,8 @@ def open_run_dir(
 def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunLock]:
     """Make the directory of a new run, and lock it.
 
-    With `overwrite` it may be another run's, whose files `RunDir.begin` removes.
+    With `overwrite` it may be another run's, whose files `RunDir.begin` removes; ConfigError if the
+    configuration names one of them.
 
     A directory is free if it has none of the files that a run writes, or if its run ended before
     the first step. Under `run_dir: auto` that holds for the last directory of the name only, since
@@ -202,6 +203,8 @@ def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunL
     OutputError if the directory holds or is used by another run, or cannot be written.
     """
     setting, where = config.run_dir, config.where("run_dir")
+    if overwrite:
+        _reject_removed(config)
     if setting != "auto":
         return Path(setting), _claim(Path(setting), where, overwrite=overwrite)
     for path, following in itertools.pairwise(automatic_run_dirs(config.name)):
@@ -241,6 +244,27 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
         f"choose {ANOTHER_RUN_DIR}, or go on with that run by {RESUME_AUTO}, "
         "or begin it anew (in Python overwrite=True)"
     )
+
+
+def _reject_removed(config: Config) -> None:
+    """ConfigError if a file or folder that the run reads is one that `_clear` would remove."""
+    run, model = Path(config.run_dir).resolve(), config.model
+    given = [("data.path", path) for path, _ in token_sources(config.data)]
+    given += [("data.validation", config.data.validation), ("train.teacher", config.train.teacher)]
+    given += [("model.weights", model.weights), ("model.from", model.from_)]
+    for key, value in [*given, ("pruning.mask", config.pruning.mask)]:
+        path = Path(value or "")
+        if key == "pruning.mask" and path.is_dir():
+            path /= MASK_FILE
+        path = path.parent.resolve() / path.name
+        if path == run / MASK_FILE or any(
+            step_of(folder) is not None and folder.parent == (run / CHECKPOINTS).resolve()
+            for folder in (path, *path.parents)
+        ):
+            raise ConfigError(
+                f"{config.where(key)}: {value} is of the run in {config.run_dir}, which overwrite "
+                "removes; copy it elsewhere, or choose another run_dir"
+            )
 
 
 def _reject_foreign(path: Path, where: str) -> None:

@@ -485,12 +485,13 @@ def forged(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> object
     return mask_file.open_masks(Path("m"))
 
 
-def made_run_dir(path: str = "run") -> None:
+def made_run_dir(path: str = "run", *, overwrite: bool = False, **sections: Any) -> None:
     """Make the directory of a run, and let go of it."""
-    config = tiny_config(run_dir=path).with_origins("quick", {"run_dir": "--run-dir"})
+    config = tiny_config(run_dir=path, **sections)
+    config = config.with_origins("quick", {"run_dir": "--run-dir"})
     before = sorted(Path().rglob("*"))
     try:
-        run_directory.make_run_dir(config)[1].release()
+        run_directory.make_run_dir(config, overwrite=overwrite)[1].release()
     except AxsparseError:
         assert sorted(Path().rglob("*")) == before, "what is there stays as it is"
         raise
