@@ -249,6 +249,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
 def _reject_removed(config: Config) -> None:
     """ConfigError if a file or folder that the run reads is one that `_clear` would remove."""
     run, model = Path(config.run_dir).resolve(), config.model
+    given: list[tuple[str, str | None]]
     given = [("data.path", path) for path, _ in token_sources(config.data)]
     given += [("data.validation", config.data.validation), ("train.teacher", config.train.teacher)]
     given += [("model.weights", model.weights), ("model.from", model.from_)]
