@@ -16,12 +16,14 @@ from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
 from axsparse.models.model_profile import COPIABLE, EXAMPLE
@@ -220,6 +222,16 @@ class _Split:
         except Exception as reason:
             raise _unfit(module, f"it has no copy ({one_line(reason)})", COPIABLE) from reason
         self._put_stand_ins()
+        read = {*chain(*self._used, *self._arguments)}
+        self._shapes: list[list[Name]] = [
+            [
+                ("shape", number, leaf)
+                for leaf, is_kept in enumerate(call.keeps_shape)
+                if call.is_shapes and not is_kept and ("output", number, leaf) in read
+            ]
+            for number, call in enumerate(self._calls)
+        ]
+        """Which shapes stand-ins for a call are told."""
         self._owned = self._owners(watch)
         self._items: list[tuple[str, int]] = []
         for number in range(len(self._calls) + 1):
@@ -314,14 +326,17 @@ class _Split:
         for kind, number in self._items:
             if kind == "segment":
                 needs.append({*self._used[number], *(sizes if number else ())})
+                needs[-1].update(*self._shapes[: max(number - 1, 0)])
                 following = self._arguments[number] if number < len(self._arguments) else ()
                 made = [n for n in following if n is not None and n[:2] == ("argument", number)]
             else:
                 needs.append({name for name in self._arguments[number] if name is not None})
-                needs[-1].update(sizes if self._calls[number].has_numbers else ())
+                if self._calls[number].has_numbers:
+                    needs[-1].update(sizes, *self._shapes[:number])
                 made = [
                     ("output", number, leaf) for leaf in range(len(self._calls[number].outputs))
                 ]
+                made += self._shapes[number]
             makes.append([*dict.fromkeys(made)])
         into, known = [[*first]], [*first, *sizes]
         for item, made in enumerate(makes[:-1]):
@@ -394,13 +409,15 @@ class _Split:
             return output if isinstance(output, tuple) else (output,)
         for leaf, tensor in enumerate(tree_leaves(output)):
             values["output", number, leaf] = tensor
+        for _, _, leaf in self._shapes[number]:
+            values["shape", number, leaf] = _shape_of(values["output", number, leaf])
         return self._passed_on(item, values)
 
     def _values(self, item: int, tensors: Sequence[Tensor]) -> dict[Name, Tensor]:
         values = dict(zip(self._into[item], tensors, strict=True))
         if item == 0:
             for number, tensor in enumerate(tensors):
-                values["size", number, 0] = tensor.new_empty((0, *tensor.shape))
+                values["size", number, 0] = _shape_of(tensor)
         return values
 
     def _passed_on(self, item: int, values: Mapping[Name, Tensor]) -> tuple[Tensor, ...]:
@@ -417,6 +434,7 @@ class _Split:
             seen: dict[Name, Tensor] = {}
             if first:
                 before.enter_context(_disable_current_modes())  # which count flops of this layer
+                before.enter_context(_Mixed())
                 inputs = [
                     torch.empty(values["size", number, 0].shape[1:], dtype=dtype, device="meta")
                     for number, dtype in enumerate(self._dtypes)
@@ -436,6 +454,7 @@ class _Split:
         for leaf, name in enumerate(self._arguments[number]):
             if name is not None:
                 run.seen.setdefault(name, leaves[leaf])
+        results = [*call.outputs] if call.is_shapes else tree_leaves(member(*args, **kwargs))
         if number == run.first - 1:
             for name in self._used[run.first]:
                 if name in run.seen:
@@ -448,13 +467,52 @@ class _Split:
                     torch._C._swap_tensor_impl(run.seen[name], value)
             run.before.close()
             outputs = [
-                run.values.get(("output", number, leaf), constant)
-                for leaf, constant in enumerate(call.outputs)
+                run.values.get(("output", number, leaf), result)
+                for leaf, result in enumerate(results)
             ]
             return tree_unflatten(outputs, call.output_spec)
-        if call.keeps_shape:
-            return torch.empty_like(leaves[0])
-        return member(*args, **kwargs)
+        for leaf, is_kept in enumerate(call.keeps_shape):
+            if is_kept and call.is_shapes:
+                results[leaf] = torch.empty_like(leaves[leaf], device="meta")
+        for name in self._shapes[number]:
+            shape = run.values[name]
+            results[name[2]] = torch.empty(shape.shape[1:], dtype=shape.dtype, device="meta")
+        return tree_unflatten(results, call.output_spec)
+
+
+class _Mixed(TorchFunctionMode):
+    """Results of tensors on the meta device and of others, which the forward makes without a
+    `device`, are on the meta device; one of the others that is written to moves there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, Tensor] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = tensors_of((args, kwargs))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except RuntimeError:
+            if {each.is_meta for each in given} != {True, False}:
+                raise
+            args, kwargs = tree_map_only(Tensor, lambda each: each.to("meta"), (args, kwargs))
+            result = func(*args, **(kwargs or {}))
+            results, moved = tensors_of(result), tensors_of((args, kwargs))
+            if not results or any(one is other for one in results for other in moved):
+                raise  # It writes to one that has not moved.
+        for each in tensors_of(result):
+            if not each.is_meta and all(each is not one for one in given):
+                self._made[id(each)] = each
+            if id(each) in self._made and any(one.is_meta for one in given):
+                torch._C._swap_tensor_impl(each, torch.empty_like(each, device="meta"))
+        return result
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """An empty tensor that tells a shape, behind a first dimension of 0."""
+    return tensor.new_empty((0, *tensor.shape))
 
 
 @torch.enable_grad()
@@ -517,6 +575,11 @@ def _reject_other_result(
 def _why_apart(reason: Exception) -> str:
     """Why the layers cannot run one after the other, by what the first that fails raises."""
     what = one_line(reason)
+    if any(words in what for words in ("out of meta", "expected device", "the same device")):
+        return (
+            "its forward makes a tensor around its blocks on another device than its inputs have "
+            f"({what}; write device=x.device)"
+        )
     if isinstance(reason, NotImplementedError):
         what = what.partition(". ")[0]
         return f"its forward does around its blocks what the meta device cannot run ({what})"

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import zip_longest
 from traceback import walk_stack
 from types import MappingProxyType
 from typing import Any
@@ -19,7 +20,8 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 Name = tuple[str, int, int]
 """A tensor that passes from layer to layer: ("input", its number, 0), ("size", the number of an
 input, 0), which is empty and of the input's shape behind a first dimension of 0, ("argument", call,
-leaf), made by the segment before that call, or ("output", call, leaf)."""
+leaf), made by the segment before that call, ("output", call, leaf), or ("shape", call, leaf), which
+is to an output as a size to an input."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 CONSTANTS = (bool, int, float, str, torch.dtype, type(None), MappingProxyType)
@@ -39,8 +41,10 @@ class Call:
     outputs: list[Any] = field(default_factory=list)
     """The result, as the arguments."""
     output_spec: Any = None
-    keeps_shape: bool = False
-    """Whether the result is one tensor like the first argument."""
+    keeps_shape: list[bool] = field(default_factory=list)
+    """Whether each output is a tensor of the shape and type of the argument in its place."""
+    is_shapes: bool = False
+    """Whether the result has nothing that changes with the inputs but tensors."""
     has_gradients: bool = field(default_factory=lambda: is_recorded())
     """Whether autograd records it, as it does outside `torch.no_grad()`."""
 
@@ -55,12 +59,16 @@ class Call:
 
     def end(self, result: Any) -> None:
         self.outputs, self.output_spec = tree_flatten(result)
-        first, *_ = *self.leaves, None
-        self.keeps_shape = (
-            [*map(type, self.outputs)] == [Tensor]
-            and isinstance(first, Tensor)
-            and (first.shape, first.dtype) == (self.outputs[0].shape, self.outputs[0].dtype)
+        self.is_shapes = all(
+            isinstance(each, (Tensor, *CONSTANTS)) and type(each) not in (int, float)
+            for each in self.outputs
         )
+        self.keeps_shape = [
+            isinstance(one, Tensor)
+            and isinstance(other, Tensor)
+            and (one.shape, one.dtype) == (other.shape, other.dtype)
+            for one, other in zip_longest(self.outputs, self.leaves[: len(self.outputs)])
+        ]
 
 
 class Apart(Exception):  # noqa: N818 - the choice of lists goes on without one of them

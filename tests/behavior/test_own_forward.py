@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import Any
@@ -37,8 +38,9 @@ MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
     "Gpt": (own_models.Gpt, words, word_loss),
     "TorchEncoder": (own_models.TorchEncoder, words, word_loss),
     "Windows": (own_models.Windows, images, summed_loss),
+    "Mixture": (own_models.Mixture, words, word_loss),
 }
-USUAL = [("Vit", (1, 1)), ("Dit", (2, 1)), ("ResNet", (1, 2)), ("Gpt", (2, 1))]
+USUAL = [("Vit", (1, 1)), ("Dit", (2, 1)), ("ResNet", (1, 2)), ("Gpt", (2, 1)), ("Mixture", (2, 1))]
 USUAL += [("Probe", layout) for layout in LAYOUTS]
 
 
@@ -60,7 +62,8 @@ def made(name: str) -> nn.Module:
 def model_of(name: str, module: nn.Module) -> tuple[Model, ArrayDataset]:
     _, data, loss = MODULES[name]
     read = data()
-    return from_module(module, loss, lambda samples: read.read(np.arange(samples))[0]), read
+    model = from_module(module, loss, lambda samples: read.read(np.arange(samples))[0])
+    return replace(model, example=None), read
 
 
 @lru_cache(maxsize=4)

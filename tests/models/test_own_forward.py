@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
+from axsparse.models.module_buffers import named_tensors
 from axsparse.models.own_forward import from_module
 from axsparse.models.sequential import Snapshot, plain_model
 from axsparse.runtime.errors import ConfigError
@@ -92,6 +93,25 @@ def test_the_module_is_left_as_it_was() -> None:
     assert all(torch.equal(tensor, module.state_dict()[name]) for name, tensor in before.items())
     assert module.training and not module.layer1.training and module.layer2.training
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
+
+
+@pytest.mark.parametrize(
+    ("module", "data"), [(own_models.Windows, images), (own_models.Mixture, words)]
+)
+def test_batches_may_be_larger_than_the_watched_one(
+    module: type[nn.Module], data: Callable[[], Any]
+) -> None:
+    whole = module()
+    values: Any = data().read(np.arange(5))[0]
+    expected, state = whole(*values), whole.state_dict()
+
+    for layer in cut(whole, data).layers:
+        part = layer.build()
+        own = {name: state[layer.full_name(name)] for name, _ in named_tensors(part)}
+        values = torch.func.functional_call(part, own, tuple(values))
+        values = values if isinstance(values, tuple) else (values,)
+
+    torch.testing.assert_close(values[0], expected)
 
 
 class Twice(nn.Module):
@@ -181,6 +201,15 @@ def test_numbers_that_the_forward_writes_may_change_in_the_given_module_and_othe
     assert seen.change(lambda *_: False, lambda *_: False) == "scale"
 
 
+class Filled(own_models.Vit):
+    """Fills a tensor that it makes without a device."""
+
+    def forward(self, x: Tensor) -> Any:
+        padded = torch.zeros(len(x), 3, 8, 8)
+        padded[:, :, 1:] = x[:, :, 1:]
+        return super().forward(padded)
+
+
 class Packed(own_models.Vit):
     """Has quantized weights before its blocks, which no layer behind them can compute again."""
 
@@ -200,6 +229,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a block twice": (lambda: Looped([0, 1, 2, 1]), images),
     "a block never": (lambda: Looped([0, 1]), images),
     "values decide": (own_models.ByValue, images),
+    "a count decides": (own_models.ByCount, images),
+    "a made tensor is written to": (Filled, images),
     "blocks are written to": (own_models.Told, images),
     "a list whose hook writes gradients": (Hooked, images),
     "no copy": (locked, images),

@@ -329,7 +329,8 @@ class TorchEncoder(nn.Module):
 
 
 class Windows(nn.Module):
-    """Blocks that are told the numbers of rows of the batch, as window attention is."""
+    """Blocks that are told the numbers of rows of the batch, as window attention is, and return
+    them."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -338,7 +339,7 @@ class Windows(nn.Module):
 
         def forward(self, x: Tensor, size: tuple[int, int], scale: float = 1.0) -> Any:
             x = x.view(*size, -1)
-            return (x + scale * torch.tanh(self.linear(x))).flatten(0, 1)
+            return (x + scale * torch.tanh(self.linear(x))).flatten(0, 1), size
 
     def __init__(self) -> None:
         super().__init__()
@@ -348,11 +349,48 @@ class Windows(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         x = self.embed(x)
-        b, n, _ = x.shape
+        size = tuple(x.shape[:2])
         x = x.flatten(0, 1)
         for layer in self.layers:
-            x = layer(x, (b, n), scale=0.5)
-        return self.out(x.view(b, n, -1).mean(1))
+            x, size = layer(x, size, scale=0.5)
+        return self.out(x.view(*size, -1).mean(1))
+
+
+class Mixture(nn.Module):
+    """Blocks that send each word to two of four experts, with a balance of experts that is summed
+    over the blocks, chances of another shape, and tensors made without a device."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.gate = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4, bias=False)
+            self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+        def forward(self, x: Tensor, balance: Tensor) -> Any:
+            rows = self.norm(x).flatten(0, 1)
+            chances = self.gate(rows).softmax(-1)
+            weights, chosen = chances.topk(2, -1)
+            result = torch.zeros_like(rows)
+            for number, expert in enumerate(self.experts):
+                row, choice = (chosen == number).nonzero(as_tuple=True)
+                if len(row):
+                    part = torch.tanh(expert(rows[row])) * weights[row, choice, None]
+                    result = result.index_put((row,), part, accumulate=True)
+            balance = balance + chances.square().view(len(x), -1).sum(-1)
+            return x + result.view(x.shape), balance, chances
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Mixture.Block() for _ in range(3))
+        self.out = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, idx: Tensor) -> Any:
+        x, balance = self.embed(idx) + torch.ones(WIDTH), torch.zeros(len(idx))
+        for block in self.blocks:
+            x, balance, chances = block(x, balance)
+            x = x + chances.view(*idx.shape, -1).amax(-1, keepdim=True) * torch.ones(WIDTH)
+        return self.out(x) * balance[:, None, None]
 
 
 # -- what is refused ------------------------------------------------------------------------
@@ -414,6 +452,18 @@ class ByValue(Looped):
     def forward(self, x: Tensor) -> Any:
         x = -x if x.mean() > 0 else x
         return super().forward(x)
+
+
+class ByCount(Looped):
+    """The number of its bright images decides what it does."""
+
+    def __init__(self) -> None:
+        super().__init__(range(3))
+
+    def forward(self, x: Tensor) -> Any:
+        total = torch.zeros(len(x))
+        total += x.mean((1, 2, 3))
+        return super().forward(x * len(total.nonzero()))
 
 
 class Told(nn.Module):
