@@ -158,6 +158,8 @@ def test_it_says_what_it_does_how_long_and_how_good_it_was_elsewhere(order: Prun
         "wanda to 50 %; blocks are healed; 100 steps (819k tokens, learning rate 0.0003), rising "
         "to 80 %, taught by the dense model; about 3:07:44 on this machine"
     )
+    assert second == "SmolLM2 135M had 41.7 times the perplexity of dense after this at 80 %"
+    _, second = plan_lines(replace(order, schedule="once"), config, work)
     assert second == "SmolLM2 135M had 2.31 times the perplexity of dense after this at 80 %"
     _, second = plan_lines(order, order.configured("pruning.sparsity=0.9"), None)
     assert second.startswith("not measured yet at 90 %; SmolLM2 135M had 1.24 at 50 %, 1.53 at 60")
