@@ -51,7 +51,7 @@ class StopRequest:
         return self._pipe is not None
 
     @property
-    def is_unheard(self) -> bool:
+    def misses_signals(self) -> bool:
         """Whether SIGTERM would end the process without the run, which is in another thread than
         the main one: only the main thread can take signals."""
         is_main = threading.current_thread() is threading.main_thread()

@@ -556,7 +556,7 @@ class Trainer:
                 if self not in self._job.in_progress:
                     together(self.transport, self._follow_program)
                     self._job.in_progress.append(self)
-                    if self._stop.is_unheard:
+                    if self._stop.misses_signals:
                         self.recorder.say(
                             "note: outside the main thread no signal saves, and SIGTERM ends the "
                             "process at once; a handler of the program's own can have on_step "
