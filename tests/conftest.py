@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import zlib
 from typing import Any
 
@@ -14,6 +15,9 @@ from support.warm_python import SHARED, warm_folder
 # Before torch is imported: the bits of sums depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# A shell has what it starts in the background ignore Ctrl-C, and so would the programs of tests.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # All that is imported for tests stays: to look for garbage in it takes a tenth of the imports.
 gc.disable()

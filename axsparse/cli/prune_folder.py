@@ -265,7 +265,8 @@ def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:
     zeros = f"{1 - facts.kept / facts.entries:.4f}"
     if order.schedule == "once":
         return ["pruning.method=zeros", f"pruning.sparsity={zeros}", "pruning.layers=[]"]
-    initial = BLOCKWISE if asked.pruning.layers else zeros
+    is_shared = asked.pruning.layers and order.distribution == "uniform"
+    initial = BLOCKWISE if is_shared else zeros  # OWL's sparsities have the mean asked for.
     return [*rising(asked), f"pruning.initial_sparsity={initial}"]
 
 
