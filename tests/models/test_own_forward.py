@@ -96,7 +96,8 @@ def test_the_module_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "data"), [(own_models.Windows, images), (own_models.Mixture, words)]
+    ("module", "data"),
+    [(own_models.Windows, images), (own_models.Pooled, images), (own_models.Mixture, words)],
 )
 def test_batches_may_be_larger_than_the_watched_one(
     module: type[nn.Module], data: Callable[[], Any]

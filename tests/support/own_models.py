@@ -356,6 +356,29 @@ class Windows(nn.Module):
         return self.out(x.view(*size, -1).mean(1))
 
 
+class Pooled(nn.Module):
+    """Blocks that halve the number of patches, and are told it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, length: int) -> Any:
+            return (x + self.linear(x) / length)[:, ::2]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = PatchEmbed()
+        self.layers = nn.ModuleList(Pooled.Block() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x, x.shape[1])
+        return x
+
+
 class Mixture(nn.Module):
     """Blocks that send each word to two of four experts, with a balance of experts that is summed
     over the blocks, chances of another shape, and tensors made without a device."""
