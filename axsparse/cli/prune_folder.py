@@ -141,7 +141,7 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
     model = together(transport, lambda: named_model(config))
     if order.distribution == "owl":
         found = owl_sparsities(job, model, opened, config, asked.pruning.sparsity)
-        order = order.with_layers([f"{name}={value:.4f}" for name, value in found.items()])
+        order = order.with_layers([f"{name}={value:.6f}" for name, value in found.items()])
         asked = together(transport, order.configured)
         config = of_layers()
     announce = partial(_announce, order, asked, transport)

@@ -231,7 +231,7 @@ class _Split:
             ]
             for number, call in enumerate(self._calls)
         ]
-        """Which shapes stand-ins for a call are told."""
+        """The shapes that each call passes on for its stand-ins, by name."""
         self._owned = self._owners(watch)
         self._items: list[tuple[str, int]] = []
         for number in range(len(self._calls) + 1):

@@ -104,11 +104,7 @@ class PrunedLayers:
 
 @torch.inference_mode(mode=False)
 def owl_sparsities(
-    job: Job,
-    model: Model,
-    open_datasets: Callable[[], Datasets],
-    config: Config,
-    mean: float,
+    job: Job, model: Model, open_datasets: Callable[[], Datasets], config: Config, mean: float
 ) -> dict[str, float]:
     """The sparsity of each tensor to prune, by the outliers of its layer among the first samples of
     calibration (`outliers`); all ranks call this together. Raises what `prune_layers` raises."""

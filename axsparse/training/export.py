@@ -597,15 +597,17 @@ def _files(
     config: Config, dtype: torch.dtype, data: DataEntry
 ) -> tuple[dict[str, bytes | Path], list[str]]:
     """The files next to weights of a run, with the tokenizer of its data if it can be read."""
-    told: list[str] = []
+    lacks: list[str] = []
     tokenizer = None
     try:
         tokenizer = exported_tokenizer(config.data, data.name, data.fingerprint)
     except (DataError, MissingInputError) as reason:
         if config.model.from_ is None:
-            told = [f"the folder has no tokenizer: {reason}; --set data.path=PATH names moved data"]
+            lacks = [
+                f"the folder has no tokenizer: {reason}; --set data.path=PATH names moved data"
+            ]
     files, notes = hf_files(config.model, dtype, tokenizer)
-    return files, notes or told
+    return files, notes or lacks
 
 
 def _card(config: Family, path: Path, step: int) -> dict[str, bytes | Path]:
