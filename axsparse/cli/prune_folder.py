@@ -45,7 +45,6 @@ from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.job import Job
 from axsparse.training.build import owl_sparsities, prune_layers
-from axsparse.training.checkpoint.verification import steps_in
 from axsparse.training.export import CARD, Weights, export, export_folder, with_card
 from axsparse.training.plan import RunPlan
 from axsparse.training.trainer import build
@@ -213,8 +212,7 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     """Prune and heal one layer at a time, train, and write the folder."""
     transport = job.transport
     is_first, path, run = transport.rank == 0, order.work / FACTS, order.work / "run"
-    # Steps of a training stand for the folder that it has begun with.
-    if not together(transport, lambda: steps_in(run)):
+    if not together(transport, path.exists):
         found = _pruned(job, order, asked)
 
         def keep() -> None:

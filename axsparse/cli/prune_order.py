@@ -20,6 +20,7 @@ from axsparse.config.load import configure
 from axsparse.config.messages import shorten
 from axsparse.config.schema import Config, final_sparsity, prunes, sample_length
 from axsparse.data.documents import Reading
+from axsparse.data.token_file import read_sidecar
 from axsparse.models.start_weights import fingerprint, open_weights
 from axsparse.runtime.errors import ConfigError, writing
 from axsparse.runtime.files.atomic import new_path, remove_unfinished
@@ -163,8 +164,8 @@ class PruneOrder:
         return lock
 
     def adopt(self, config: Config) -> None:
-        """Write down the settings that determine the result; where something is trained already,
-        compare them.
+        """Write down the settings and the tokens that determine the result; where something is
+        trained already, compare them.
 
         ConfigError for the first difference, and for settings that prune or evaluate nothing. Files
         of pruned layers carry their own fingerprint, and layers are pruned again by other settings.
@@ -185,24 +186,28 @@ class PruneOrder:
             )
         decides = self._decides(config)
         path = self.work / ORDER
-        if not (path.exists() and steps_in(self.work / "run")):
-            with writing(f"--out: {path}", "free the disk"), new_path(path) as unfinished:
-                unfinished.write_text(json.dumps(decides), encoding="utf-8")
+        begun = read_json(path) if path.exists() else {}
+        changed = next((key for key, new in decides.items() if begun.get(key) != new), None)
+        if changed is None:
             return
-        begun = read_json(path)
-        for key, new in decides.items():
-            if begun.get(key) != new:
-                old = shorten(repr(begun.get(key)))
-                raise ConfigError(
-                    f"{key}: {shorten(repr(new))}, but what is in {self.work} was begun with "
-                    f"{old}; set it back, choose another --out, or remove {self.work}"
-                )
+        if begun and steps_in(self.work / "run"):
+            new, old = (shorten(repr(values.get(changed))) for values in (decides, begun))
+            raise ConfigError(
+                f"{changed}: {new}, but what is in {self.work} was begun with {old}; set it back, "
+                f"choose another --out, or remove {self.work}"
+            )
+        with writing(f"--out: {path}", "free the disk"):
+            (self.work / FACTS).unlink(missing_ok=True)  # Of the folder by other settings.
+            with new_path(path) as unfinished:
+                unfinished.write_text(json.dumps(decides), encoding="utf-8")
 
     def _decides(self, config: Config) -> dict[str, Any]:
-        """All settings that determine the result; token files carry their own fingerprint."""
+        """All settings, weights and tokens that determine the result."""
         settings = flat(config.model_dump(mode="json"))
+        tokens = read_sidecar(self.work / "tokens", "--out")
         return {
             "weights of --from": fingerprint(*open_weights(self.source).files),
+            **{f"{split} tokens": record.digest for split, record in tokens.splits()},
             "--heal": self.heal,
             "--schedule": self.schedule,
             "--distribution": self.distribution,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import torch
 from safetensors.torch import save_file
 from support.hf import write_llama
 
-from axsparse.cli.prune_order import ORDER, Heal, PruneOrder
+from axsparse.cli.prune_order import FACTS, ORDER, Heal, PruneOrder
 from axsparse.config.load import configure
+from axsparse.data.preparation import Request, prepare
+from axsparse.runtime.console import Console
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.files.run_folder import InUseError
 
@@ -24,8 +28,12 @@ def order_of(
     return PruneOrder(folder / "model", (Path("texts"),), (), out, config, settings, heal)
 
 
-def settled(order: PruneOrder, *settings: str) -> None:
+def settled(order: PruneOrder, *settings: str, text: str = "words " * 50) -> None:
+    shutil.rmtree(order.work / "tokens", ignore_errors=True)
     order.work.mkdir(exist_ok=True)
+    (order.work / "text.txt").write_text(text)
+    request = Request((order.work / "text.txt",), order.work / "tokens")
+    prepare(request, 1, Console(io.StringIO(), bar=False))
     order.adopt(configure("quickstart.yaml", ["pruning.sparsity=0.5", *settings]))
 
 
@@ -127,7 +135,15 @@ def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Pat
     write_llama(tmp_path / "model")
     order = order_of(tmp_path, heal="train")
     settled(order, setting)
+    (order.work / FACTS).touch()
+    settled(order, setting)
+    assert (order.work / FACTS).exists(), "a folder by the same settings and tokens is kept"
     settled(order)  # Nothing was trained, so that this is what counts.
+    assert not (order.work / FACTS).exists(), "the folder is of other settings"
+    (order.work / FACTS).touch()
+    settled(order, text="letters " * 50)
+    assert not (order.work / FACTS).exists(), "the folder is of other tokens"
+    settled(order)
     (order.work / "run" / "checkpoints" / "step-3").mkdir(parents=True)
 
     settled(order, "layout.g_inter=1", "run_dir=x", "train.log_every=3")
@@ -135,6 +151,8 @@ def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Pat
         settled(order, setting)
     with pytest.raises(ConfigError, match="--heal: 'none', but"):
         settled(replace(order, heal="none"))
+    with pytest.raises(ConfigError, match=r"^train tokens: '.*', but what is in"):
+        settled(order, text="letters " * 50)
     write_llama(tmp_path / "model", lambda _, tensor: tensor + 1)
     with pytest.raises(ConfigError, match=r"^weights of --from: .* but what is in"):
         settled(order)
