@@ -196,6 +196,9 @@ class TokenDataset:
         check_kinds("tokens", vars(self), name="text", fingerprint="text", **numbers)
         dtype = getattr(self.tokens, "dtype", self.tokens)
         check_kind("tokens", dtype, np.dtype, "give an array of numpy")
+        kinds = int | np.integer | np.ndarray | None
+        way = "give a whole number or an array of numpy"
+        check_kind("tokens: separator", self.separator, kinds, way)
         if self.tokens.ndim != 1 or self.tokens.dtype.kind != "u":
             raise DataError(
                 f"tokens ({self.name}): {self.tokens.ndim}-D array of {self.tokens.dtype}; "
@@ -231,7 +234,7 @@ class TokenDataset:
             inputs &= ~self.mark
             targets[targets & self.mark != 0] = IGNORED
         read: tuple[Tensor, ...] = (torch.from_numpy(inputs),)
-        if isinstance(self.separator, int):
+        if isinstance(self.separator, int | np.integer):
             read += (torch.from_numpy(document_starts(inputs, self.separator)),)
         elif self.separator is not None:
             last = np.searchsorted(self.separator, at, side="right") - 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -185,13 +185,13 @@ class Model:
     teacher: Teacher | None = None
     """A frozen model from which this one learns (`train.teacher`); None: the loss alone counts."""
     container: nn.Module | None = None
-    """A module of the user's own class that has the tensors of all layers, by their global names;
+    """A module of the user's or transformers' class with the tensors of all layers, by their names;
     `Trainer.model` gives one of its kind. None: `Trainer.model` gives a `PlainModel`."""
 
 
 def check_model(what: str, given: object) -> None:
     """ConfigError for an argument of the Python API that is no `Model`."""
-    suggestion = "make it an ax.Model by ax.from_sequential or ax.from_module"
+    suggestion = "make it an ax.Model by ax.from_sequential, ax.from_module or ax.named_model"
     check_kind(f"{what}: model", given, Model, suggestion)
 
 
@@ -214,6 +214,7 @@ def mismatched_values(tensor: Tensor, *, trained: bool) -> str:
     return ""
 
 
+@runtime_checkable
 class StartValues(Protocol):
     """Start values for all parameters of a model, which replace the layers' drawn ones.
 
@@ -241,6 +242,8 @@ def count_top1(logits: Tensor, targets: Tensor) -> Tensor:
     Among equal logits only one is the largest. A sample with a logit that is not a number is
     never right.
     """
+    for name, given in (("logits", logits), ("targets", targets)):
+        check_kind(f"count_top1: {name}", given, Tensor, "give a tensor")
     numbers = ~logits.isnan().any(dim=-1)
     return ((logits.argmax(dim=-1) == targets) & numbers).sum()
 

@@ -228,7 +228,10 @@ def profile(
     fit: duplicate names, layers that cannot be built, parameters that cannot be trained, ties
     between different shapes.
     """
-    check_kinds("model", vars(model), layers="list", ties="list", loss_logits="function or None")
+    optional = {"loss_logits": "function or None", "vocab_size": "whole number or None"}
+    check_kinds("model", vars(model), layers="list", ties="list", name="text", **optional)
+    way = "give what ax.start_from sets, or a class with the members of ax.StartValues"
+    check_kind("model: start", model.start, StartValues | None, way)
     if not model.layers:
         raise ConfigError("model: no layers; a model is a list of at least one")
     for number, given in enumerate(model.layers):

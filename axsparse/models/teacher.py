@@ -19,7 +19,7 @@ from axsparse.config.schema import Config, sample_length
 from axsparse.models.layer import Layer, Model
 from axsparse.models.losses import distillation, linear_cross_entropy, summed_cross_entropy
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, check_kind
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,7 @@ def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) ->
     with another loss than a cross entropy and for a teacher of another vocabulary or of shorter
     sequences, MissingInputError and DataError for a folder that holds no model.
     """
+    check_kind("model: teacher", model.teacher, Teacher | None, "set train.teacher to its folder")
     folder, where = config.train.teacher, config.where("train.teacher")
     if folder is None:
         return model

@@ -58,7 +58,14 @@ from axsparse.models.start_weights import WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
 from axsparse.models.zoo.hf_models import HfFile, PublishedNames, empty_model, surrounding
 from axsparse.models.zoo.model_registry import model_without_weights
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError, writing
+from axsparse.runtime.errors import (
+    ConfigError,
+    DataError,
+    MissingInputError,
+    OutputError,
+    check_kinds,
+    writing,
+)
 from axsparse.runtime.files.atomic import new_path, sync_folder, write_new
 from axsparse.runtime.files.paths import expanded, is_own, reject_within
 from axsparse.runtime.files.safetensors import (
@@ -135,6 +142,7 @@ def export(
     is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
     or is removed meanwhile.
     """
+    check_kinds("export", locals(), dtype="function or None")
     checkpoint, path = checkpoint_of(Path(expanded(run)), step), Path(expanded(path))
     if form not in get_args(Form):
         raise ConfigError(f"export: {form!r} is no form; choose one of {', '.join(get_args(Form))}")

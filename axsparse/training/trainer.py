@@ -827,7 +827,7 @@ class Trainer:
         """The model as a module of plain torch on the CPU, on rank 0; None on the others.
 
         If the model was made from a module of a user's class, the result is of that class, with all
-        attributes that the user has set.
+        attributes that the user has set; a model of transformers has transformers' class.
 
         Its weights are copies of the fp32 masters, zero where pruned. It is in evaluation mode, and
         its state dict has the global names. All ranks call this together, before, between or after

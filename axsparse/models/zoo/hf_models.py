@@ -111,6 +111,7 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
         ties=[Tie(*pair) for pair in cut.ties],
         name=config.hf["model_type"],
         vocab_size=vocabulary,
+        container=cut.causal,
     )
     if path is None:
         return model

@@ -130,6 +130,7 @@ def test_a_family_computes_trains_and_writes_as_transformers_does(
     again = settings_of(tmp_path / "ours", family)
     logits = our_logits(named_model(again), again, tokens())
     assert torch.equal(logits, hf_logits(out.eval()))
+    assert torch.equal(logits, hf_logits(trainer.model()))
 
     # Training changes the model of transformers, so that it comes last.
     expected = list(hf_losses(theirs, config))
