@@ -73,17 +73,20 @@ def own_options() -> Iterator[None]:
     try:
         yield
     except AxsparseError as error:
-        said = str(error)
-        for there, here in OPTIONS.items():
-            said = re.sub(there, here, said)
-        error.args = (said,)
+        error.args = (reworded(str(error)),)
         raise
+
+
+def reworded(line: str) -> str:
+    for there, here in OPTIONS.items():
+        line = re.sub(there, here, line)
+    return line
 
 
 @own_options()
 def prune_folder(job: Job, order: PruneOrder) -> None:
     """Do all that `axsparse prune` without `--dry-run` promises; all ranks call this together."""
-    transport = job.transport
+    transport, job.reworded = job.transport, reworded
     is_first = transport.rank == 0
     order = together(transport, partial(chosen, order))
     lock = together(transport, lambda: order.take() if is_first else None)

@@ -91,6 +91,8 @@ class Job:
         """The file for tracebacks of internal errors; None until there is a run directory."""
         self.kept = "nothing was saved"
         """The work that an interruption leaves, for its message."""
+        self.reworded: Callable[[str], str] = str
+        """Has a line about this job name the options of the command that runs it."""
         self.in_progress: list[Run] = []
         self.calls = 0
         """How many calls of trainers, one within the other, are under way."""

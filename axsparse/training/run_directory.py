@@ -372,10 +372,12 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
         return last_run(config.run_dir, config.name), None
     named = run_of(Path(expanded(resume)))
     if is_marked(named):
-        if not steps_in(named):
+        steps = steps_in(named)
+        newest = str(path_of(named / CHECKPOINTS, steps[0])) if steps else _began_from(named)
+        if not newest:
             raise MissingInputError(f"resume: {named} has no checkpoint; name another run")
         if "run_dir" in config.origins and Path(config.run_dir).resolve() != named.resolve():
-            return None, path_of(named / CHECKPOINTS, steps_in(named)[0])
+            return None, Path(newest)
         return named, None
     if not named.is_dir():
         raise MissingInputError(

@@ -348,6 +348,7 @@ class Trainer:
             coords=coords,
             activity=self.activity,
             transport=transport,
+            reworded=job.reworded,
         )
         self._step = Step(
             *(plan, self.progress, self.data.training, self.layers, self.engine),

@@ -313,8 +313,10 @@ def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.M
     order = PruneOrder(*given, (), "none")
     monkeypatch.setattr(prune_folder, "_prepare", lambda again: again.take())
 
+    job = job_alone()
     with pytest.raises(OutputError, match=r"out\.run: is in use by"):
-        prune_folder.prune_folder(job_alone(), order)
+        prune_folder.prune_folder(job, order)
+    assert job.reworded(f"hangs; {RESUME_AUTO} goes on") == "hangs; the same command goes on"
 
 
 def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:

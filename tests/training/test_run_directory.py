@@ -268,6 +268,10 @@ def test_a_branch_begins_again_where_it_began_until_it_has_a_checkpoint(
     assert found[0].lock is not None
     found[0].lock.release()
     found[0].begin(config)
+    named = opened(configure(branch / "config.yaml"), str(branch))
+    assert (named.path, named.checkpoint) == (branch, found[0].checkpoint)
+    other = opened(loaded(tmp_path / "other"), str(branch))
+    assert (other.path, other.checkpoint) == (tmp_path / "other", found[0].checkpoint)
     checkpoint(run, 4).rename(tmp_path / "away")
     with pytest.raises(MissingInputError, match=rf"began from {checkpoint(run, 4)}, which is gone"):
         opened(config)

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from support.devices import Clock
 from support.resuming import ran
-from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+from support.runs import job_alone, tiny_config, tiny_gpt, token_data, train_in_process
 
+from axsparse.cli.prune_folder import reworded
+from axsparse.data.dataset import Datasets
 from axsparse.observe.phases import Phases
 from axsparse.observe.watchdog.heartbeat import HEARTBEATS, Heartbeat, HeartbeatFolder
 from axsparse.observe.watchdog.watchdog import REPORT_FILE, THREAD, Activity, Task, Watchdog
@@ -17,7 +19,7 @@ from axsparse.pipeline.engine import Engine
 from axsparse.runtime.communication import Message
 from axsparse.runtime.files.run_folder import RESUME_AUTO
 from axsparse.runtime.grid import Grid
-from axsparse.training.trainer import Trainer
+from axsparse.training.trainer import Trainer, build
 
 TIMEOUT = 20.0
 """With this timeout a watchdog looks once a second."""
@@ -52,6 +54,7 @@ class Rank:
             job.grid.coords(number),
             timeout=TIMEOUT,
             end_job=lambda code: job.left.append((number, code)),
+            reworded=reworded,
             clock=job.clock,
         )
 
@@ -151,9 +154,10 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_the_job_ends_with_70(
     assert line == (
         "axsparse: error: rank 1 (stage 1, replica 0): hangs in compute (B2) of step 7, no "
         "progress for 20 s; rank 0 awaits its gradient 2 in step 7; the stacks of all ranks are "
-        f"in {job.folder / REPORT_FILE}; {RESUME_AUTO} goes on from the last checkpoint, and a "
+        f"in {job.folder / REPORT_FILE}; the same command goes on from the last checkpoint, and a "
         "larger watchdog.timeout waits longer"
     )
+    assert job.report.splitlines()[0] in line
 
 
 STOPPED = "(stage {0}, replica 0): hangs, last seen in "
@@ -251,9 +255,24 @@ def test_a_disk_that_hangs_with_training_ends_the_job(
     assert job.left == [(1, 70)]
     assert capsys.readouterr().err == (
         "axsparse: error: rank 1 (stage 1, replica 0): hangs, and so does the disk of "
-        f"{job.folder}, where it would be reported; {RESUME_AUTO} goes on from the last "
+        f"{job.folder}, where it would be reported; the same command goes on from the last "
         "checkpoint\n"
     )
+
+
+def test_its_line_names_the_options_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, config = job_alone(), tiny_config(run_dir=str(tmp_path / "run"))
+    job.reworded = reworded
+    trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data()), config)
+    dog = trainer._watchdog
+    assert dog is not None
+    dog._end_job = bool
+    dog._end(f"hangs; {RESUME_AUTO} goes on")
+    trainer.close()
+
+    assert capsys.readouterr().err == "axsparse: error: hangs; the same command goes on\n"
 
 
 def test_a_rank_by_itself_is_watched_also_on_a_full_disk(
