@@ -287,6 +287,8 @@ def _leave(job: Job) -> None:
             trainer.close()
         except StoppedError as reason:  # noqa: PERF203
             stopped.append(reason)
+    if not stopped and sum_of(job.transport, [float(job.stop.is_set)]) != [0.0]:
+        stopped.append(StoppedError("stopped by a signal, with nothing to save; start it again"))
     if stopped:
         raise stopped[0]
     job.is_over = True

@@ -525,6 +525,9 @@ class Trainer:
             if not outer:
                 self._adopt_writes()
             yield
+            if not outer and self not in job.in_progress:
+                with self._ending_on_failure():
+                    self._heed_signal()
         except BaseException as failure:
             job.note_left(failure)
             raise
@@ -1027,7 +1030,7 @@ class Trainer:
         """Learn outside of a step whether a rank was asked to stop; StoppedError if nothing is to
         be saved."""
         saver = self._saver
-        if saver is None or self._is_over:
+        if saver is None or self._closed or self._is_over:
             return
         if sum_of(self.transport, [float(self._stop.is_set)]) == [0.0]:
             return

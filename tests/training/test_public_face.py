@@ -163,6 +163,39 @@ def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
         same(tmp_path / name, tmp_path / "train", steps=every | {f"step-{after}"})
 
 
+@pytest.mark.parametrize("ranks", by_default([1], [1, 2]))
+@pytest.mark.parametrize("when", ["within", "later"])
+def test_a_program_that_only_evaluates_is_stopped_by_one_signal(
+    ranks: int, when: str, tmp_path: Path
+) -> None:
+    program = """
+import dataclasses, os, signal, sys
+import axsparse as ax
+from support.runs import mlp, vector_data
+
+def top1(logits, targets):
+    if sys.argv[1] == "within" and trainer.rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return ax.count_top1(logits, targets)
+
+trainer = ax.Trainer(
+    dataclasses.replace(mlp(), metrics={"top1": top1}), (vector_data(), vector_data()),
+    global_batch_size=12, eval_steps=1, run_dir="run",
+)
+trainer.evaluate()
+print("evaluated", flush=True)
+if sys.argv[1] == "later" and trainer.rank == 0:
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+    words = ["-c", program, when]
+    done = run_alone(words, cwd=tmp_path) if ranks == 1 else run_mpirun(ranks, words, cwd=tmp_path)
+
+    assert done.returncode == 75, done
+    assert done.errors == []
+    assert ("evaluated" in done.stdout) == (when == "later")
+    assert (done.stdout + done.stderr).count("with nothing to save; start it again") == 1
+
+
 @pytest.mark.parametrize(
     ("how", "hook"),
     by_default(

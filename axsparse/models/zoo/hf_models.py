@@ -81,7 +81,7 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
     # The two uses of a tied weight start at the same values, so they need the same function.
     tied: InitFunction = cut.draw_tied
     used = {name.rpartition(".")[0] for pair in cut.ties for name in pair}
-    layers = []
+    head_flops, layers = 2 * s * cut.forward.head_width * vocabulary, []
     for part in cut.parts:
         has_tied = any(name.startswith(part.name) for name in used)
         loaded = partial(cut.draw, part) if path else None
@@ -91,9 +91,7 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
                 partial(cut.build, part),
                 kind=part.kind,
                 init=tied if has_tied and part.kind != "block" else loaded,
-                flops=(
-                    2 * s * cut.forward.head_width * vocabulary if part is cut.parts[-1] else None
-                ),
+                flops=head_flops if part is cut.parts[-1] else None,
                 tp_plan=cut.tp_plan(part) if part.kind == "block" else {},
             )
         )

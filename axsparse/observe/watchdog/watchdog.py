@@ -103,18 +103,18 @@ class Watchdog:
         *,
         timeout: float,
         end_job: Callable[[int], Any],
-        reworded: Callable[[str], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`timeout` is in seconds. `end_job(code)` ends the job, from any thread; `reworded(line)`
-        has a line name the options of the command."""
+        """`timeout` is in seconds. `end_job(code)` ends the job, from any thread."""
         self._heartbeats = heartbeats
         self._activity = activity
         self._coords = coords
         self._timeout = timeout
         self.report: Path | None = heartbeats.folder.parent / REPORT_FILE
         """The file of the report, in the run directory; None of a quiet run prints it."""
-        self._end_job, self._reworded = end_job, reworded
+        self.reworded: Callable[[str], str] = str
+        """Has a line name the options of the command that runs."""
+        self._end_job = end_job
         self._clock = clock
         self.interval = min(timeout / LOOKS, MOST_SECONDS)
         self._time = 0.0
@@ -254,7 +254,7 @@ class Watchdog:
             )
             for rank, view in enumerate(ranks)
         ]
-        line = self._reworded(error_line(ranks, self.report))
+        line = self.reworded(error_line(ranks, self.report))
         text = report(ranks, line)
         try:
             if self.report is None:
@@ -269,7 +269,7 @@ class Watchdog:
         self._end(line)
 
     def _end(self, line: str) -> None:
-        write_line(f"error: {self._reworded(line)}")
+        write_line(f"error: {self.reworded(line)}")
         # If MPI itself hangs, `_end_job` does not return.
         timer = threading.Timer(ABORT_SECONDS, exit_at_once, (EXIT_INTERNAL,))
         timer.daemon = True
@@ -303,11 +303,9 @@ def open_watchdog(
         folder = run_dir / HEARTBEATS
     heartbeats = HeartbeatFolder(folder, coords.rank)
     watchdog = Watchdog(
-        *(heartbeats, activity, coords),
-        timeout=settings.timeout,
-        end_job=transport.abort,
-        reworded=reworded,
+        heartbeats, activity, coords, timeout=settings.timeout, end_job=transport.abort
     )
+    watchdog.reworded = reworded
     if run_dir is None:
         watchdog.report = None
         return watchdog

@@ -54,9 +54,9 @@ class Rank:
             job.grid.coords(number),
             timeout=TIMEOUT,
             end_job=lambda code: job.left.append((number, code)),
-            reworded=reworded,
             clock=job.clock,
         )
+        self.dog.reworded = reworded
 
     def second(self) -> None:
         if self.does == "works":
