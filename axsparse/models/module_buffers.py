@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -97,6 +98,20 @@ def start_training(module: nn.Module, *, trains_all: bool = False) -> None:
         module.train()
         for child in resting:
             child.training = False
+
+
+def frozen_in_training(module: nn.Module) -> set[str]:
+    """The names of the modules that stay in evaluation when all others train, by a `train` of their
+    own or of a module around them; what is given stays as it is."""
+    if not any(map(_has_own_train, module.modules())):
+        return set()
+    copied = copy.deepcopy(module)
+    for child in copied.modules():
+        child.training = True
+    for child in reversed([*copied.modules()]):  # the outer ones decide
+        if _has_own_train(child):
+            child.train()
+    return {name for name, child in copied.named_modules() if not child.training}
 
 
 def _has_own_train(module: nn.Module) -> bool:

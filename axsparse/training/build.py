@@ -25,7 +25,7 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
 from axsparse.models.losses import compiled, linear_cross_entropy
 from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
-from axsparse.models.module_buffers import start_training, switch_mode
+from axsparse.models.module_buffers import frozen_in_training, start_training, switch_mode
 from axsparse.models.sequential import is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
 from axsparse.observe.out_of_memory import with_advice
@@ -605,12 +605,15 @@ def stage_of_layers(
         loss = sharded_loss(model, group) or loss
     if pipeline.compile and coords.is_last:
         loss = compiled(loss)
-    trains_all = is_in_evaluation(model)
+    trains_all, container = is_in_evaluation(model), model.container
+    frozen = frozen_in_training(container) if trains_all and container is not None else set()
     for layer in layers:
         start_training(layer.module)
         if trains_all:
             with layer.state.expanded():
                 switch_mode(layer.spec.name, layer.module, training=True)
+            for path, child in layer.module.named_modules():
+                child.training &= layer.spec.full_name(path).rstrip(".") not in frozen
     teacher = None
     if model.teacher is not None:
         runners = [

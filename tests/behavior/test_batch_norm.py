@@ -204,22 +204,30 @@ def frozen(kind: type[nn.Sequential] = nn.Sequential) -> nn.Sequential:
     return kind(nn.BatchNorm1d(WIDTH), nn.Dropout().eval())
 
 
-def of_layers(norm: nn.Module, container: type[nn.Sequential] = nn.Sequential) -> Model:
+def in_evaluation(kind: type[nn.Sequential]) -> Callable[..., nn.Sequential]:
+    """Makes a container of which all modules are in evaluation: a run trains all."""
+    return lambda *modules: kind(*(module.eval() for module in modules))
+
+
+def of_layers(norm: nn.Module, container: Callable[..., nn.Sequential] = nn.Sequential) -> Model:
     return from_sequential(container(norm, nn.Linear(WIDTH, 5)), summed_loss)
 
 
 @pytest.mark.parametrize(
-    ("make", "updates"),
+    ("make", "updates", "drops"),
     [
-        (lambda: of_layers(frozen()), 12),
-        (lambda: of_layers(frozen(), WithLoop), 12),
-        (lambda: of_layers(frozen(Frozen)), 0),
-        (lambda: of_layers(frozen(), Frozen), 0),
-        (lambda: Model([Layer("0", partial(frozen, Frozen)), OUT], summed_loss), 0),
+        (lambda: of_layers(frozen()), 12, False),
+        (lambda: of_layers(frozen(), WithLoop), 12, False),
+        (lambda: of_layers(frozen(Frozen)), 0, False),
+        (lambda: of_layers(frozen(), Frozen), 0, False),
+        (lambda: Model([Layer("0", partial(frozen, Frozen)), OUT], summed_loss), 0, False),
+        (lambda: of_layers(frozen(), in_evaluation(Frozen)), 0, True),
+        (lambda: of_layers(frozen(Frozen), in_evaluation(WithLoop)), 0, True),
+        (lambda: of_layers(frozen(), in_evaluation(nn.Sequential)), 12, True),
     ],
 )
 def test_a_train_of_a_modules_own_may_freeze_statistics(
-    make: Callable[[], Model], updates: int
+    make: Callable[[], Model], updates: int, drops: bool
 ) -> None:
     settings = config(train={"steps": 3}, samo={"enabled": False}, pruning={"sparsity": 0.0})
     [(trainer, _)] = train_in_process(1, 1, make(), settings, vector_data())
@@ -228,4 +236,4 @@ def test_a_train_of_a_modules_own_may_freeze_statistics(
     assert isinstance(norm, nn.BatchNorm1d)
     assert norm.num_batches_tracked is not None
     assert norm.num_batches_tracked.item() == updates
-    assert not dropout.training
+    assert dropout.training == drops
