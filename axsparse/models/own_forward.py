@@ -492,6 +492,8 @@ class _Mixed(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         given = tensors_of((args, kwargs))
+        if func is Tensor.__setitem__ and any(each.is_meta for each in given):
+            self._move(args[0])
         try:
             result = func(*args, **(kwargs or {}))
         except RuntimeError:
@@ -505,9 +507,13 @@ class _Mixed(TorchFunctionMode):
         for each in tensors_of(result):
             if not each.is_meta and all(each is not one for one in given):
                 self._made[id(each)] = each
-            if id(each) in self._made and any(one.is_meta for one in given):
-                torch._C._swap_tensor_impl(each, torch.empty_like(each, device="meta"))
+            if any(one.is_meta for one in given):
+                self._move(each)
         return result
+
+    def _move(self, tensor: Tensor) -> None:
+        if id(tensor) in self._made:
+            torch._C._swap_tensor_impl(tensor, torch.empty_like(tensor, device="meta"))
 
 
 def _shape_of(tensor: Tensor) -> Tensor:

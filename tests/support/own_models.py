@@ -381,7 +381,7 @@ class Pooled(nn.Module):
 
 class Mixture(nn.Module):
     """Blocks that send each word to two of four experts, with a balance of experts that is summed
-    over the blocks, chances of another shape, and tensors made without a device."""
+    over the blocks, chances of another shape, and tensors made and filled without a device."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -410,6 +410,9 @@ class Mixture(nn.Module):
 
     def forward(self, idx: Tensor) -> Any:
         x, balance = self.embed(idx) + torch.ones(WIDTH), torch.zeros(len(idx))
+        before = torch.zeros(*idx.shape, WIDTH)
+        before[:, 1:] = x[:, :-1]
+        x = x + before
         for block in self.blocks:
             x, balance, chances = block(x, balance)
             x = x + chances.view(*idx.shape, -1).amax(-1, keepdim=True) * torch.ones(WIDTH)
