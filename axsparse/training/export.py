@@ -54,7 +54,7 @@ from axsparse.data.tokenizers import (
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.stand_ins import tied_names
-from axsparse.models.start_weights import WHOLE_FILE, open_weights
+from axsparse.models.start_weights import INDEX_FILE, WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
 from axsparse.models.zoo.hf_models import HfFile, PublishedNames, empty_model, surrounding
 from axsparse.models.zoo.model_registry import model_without_weights
@@ -105,6 +105,9 @@ _MARK = f'{{"format": "pt", "{_STEP}": '
 """How the metadata of what is exported begin."""
 _FILES = "files"
 """Names the other files of a folder, in the metadata of its weights: a list in JSON."""
+FILE_BYTES = 50 * 10**9
+"""The most bytes of tensors in a file of a folder, as transformers has it: hubs take no larger
+files."""
 
 
 @dataclass(frozen=True)
@@ -281,14 +284,47 @@ def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, forc
                 if folder.is_dir():
                     sync_folder(folder)
             file = unfinished / (SPARSE_FILE if is_sparse(headers) else WHOLE_FILE)
-        version = {VERSION_KEY: VERSION} if file.name == SPARSE_FILE else {}
-        values = (value() for _, value in tensors.values())
-        about = {_STEP: str(step), _FILES: json.dumps(sorted(files or ())), **version}
-        write_safetensors(file, headers, values, about)
+        others, version = sorted(files or ()), {}
+        parts: dict[Path, Mapping[str, TensorHeader]] = {file: headers}
+        if file.name == SPARSE_FILE:
+            version = {VERSION_KEY: VERSION}
+        elif is_folder:
+            parts = {unfinished / name: part for name, part in _shards(headers).items()}
+        if len(parts) > 1:
+            write_new(unfinished / INDEX_FILE, _index(parts))
+            others += [INDEX_FILE, *(part.name for part in parts)]
+        for part, held in parts.items():
+            values = (tensors[name][1]() for name in held)
+            about = {_STEP: str(step), _FILES: json.dumps(others), **version}
+            write_safetensors(part, held, values, about)
         if is_folder:
             sync_folder(unfinished)
         _reject_taken(path, is_folder=is_folder, force=force)
     return sum(header.nbytes for header in headers.values())
+
+
+def _shards(headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
+    """The tensors of each file of a folder, by its name: one file up to `FILE_BYTES`, else several
+    in transformers' form, in which only a tensor of its own is larger."""
+    shards: list[dict[str, TensorHeader]] = [{}]
+    size = 0
+    for name, header in headers.items():
+        if shards[-1] and size + header.nbytes > FILE_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = header
+        size += header.nbytes
+    count, stem = len(shards), WHOLE_FILE.removesuffix(SUFFIX)
+    if count == 1:
+        return {WHOLE_FILE: shards[0]}
+    return {f"{stem}-{n:05}-of-{count:05}{SUFFIX}": held for n, held in enumerate(shards, 1)}
+
+
+def _index(parts: Mapping[Path, Mapping[str, TensorHeader]]) -> bytes:
+    """The index of several files of weights."""
+    total = sum(header.nbytes for held in parts.values() for header in held.values())
+    places = {name: part.name for part, held in parts.items() for name in held}
+    return _json({"metadata": {"total_size": total}, "weight_map": places})
 
 
 def load(
@@ -413,9 +449,9 @@ def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
 
 def is_export(folder: Path) -> bool:
     """Whether an export has written all that is in this folder, as its weights say."""
-    for file in () if folder.is_symlink() else (WHOLE_FILE, SPARSE_FILE):
+    for file in () if folder.is_symlink() else sorted(folder.glob(f"*{SUFFIX}")):
         with suppress(OSError, DataError, ValueError, KeyError):
-            written = {file, *json.loads(SafetensorsFile(folder / file).metadata[_FILES])}
+            written = {file.name, *json.loads(SafetensorsFile(file).metadata[_FILES])}
             there = (one for one in folder.rglob("*") if one.is_symlink() or one.is_file())
             return {one.relative_to(folder).as_posix() for one in there} == written
     return False

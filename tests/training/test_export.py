@@ -215,6 +215,40 @@ def test_only_force_replaces_an_export(form: Form, name: str, run: Path, tmp_pat
     assert sorted(one.name for one in tmp_path.iterdir()) == [name, "run"]
 
 
+def test_weights_over_the_bound_of_a_file_go_out_in_several_beside_their_index(
+    run: Path, transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, alone = tmp_path / "out", tmp_path / "alone"
+    export(newest(run), "hf", alone)
+    tensors = tensors_of(alone / "model.safetensors")
+    sizes = sorted(tensor.nbytes for tensor in tensors.values())
+    bound = sizes[-1] - 1
+    monkeypatch.setattr(exporting, "FILE_BYTES", bound)
+
+    export(newest(run), "hf", out)
+    files = sorted(out.glob("model-*.safetensors"))
+
+    names = [f"model-{n:05}-of-{len(files):05}.safetensors" for n in range(1, len(files) + 1)]
+    assert len(files) > 2 and [file.name for file in files] == names
+    for file in files:
+        held = tensors_of(file)
+        assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= bound
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": sum(sizes)}
+    assert_equal_tensors({n: tensors_of(out / index["weight_map"][n])[n] for n in tensors}, tensors)
+    whole, parted = map(transformers.AutoModelForCausalLM.from_pretrained, (alone, out))
+    assert_equal_tensors(parted.state_dict(), whole.state_dict())
+    # A part that is of another file makes the folder somebody's.
+    (out / "model-00009.safetensors").touch()
+    assert "is not what an export leaves" in rejected(
+        OutputError, newest(run), "hf", out, force=True
+    )
+    (out / "model-00009.safetensors").unlink()
+    monkeypatch.undo()
+    export(newest(run), "hf", out, force=True)
+    assert sorted(one.name for one in out.iterdir()) == sorted(one.name for one in alone.iterdir())
+
+
 def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").touch()
