@@ -17,7 +17,6 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,8 +43,9 @@ from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.job import Job
-from axsparse.training.build import owl_sparsities, prune_layers
-from axsparse.training.export import CARD, Weights, export, export_folder, with_card
+from axsparse.training.build import PrunedLayers, owl_sparsities, prune_layers
+from axsparse.training.checkpoint.verification import checkpoint_of
+from axsparse.training.export import Weights, export, export_folder, with_card
 from axsparse.training.plan import RunPlan
 from axsparse.training.trainer import build
 
@@ -95,16 +95,9 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     order, asked = together(transport, partial(_with_settings, order))
     together(transport, lambda: order.adopt(asked) if is_first else None)
     facts = (_trained if order.heal == "train" else _pruned)(job, order, asked)
-
-    def write() -> None:
-        if not is_first:
-            return
-        text = card(order, asked, facts)
-        write_card(order.out, with_card(text, order.source))
-        say(text)
+    if is_first:
+        say(card(order, asked, facts))
         say(f"axsparse: wrote {order.out}")
-
-    together(transport, write)
     if lock is not None:
         lock.release()
 
@@ -125,7 +118,6 @@ def _with_settings(order: PruneOrder) -> tuple[PruneOrder, Config]:
 def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
     """Prune and heal one layer at a time, and write the folder, or the one that is trained."""
     transport = job.transport
-    is_first = transport.rank == 0
 
     def of_layers() -> Config:
         config = together(transport, partial(order.configured, *order.of_layers(asked), *UNTRAINED))
@@ -141,6 +133,7 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
         return replace(open_datasets(config), validation=open_datasets(judged).validation)
 
     model = together(transport, lambda: named_model(config))
+    page = partial(card, order, asked)
     if order.distribution == "owl":
         found = owl_sparsities(job, model, opened, config, asked.pruning.sparsity)
         order = order.with_layers([f"{name}={value:.6f}" for name, value in found.items()])
@@ -148,8 +141,21 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
         config = of_layers()
     announce = partial(_announce, order, asked, transport)
     done = prune_layers(job, model, opened, config, order.work / "layers", announce)
-    start, targets = model.start, done.plan.targets
-    assert start is not None and targets is not None, "the model is of a folder, and pruned"
+    assert model.start is not None, "the model is of a folder"
+    facts = _write_pruned(transport, order, model.start, done, page)
+    return replace(facts, layers=asked.pruning.layers)
+
+
+def _write_pruned(
+    transport: Transport,
+    order: PruneOrder,
+    start: StartValues,
+    done: PrunedLayers,
+    page: Callable[[Facts], str],
+) -> Facts:
+    """Write the folder of a pruned model on rank 0, with its card unless it is trained."""
+    targets = done.plan.targets
+    assert targets is not None, "something is pruned"
     kept: dict[str, int] = {}
 
     def read(layer: str, name: str) -> Tensor | None:
@@ -160,24 +166,28 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
             kept[name] = int(value.count_nonzero())
         return value
 
+    def facts() -> Facts:
+        """The results, once all values were read."""
+        return Facts(
+            before=done.before,
+            after=done.after,
+            held_out=done.held_out,
+            entries=sum(map(math.prod, targets.shapes.values())),
+            kept=sum(kept.values()),
+        )
+
     def write() -> None:
-        if not is_first:
+        if transport.rank:
             return
         named = _dtype_of(start)
-        folder, dtype = order.out, named
+        written = partial(export_folder, done.plan.config, done.plan.profile, read)
         if order.heal == "train":
-            folder, dtype = order.work / PRUNED, lambda _: torch.float32
-        export_folder(done.plan.config, done.plan.profile, read, folder, dtype, named)
+            written(order.work / PRUNED, lambda _: torch.float32, named)
+        else:
+            written(order.out, named, named, lambda: with_card(page(facts()), order.source))
 
     together(transport, write)
-    return Facts(
-        before=done.before,
-        after=done.after,
-        held_out=done.held_out,
-        entries=sum(map(math.prod, targets.shapes.values())),
-        kept=int(text_of_first(transport, str(sum(kept.values())))),
-        layers=asked.pruning.layers,
-    )
+    return replace(facts(), kept=int(text_of_first(transport, str(sum(kept.values())))))
 
 
 def _announce(
@@ -215,6 +225,7 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     """Prune and heal one layer at a time, train, and write the folder."""
     transport = job.transport
     is_first, path, run = transport.rank == 0, order.work / FACTS, order.work / "run"
+    page = partial(card, order, asked)
     if not together(transport, path.exists):
         found = _pruned(job, order, asked)
 
@@ -243,22 +254,23 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     assert evaluation is not None, "`PruneOrder.adopt` rejects train.eval_steps 0"
     trainer.close()
 
-    def write() -> int:
-        if not is_first:
-            return 0
-        dtype = _dtype_of(named_model(order.configured()).start)
-        done = export(run, "hf", order.out, force=True, dtype=dtype, card=False)
-        weights = Weights(done.checkpoint, trained=False)
-        return sum(int(weights.dense(name).count_nonzero()) for name in targets.shapes)
+    def write() -> Facts:
+        facts = replace(
+            before,
+            after=evaluation.loss,
+            pruned=before.after,
+            entries=sum(map(math.prod, targets.shapes.values())),
+        )
+        if is_first:
+            weights = Weights(checkpoint_of(run, None), trained=False)
+            kept = (int(weights.dense(name).count_nonzero()) for name in targets.shapes)
+            facts = replace(facts, kept=sum(kept))
+            text = with_card(page(facts), order.source)
+            dtype = _dtype_of(named_model(order.configured()).start)
+            export(run, "hf", order.out, dtype=dtype, card=text)
+        return facts
 
-    kept = together(transport, write)
-    return replace(
-        before,
-        after=evaluation.loss,
-        pruned=before.after,
-        entries=sum(map(math.prod, targets.shapes.values())),
-        kept=kept,
-    )
+    return together(transport, write)
 
 
 def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:
@@ -286,15 +298,6 @@ def _prepare(order: PruneOrder) -> None:
     prepare_and_show(request, len(os.sched_getaffinity(0)))
 
 
-def write_card(folder: Path, text: str) -> None:
-    """Write the model card next to the weights; OutputError if that fails."""
-    with (
-        writing(f"--out: the model card in {folder}", "choose another place"),
-        new_path(folder / CARD) as unfinished,
-    ):
-        unfinished.write_text(text, encoding="utf-8")
-
-
 @dataclass(frozen=True)
 class Facts:
     """The results of the pruning."""
@@ -309,7 +312,7 @@ class Facts:
     """The entries of the pruned matrices."""
     kept: int
     """The kept entries of the pruned matrices."""
-    layers: Sequence[str]
+    layers: Sequence[str] = ()
     """The sparsities of layers, as `pruning.layers` gives them."""
     pruned: float | None = None
     """The validation loss of the pruned model before it was trained; None where it was not."""

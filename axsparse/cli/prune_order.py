@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,15 +23,16 @@ from axsparse.data.documents import Reading
 from axsparse.data.token_file import read_sidecar
 from axsparse.models.start_weights import fingerprint, open_weights
 from axsparse.runtime.errors import ConfigError, writing
-from axsparse.runtime.files.atomic import new_path, remove_unfinished
-from axsparse.runtime.files.paths import reject_within
-from axsparse.runtime.files.run_folder import RunLock
+from axsparse.runtime.files.atomic import UNFINISHED, new_path, remove_unfinished
+from axsparse.runtime.files.paths import is_own, reject_within
+from axsparse.runtime.files.run_folder import LOCK_FILE, RunLock
 from axsparse.training.checkpoint.verification import MEANS, START, flat, steps_in
-from axsparse.training.export import CARD, is_export
 
 ORDER, PRUNED, FACTS = "order.json", "pruned", "pruned.json"
 """The names in the folder of the work of the settings of the training, of the pruned folder that is
 trained, and of its figures."""
+_KEY = "axsparse prune"
+"""Begins the settings, which are the mark of the work: they are written before anything else."""
 Heal = Literal["none", "blocks", "train"]
 """The healing after the pruning; `train` heals blocks, and trains the model on for
 `train.steps`."""
@@ -142,25 +143,30 @@ class PruneOrder:
         ConfigError if the place is taken, OutputError if it cannot be written, InUseError if
         another process has it.
         """
-        if not self.out.resolve().name:
-            raise ConfigError(f"--out: {self.out} is no place for a folder; choose another one")
+        out, work = self.out.resolve(), self.work
+        if not out.name or out == Path.cwd():
+            raise ConfigError(f"--out: {self.out} is no place for a new folder; choose another one")
         reject_within(self.out, self.source, "the model")
-        taken = ConfigError(
-            f"--out: {self.out} is there already; remove it, or choose another place "
-            f"(what was begun stays in {self.work})"
-        )
         is_there = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
-        if is_there and not (self.work / ORDER).exists():
-            raise taken
-        with writing(f"--out: the work in {self.work}", "choose another place"):
-            self.work.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(self.work, "--out")
-        for path in (self.out, self.out / CARD, self.work / ORDER, self.work / PRUNED):
+        if is_there or self.out.is_symlink():
+            raise ConfigError(
+                f"--out: {self.out} is there already; remove it, or choose another place "
+                f"(what was begun stays in {work})"
+            )
+        with writing(f"--out: the work in {work}", "choose another place"):
+            work.mkdir(parents=True, exist_ok=True)
+            names = {path.name for path in work.iterdir()} - {LOCK_FILE}
+        is_new = all(name.startswith(f".{ORDER}{UNFINISHED}") for name in names)
+        if not is_new and not is_own(work / ORDER, f'{{"{_KEY}": '):
+            raise ConfigError(
+                f"--out: {work}, which would have the work, has {min(names)}, and no {ORDER} of "
+                "this command; move it away, or choose another --out"
+            )
+        lock = RunLock(work, "--out")
+        for path in (self.out, work / ORDER, work / PRUNED):
             remove_unfinished(path)
-        # An export without a page comes from a start that was killed between the two.
-        if is_there and not is_export(self.out):
-            lock.release()
-            raise taken
+        if is_new:
+            _write_order(work / ORDER, {})
         return lock
 
     def adopt(self, config: Config) -> None:
@@ -186,20 +192,19 @@ class PruneOrder:
             )
         decides = self._decides(config)
         path = self.work / ORDER
-        begun = read_json(path) if path.exists() else {}
+        begun = read_json(path)
         changed = next((key for key, new in decides.items() if begun.get(key) != new), None)
         if changed is None:
             return
-        if begun and steps_in(self.work / "run"):
+        if steps_in(self.work / "run"):
             new, old = (shorten(repr(values.get(changed))) for values in (decides, begun))
             raise ConfigError(
                 f"{changed}: {new}, but what is in {self.work} was begun with {old}; set it back, "
                 f"choose another --out, or remove {self.work}"
             )
-        with writing(f"--out: {path}", "free the disk"):
+        with writing(f"--out: {self.work / FACTS}", "remove it"):
             (self.work / FACTS).unlink(missing_ok=True)  # Of the folder by other settings.
-            with new_path(path) as unfinished:
-                unfinished.write_text(json.dumps(decides), encoding="utf-8")
+        _write_order(path, decides)
 
     def _decides(self, config: Config) -> dict[str, Any]:
         """All settings, weights and tokens that determine the result."""
@@ -213,3 +218,9 @@ class PruneOrder:
             "--distribution": self.distribution,
             **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
         }
+
+
+def _write_order(path: Path, decides: Mapping[str, Any]) -> None:
+    """Write an order's mark and its settings."""
+    with writing(f"--out: {path}", "free the disk"), new_path(path) as unfinished:
+        unfinished.write_text(json.dumps({_KEY: 1, **decides}), encoding="utf-8")

@@ -97,8 +97,9 @@ TEXT_CONFIG = "text_config"
 Value = Callable[[], Tensor]
 Tensors = Mapping[str, tuple[TensorHeader, Value]]
 """Tensors to be written, by their names in the file."""
-Files = Mapping[str, bytes | Path]
-"""The contents of files, or the files to copy, by their paths in a folder."""
+Files = Mapping[str, bytes | Path | Callable[[], str]]
+"""By their paths in a folder, the contents of files, the files to copy, or what gives the text of a
+page once the weights are written."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
 _MARK = f'{{"format": "pt", "{_STEP}": '
@@ -130,22 +131,23 @@ def export(
     trained: bool = False,
     force: bool = False,
     dtype: Callable[[str], torch.dtype] | None = None,
-    card: bool = True,
+    card: str | None = None,
     data: Sequence[str] = (),
 ) -> ExportSummary:
     """Verify a checkpoint and write its weights to `path`, complete or not at all.
 
     `run` and `step` name the checkpoint as in `load`. The values are the fp32 masters, or with
     `trained` the weights in the training precision; `dtype(name)` may give another type for each
-    parameter, by global name. `force` replaces the files of an earlier export; with `card` the
-    model's card in `model.from` follows a line of our own; `data` says where moved data, which have
-    the tokenizer, are, such as "data.path=PATH". One process does this, while the run may continue.
+    parameter, by global name. `force` replaces the files of an earlier export; the model's card in
+    `model.from` follows the text `card`, or a line of our own; `data` says where moved data, which
+    have the tokenizer, are, such as "data.path=PATH". One process does this, while the run may
+    continue.
 
     Raises ConfigError if the form does not suit the model or the path, OutputError if the path
     is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
     or is removed meanwhile.
     """
-    check_kinds("export", locals(), dtype="function or None")
+    check_kinds("export", locals(), dtype="function or None", card="text or None")
     checkpoint, path = checkpoint_of(Path(expanded(run)), step), Path(expanded(path))
     if form not in get_args(Form):
         raise ConfigError(f"export: {form!r} is no form; choose one of {', '.join(get_args(Form))}")
@@ -168,11 +170,9 @@ def export(
         tensors = weights.published(dtype)
         named = next(header.dtype for header, _ in tensors.values())
         named = torch.bfloat16 if form == "sparse" else named
-        files, notes = _files(
-            data_elsewhere(weights.config(), data), named, checkpoint.manifest.data
-        )
-        if card:
-            files |= _card(weights.config().model, path, checkpoint.step)
+        config = weights.config()
+        files, notes = _files(data_elsewhere(config, data), named, checkpoint.manifest.data)
+        files |= {CARD: card.encode()} if card else _card(config.model, path, checkpoint.step)
         if form == "sparse":
             tensors = sparse_tensors(tensors)
     nbytes = _write(path, tensors, files, checkpoint.step, force=force)
@@ -238,13 +238,15 @@ def export_folder(
     path: Path,
     dtype: Callable[[str], torch.dtype],
     named: Callable[[str], torch.dtype],
+    card: Callable[[], str] | None = None,
 ) -> int:
     """Write a Hugging Face folder of a model that starts from one, and return its bytes.
 
     `read(layer, name)` gives the value of a parameter or buffer by its global name, or None for a
     buffer that no file has; `dtype(name)` is the type in which a parameter is written, and
-    `named(name)` that by which config.json names the type of most. The other files of the folder
-    are copies. Raises what `export` raises.
+    `named(name)` that by which config.json names the type of most. `card()` gives the text of the
+    model's card once the weights are written. The other files of the folder are copies. Raises what
+    `export` raises.
     """
 
     def value(layer: str, name: str, dtype: torch.dtype) -> Tensor:
@@ -263,7 +265,8 @@ def export_folder(
             if tensor is not None:
                 known[buffer.name] = header_of(tensor), tensor.detach
     types = Counter(named(name) for name in profiled.shapes if name in known)
-    files, _ = hf_files(config.model, types.most_common(1)[0][0], None)
+    copies, _ = hf_files(config.model, types.most_common(1)[0][0], None)
+    files: Files = copies if card is None else {**copies, CARD: card}
     return _write(path.absolute(), _published(config.model, known), files, 0, force=True)
 
 
@@ -275,14 +278,8 @@ def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, forc
         path.parent.mkdir(parents=True, exist_ok=True)
     with _writing(path), new_path(path) as unfinished:
         file = unfinished
-        if files is not None:
+        if is_folder:
             unfinished.mkdir()
-            for name, content in files.items():
-                (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-                write_new(unfinished / name, content)
-            for folder in unfinished.rglob("*"):
-                if folder.is_dir():
-                    sync_folder(folder)
             file = unfinished / (SPARSE_FILE if is_sparse(headers) else WHOLE_FILE)
         others, version = sorted(files or ()), {}
         parts: dict[Path, Mapping[str, TensorHeader]] = {file: headers}
@@ -297,8 +294,13 @@ def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, forc
             values = (tensors[name][1]() for name in held)
             about = {_STEP: str(step), _FILES: json.dumps(others), **version}
             write_safetensors(part, held, values, about)
-        if is_folder:
-            sync_folder(unfinished)
+        for name, content in (files or {}).items():
+            (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
+            text = content().encode() if callable(content) else content
+            write_new(unfinished / name, text)
+        for folder in (unfinished, *unfinished.rglob("*")):
+            if folder.is_dir():
+                sync_folder(folder)
         _reject_taken(path, is_folder=is_folder, force=force)
     return sum(header.nbytes for header in headers.values())
 

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.hf import write_llama
 
 from axsparse.cli.prune_order import FACTS, ORDER, Heal, PruneOrder
@@ -29,8 +27,8 @@ def order_of(
 
 
 def settled(order: PruneOrder, *settings: str, text: str = "words " * 50) -> None:
+    order.take().release()
     shutil.rmtree(order.work / "tokens", ignore_errors=True)
-    order.work.mkdir(exist_ok=True)
     (order.work / "text.txt").write_text(text)
     request = Request((order.work / "text.txt",), order.work / "tokens")
     prepare(request, 1, Console(io.StringIO(), bar=False))
@@ -83,12 +81,11 @@ def test_as_many_are_judged_as_calibrate_unless_a_configuration_says_it() -> Non
 
 def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
     order = order_of(tmp_path)
-    places = (".out", "out.run/.pruned", "out.run/.order.json", "out/.README.md")
+    order.take().release()
+    places = (".out", "out.run/.pruned", "out.run/.order.json")
     left = [tmp_path / f"{place}.unfinished-{number}" for place in places for number in range(2)]
     for folder in left:
         folder.mkdir(parents=True)
-    save_file({"a": torch.ones(2)}, tmp_path / "out" / "model.safetensors", {"files": "[]"})
-    (tmp_path / "out.run" / "order.json").touch()
     other = tmp_path / ".outer.unfinished-1"
     other.mkdir()
 
@@ -102,24 +99,36 @@ def test_one_process_at_a_time_has_the_work(tmp_path: Path) -> None:
     order.take().release()
 
 
-def test_a_folder_of_a_start_that_was_killed_before_its_page_is_written_again(
-    tmp_path: Path,
+def test_only_what_is_new_or_bears_the_mark_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_llama(tmp_path / "model")
     order = order_of(tmp_path)
-    order.out.mkdir()
-    save_file({"a": torch.ones(2)}, order.out / "model.safetensors", {"files": "[]"})
-    with pytest.raises(ConfigError, match="is there already"):
-        order.take()
-
-    settled(order)
-
     order.take().release()
-    for other in ("README.md", "mine.txt"):
-        (order.out / other).touch()
+    order.take().release()
+    for name in ("model.safetensors", "mine.txt"):
+        order.out.mkdir()
+        (order.out / name).touch()
         with pytest.raises(ConfigError, match="is there already"):
             order.take()
-        (order.out / other).unlink()
+        shutil.rmtree(order.out)
+    order.out.symlink_to(tmp_path / "disk")
+    for made in (False, True):
+        if made:
+            (tmp_path / "disk").mkdir()
+        with pytest.raises(ConfigError, match="is there already"):
+            order.take()
+    monkeypatch.chdir(tmp_path / "disk")
+    with pytest.raises(ConfigError, match=r"^--out: \. is no place for a new folder"):
+        replace(order, out=Path()).take()
+
+    other = replace(order, out=tmp_path / "other")
+    for name in ("pruned.json", ORDER):  # A copy without the mark, and another program's file.
+        other.work.mkdir(exist_ok=True)
+        (other.work / name).write_text('{"customer": 42}')
+        before = {path: path.read_bytes() for path in other.work.iterdir()}
+        with pytest.raises(ConfigError, match=r"has (order|pruned)\.json, and no"):
+            other.take()
+        assert {path: path.read_bytes() for path in other.work.iterdir()} == before
 
 
 @pytest.mark.parametrize(
