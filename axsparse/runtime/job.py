@@ -53,6 +53,8 @@ from axsparse.runtime.stop_signal import SIGNALS, StopRequest
 
 ALIKE_SECONDS = 0.5
 """How long a rank that fails waits for rank 0 to fail likewise, and to speak for both."""
+INTERRUPT_SECONDS = 0.05
+"""How soon an interrupt comes again that Python has dropped."""
 
 
 class HasTransport(Protocol):
@@ -181,6 +183,7 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     """
     if stop is None or not stop.is_listening:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     job = _connected(stop)
     seed_main()
     try:
@@ -192,6 +195,17 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
             raise
         _end(job, failure)
     exit_process()
+
+
+def _interrupt_again(own: Callable[..., object], hook: sys.UnraisableHookArgs) -> None:
+    """Interrupt again where Python has dropped an interrupt, since it came while an object was
+    deleted."""
+    if not isinstance(hook.exc_value, KeyboardInterrupt):
+        own(hook)
+        return
+    timer = threading.Timer(INTERRUPT_SECONDS, signal.raise_signal, (signal.SIGINT,))
+    timer.daemon = True
+    timer.start()
 
 
 def _connected(stop: StopRequest | None) -> Job:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import signal
+import subprocess
 import sys
+from functools import partial
 from typing import NoReturn
 
 import pytest
@@ -66,6 +69,36 @@ def test_what_all_ranks_have_let_go_of_is_closed_on_all_of_them() -> None:
 
     # What no trainer came of, the third, goes as well.
     assert world.run(body) == [[2, 1, 3]] * 3
+
+
+INTERRUPTED = """
+import os, signal, time
+from axsparse.runtime.job import run
+
+class Own:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def main(job):
+    Own()
+    time.sleep(5)
+
+run(main)
+"""
+
+
+def test_an_interrupt_that_comes_while_an_object_is_deleted_ends_the_command() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        check=False,
+        capture_output=True,
+        text=True,
+        # A test run in the background of a shell would hand down that SIGINT is ignored.
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    )
+
+    said = "axsparse: error: interrupted; nothing was saved\n"
+    assert (ended.returncode, ended.stderr) == (130, said)
 
 
 def test_last_words_are_written_in_one_piece_since_others_may_speak_at_the_same_moment(
