@@ -216,10 +216,12 @@ class LayerRunner:
         return self._own(inputs)
 
     def _own(self, inputs: Tensors) -> Tensors:
-        """One call that leaves its inputs as they are, which get copied for a layer that writes."""
+        """One call that leaves its inputs as they are, which get copied for a layer that writes:
+        others get views, whose hooks are of this call alone, and see gradients first."""
         writes = self._writes.get(self._module.training)
-        if writes is not False:
-            inputs = tuple(tensor.clone() for tensor in inputs)
+        inputs = tuple(
+            tensor.view_as(tensor) if writes is False else tensor.clone() for tensor in inputs
+        )
         watched = () if writes is not None else (*self.parameters, *inputs)
         versions = [tensor._version for tensor in watched]
         with note_errors(f"layer {self.name}"):

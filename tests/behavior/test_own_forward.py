@@ -39,9 +39,11 @@ MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
     "TorchEncoder": (own_models.TorchEncoder, words, word_loss),
     "Windows": (own_models.Windows, images, summed_loss),
     "Mixture": (own_models.Mixture, words, word_loss),
+    "Softened": (own_models.Softened, images, summed_loss),
 }
 USUAL = [("Vit", (1, 1)), ("Dit", (2, 1)), ("ResNet", (1, 2)), ("Gpt", (2, 1)), ("Mixture", (2, 1))]
 USUAL += [("Probe", layout) for layout in LAYOUTS]
+USUAL += [("Softened", (1, 1))]
 
 
 def settings(**sections: Any) -> Config:
@@ -127,7 +129,7 @@ def test_a_module_trains_as_in_plain_torch(name: str, layout: tuple[int, int]) -
     assert all(torch.equal(tensor, now[key]) for key, tensor in before.items())
 
 
-@pytest.mark.parametrize("name", by_default(["Dit"], [*MODULES]))
+@pytest.mark.parametrize("name", by_default(["Dit", "Softened"], [*MODULES]))
 def test_pruned_and_recomputed_in_stages_it_has_the_bits_of_one_stage(name: str) -> None:
     model, data = model_of(name, made(name))
     pruned = settings(pruning={"sparsity": 0.7})
