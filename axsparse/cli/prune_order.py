@@ -33,6 +33,11 @@ ORDER, PRUNED, FACTS = "order.json", "pruned", "pruned.json"
 trained, and of its figures."""
 _KEY = "axsparse prune"
 """Begins the settings, which are the mark of the work: they are written before anything else."""
+LEADING = (
+    *("pruning.sparsity", "pruning.method", "data.sequence_length"),
+    *("batch.global_batch_size", "train.steps"),
+)
+"""The settings from which others follow that nobody gives: they are compared first."""
 Heal = Literal["none", "blocks", "train"]
 """The healing after the pruning; `train` heals blocks, and trains the model on for
 `train.steps`."""
@@ -209,6 +214,7 @@ class PruneOrder:
     def _decides(self, config: Config) -> dict[str, Any]:
         """All settings, weights and tokens that determine the result."""
         settings = flat(config.model_dump(mode="json"))
+        names = dict.fromkeys((*LEADING, *settings))
         tokens = read_sidecar(self.work / "tokens", "--out")
         return {
             "weights of --from": fingerprint(*open_weights(self.source).files),
@@ -216,7 +222,7 @@ class PruneOrder:
             "--heal": self.heal,
             "--schedule": self.schedule,
             "--distribution": self.distribution,
-            **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
+            **{key: settings[key] for key in names if not key.startswith((*MEANS, *START))},
         }
 
 

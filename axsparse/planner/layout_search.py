@@ -277,7 +277,7 @@ def _try_size(
 ) -> Candidate | Rejection:
     """One grid at one microbatch size, under the first of the request's schedules that fits."""
     microbatches = request.microbatches(size)
-    if size > request.global_batch_size or microbatches < grid.g_data:
+    if microbatches < grid.g_data:
         reason = f"microbatches of {size} make too few of a batch of {request.global_batch_size}"
         return Rejection(grid.g_inter, grid.g_data, size, reason)
     split, cluster = request.split_backward, request.cluster

@@ -56,6 +56,7 @@ LAYOUTS = [
         for order in range(6)
     ),
     Row((2, 2), steps(4, samo={"enabled": False})),
+    Row((2, 1), steps(2, **batch(6, 8))),  # One microbatch, which the batch does not fill.
 ]
 
 RANDOM = steps(2, model={"dropout": 0.2})

@@ -158,6 +158,8 @@ def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Pat
     settled(order, "layout.g_inter=1", "run_dir=x", "train.log_every=3")
     with pytest.raises(ConfigError) as rejected:
         settled(order, setting)
+    with pytest.raises(ConfigError, match=r"^train.steps: 9, but"):
+        settled(order, "train.steps=9", "schedule.warmup_steps=3")  # which follows from the steps
     with pytest.raises(ConfigError, match="--heal: 'none', but"):
         settled(replace(order, heal="none"))
     with pytest.raises(ConfigError, match=r"^train tokens: '.*', but what is in"):

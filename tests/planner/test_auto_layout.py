@@ -206,6 +206,9 @@ def test_a_prediction_has_times_only_with_a_cluster(machine: Cluster | None) -> 
     assert found.memory_bytes == other.memory_bytes > 0
     # It is the peak before the first checkpoint.
     assert predicted(machine, checkpoint={"every": 1}).memory_bytes == found.memory_bytes
+    # One microbatch may be larger than the batch.
+    large = tiny_config(batch={"microbatch_size": 16})
+    assert predict(unpruned(large), Grid(2, 1), machine).memory_bytes > found.memory_bytes
 
 
 @pytest.mark.parametrize(("every", "expected"), [(0, 0), (5, 1e9), (19, 1e9), (20, 0)])
