@@ -166,7 +166,7 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> Watch:
     while watch is None:
         try:
             with torch.enable_grad():
-                watch = Watch(module, lists).run(*inputs)
+                watch = Watch(module, lists).run(*_copies(inputs))
         except Apart as apart:  # noqa: PERF203
             least = next(path for path in lists if path in apart.paths)
             if least == lists[-1] or SMALL * sizes[least] > sizes[lists[-1]]:
@@ -538,7 +538,7 @@ def _reject_other_result(
             smallest[layer.full_name(name)] = trained[name]
     for each in (module, *layers.values()):
         _set_mode(each, training=False)
-    values: Any = inputs
+    values: Any = _copies(inputs)
     try:
         for part in layers.values():
             values = part(*values)
@@ -556,7 +556,7 @@ def _reject_other_result(
         for call in calls
     ]
     try:
-        theirs = tensors_of(module(*inputs))
+        theirs = tensors_of(module(*_copies(inputs)))
     finally:
         for hook in hooks:
             hook.remove()
@@ -620,6 +620,11 @@ def _as_wide(inputs: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
     """The inputs on the CPU, floating-point ones in the type of the parameters."""
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     return [each.to(dtype) if each.is_floating_point() else each for each in inputs]
+
+
+def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Inputs for one forward, which may write to them."""
+    return [each.clone() for each in inputs]
 
 
 def _above(name: str) -> str:

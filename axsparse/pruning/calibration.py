@@ -350,8 +350,10 @@ class Calibration:
             self._forward(built, number, inputs)
 
     def _forward(self, built: BuiltLayer, number: int, inputs: Tensors) -> Tensors:
-        """The outputs of a layer for a microbatch, with the same random numbers in every pass."""
+        """The outputs of a layer for a microbatch, with the same random numbers in every pass; it
+        gets copies, since it may write into its inputs."""
         name, module = built.spec.name, built.module
+        inputs = tuple(each.clone() for each in inputs)
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
             with note_errors(f"layer {name}"):

@@ -39,11 +39,12 @@ MODULES: dict[str, tuple[type[nn.Module], Callable[[], ArrayDataset], Loss]] = {
     "TorchEncoder": (own_models.TorchEncoder, words, word_loss),
     "Windows": (own_models.Windows, images, summed_loss),
     "Mixture": (own_models.Mixture, words, word_loss),
+    "Centred": (own_models.Centred, images, summed_loss),
     "Softened": (own_models.Softened, images, summed_loss),
 }
 USUAL = [("Vit", (1, 1)), ("Dit", (2, 1)), ("ResNet", (1, 2)), ("Gpt", (2, 1)), ("Mixture", (2, 1))]
 USUAL += [("Probe", layout) for layout in LAYOUTS]
-USUAL += [("Softened", (1, 1))]
+USUAL += [("Centred", (2, 1)), ("Softened", (1, 1))]
 
 
 def settings(**sections: Any) -> Config:

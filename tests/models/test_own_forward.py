@@ -95,6 +95,15 @@ def test_the_module_is_left_as_it_was() -> None:
     assert not any(child._forward_hooks or child._forward_pre_hooks for child in module.modules())
 
 
+def test_inputs_of_a_forward_that_writes_to_them_are_left_as_they_were() -> None:
+    [inputs], _ = images().read(np.arange(2))
+    before = inputs.clone()
+
+    from_module(own_models.Centred(), summed_loss, lambda _: (inputs,))
+
+    assert torch.equal(inputs, before)
+
+
 @pytest.mark.parametrize(
     ("module", "data"),
     [(own_models.Windows, images), (own_models.Pooled, images), (own_models.Mixture, words)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,26 @@ import torch
 from support.exhaustive import by_default
 from support.hf import SMALL_LLAMA, saved_model, small_llama, write_llama
 from support.methods import published
-from support.runs import VOCABULARY, job_alone, tiny_config, tiny_gpt, token_data, train_in_process
+from support.runs import (
+    VOCABULARY,
+    Doing,
+    job_alone,
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
 from torch import Tensor, nn
 
 import axsparse as ax
 from axsparse.config.schema import Config, parse_pattern
+from axsparse.data.dataset import Dataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.losses import linear_cross_entropy
+from axsparse.models.sequential import from_sequential
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.calibration import CalibrationProgress
 from axsparse.training.build import owl_sparsities
@@ -40,10 +52,12 @@ def settings(**pruning: Any) -> dict[str, Any]:
     }
 
 
-def kept_of(g_inter: int, g_data: int, model: Model, config: Config) -> dict[str, Tensor]:
+def kept_of(
+    g_inter: int, g_data: int, model: Model, config: Config, data: Dataset | None = None
+) -> dict[str, Tensor]:
     """The mask of every pruned matrix, the same on all replicas."""
     masks: dict[str, Tensor] = {}
-    for trainer, _ in train_in_process(g_inter, g_data, model, config, token_data()):
+    for trainer, _ in train_in_process(g_inter, g_data, model, config, data or token_data()):
         for layer in trainer.layers:
             for name, tensor in layer.state.by_full_name.items():
                 mask = layer.state.mask(name).view(tensor.full_shape)
@@ -219,6 +233,19 @@ def masks_of_the_reference(
     for name, mask in expected.items():
         assert torch.equal(found[name], mask), name
     return found
+
+
+def test_layers_that_write_into_their_inputs_are_pruned_by_what_they_were_given() -> None:
+    config = tiny_config(**settings())
+
+    def masks(tanh: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        layers = [Doing(lambda m, x: m.linear(tanh(x))) for _ in range(3)]
+        return kept_of(1, 1, from_sequential(layers, summed_loss), config, vector_data())
+
+    kept, of_writing = masks(Tensor.tanh), masks(Tensor.tanh_)
+
+    assert kept and all(torch.equal(mask, of_writing[name]) for name, mask in kept.items())
 
 
 @pytest.mark.parametrize(

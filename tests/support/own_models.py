@@ -419,6 +419,13 @@ class Mixture(nn.Module):
         return self.out(x) * balance[:, None, None]
 
 
+class Centred(Vit):
+    """Shifts and scales its images in place."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.sub_(0.5).div_(2.0))
+
+
 class Softened(Vit):
     """Makes the gradient behind its blocks smaller."""
 
