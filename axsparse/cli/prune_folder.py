@@ -33,6 +33,7 @@ from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
 from axsparse.data.token_file import read_sidecar
+from axsparse.data.tokenizers import ANOTHER_TOKENIZER
 from axsparse.models.layer import StartValues
 from axsparse.models.start_weights import FromFile
 from axsparse.models.zoo.model_registry import named_model
@@ -60,6 +61,8 @@ OPTIONS = {
     "go on from there by --resume .*": "repeat the command with another --out",
     re.escape(RESUME_AUTO): "the same command",
     re.escape(ANOTHER_RUN_DIR): "another --out",
+    re.escape(ANOTHER_TOKENIZER): "put its tokenizer's files next to its weights",
+    "choose another folder, or remove this one": "bring those back, or choose another --out",
     "--tokenizer: ": "--from: ",
     "bring more held-out data": "name more by --validation FILES",
 }
@@ -226,7 +229,7 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     transport = job.transport
     is_first, path, run = transport.rank == 0, order.work / FACTS, order.work / "run"
     page = partial(card, order, asked)
-    if not together(transport, path.exists):
+    if not together(transport, lambda: path.exists() and (order.work / PRUNED).exists()):
         found = _pruned(job, order, asked)
 
         def keep() -> None:
@@ -336,7 +339,7 @@ def card(order: PruneOrder, config: Config, facts: Facts) -> str:
     return f"""\
 # {order.out.name}
 
-{order.source.name}, pruned by axsparse: {how}.
+{order.source.resolve().name}, pruned by axsparse: {how}.
 {100 * removed:.1f} % of the entries of the pruned matrices are zero.
 
 Data: {data}; {config.pruning.calibration_samples} samples of calibration; seed {config.seed}.

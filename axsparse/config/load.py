@@ -154,9 +154,15 @@ PLACES = ("data.path", "data.blend", "data.validation")
 
 
 def data_elsewhere(config: Config, overrides: Sequence[str]) -> Config:
-    """A run's configuration with `key=value` of `PLACES`; ConfigError for another key."""
+    """A run's configuration with `key=value` of `PLACES`; ConfigError for another key, and for data
+    that are no prepared tokens."""
     if other := [each for each in overrides if each.partition("=")[0].strip() not in PLACES]:
         raise ConfigError(f"--set: {other[0]} is the run's own; set one of {', '.join(PLACES)}")
+    if overrides and config.data.source != "tokens":
+        raise ConfigError(
+            f"--set: {overrides[0]} is where tokens are, and the run's data are "
+            f"{config.data.source}; leave it out"
+        )
     there = {f"data.{key}": value for key, value in config.data.model_dump(mode="json").items()}
     return config.model_copy(update={"data": configure(there, overrides).data})
 
@@ -188,8 +194,8 @@ def full_key(short: str) -> str:
         raise unknown_key(short, "Trainer")
     if len(found) > 1:
         raise ConfigError(
-            f"{short} (Trainer): {' and '.join(found)} end so; write "
-            f'config={{"{found[0]}": …}} for the first'
+            f"{short} (Trainer): {' and '.join(found)} end so; write the one that you mean, such "
+            f'as config={{"{found[-1]}": …}}'
         )
     return found[0]
 

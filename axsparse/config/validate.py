@@ -276,10 +276,14 @@ def check_rounds(loaded: Config, config: Config) -> None:
     first = max(begin, config.schedule.warmup_steps)
     last = first + DISTANCES * every
     if pruning.method == "early-bird" and last > until:
+        most, least = (until - first) // DISTANCES, first + DISTANCES
+        way = f"set pruning.interval to 1 and pruning.until_step to {least}"
+        if least >= config.train.steps:
+            way += f", and train.steps to at least {least + 1}"
         raise ConfigError(
             f"{where}: {DISTANCES + 1} looks, one every {often} from step {first} on (after "
             f"warm-up and pruning.at_step), end at {last}, after {end}; "
-            "look more often, or search longer"
+            f"{f'choose at most {most}' if most > 0 else way}"
         )
 
 

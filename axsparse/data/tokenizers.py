@@ -51,6 +51,10 @@ SETTINGS_FILES = (
     JINJA,
 )
 """Files next to a tokenizer.json from which transformers takes settings of its tokenizer."""
+ANOTHER_TOKENIZER = (
+    f"name a {TOKENIZER} of Hugging Face's tokenizers library, or a folder that save_pretrained "
+    "wrote"
+)
 PROBE = "The cat's  12,345\n\n  \u00c9te\u0301 \ufb01\t "
 """A text whose ids say, with special tokens after it, whether two tokenizers are the same."""
 OVERLAP = 1 << 11
@@ -267,11 +271,9 @@ def _refusing(path: Path, what: str) -> Iterator[None]:
             raise
         said = printable(str(reason))
         # transformers names the last of the libraries that it tries.
-        more = "pip install sentencepiece protobuf, or " if "tiktoken" in said else ""
-        raise DataError(
-            f"--tokenizer: {path} {what} ({said}); {more}name a {TOKENIZER} of Hugging Face's "
-            "tokenizers library, or a folder that save_pretrained wrote"
-        ) from None
+        is_there = path.is_dir() and any(path.glob("*.model"))
+        more = "pip install sentencepiece protobuf, or " if "tiktoken" in said and is_there else ""
+        raise DataError(f"--tokenizer: {path} {what} ({said}); {more}{ANOTHER_TOKENIZER}") from None
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
 import os
@@ -28,10 +30,13 @@ from axsparse.cli.prune_folder import Facts, card, own_options
 from axsparse.cli.prune_order import PruneOrder
 from axsparse.config.load import configure
 from axsparse.data.dataset import TokenDataset
+from axsparse.data.preparation import Request, prepare
 from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import read_sidecar
+from axsparse.data.tokenizers import ANOTHER_TOKENIZER
 from axsparse.models.start_weights import open_weights
 from axsparse.pruning.mask_file import open_masks
+from axsparse.runtime.console import Console
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
     EXIT_SAVED,
@@ -215,6 +220,8 @@ def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_
     replicas = pruned(tmp_path, "replicas", *more, "--set", "layout.g_inter=1", ranks=2)
     # What has been done is found done: of the run, only the folder is written again.
     shutil.rmtree(tmp_path / "staged")
+    if heal == "train":
+        shutil.rmtree(tmp_path / "staged.run" / "pruned")
     if heal == "taught":  # As a start that was killed before its first saved step leaves it.
         shutil.rmtree(tmp_path / "staged.run" / "run")
         shutil.rmtree(tmp_path / "staged.run" / "layers")
@@ -333,7 +340,7 @@ def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:
     assert "| perplexity | 7.389 | 9.025 | 12.182 |\n" in said
 
 
-def test_errors_of_training_name_the_options_of_this_command() -> None:
+def test_errors_of_training_name_the_options_of_this_command(tmp_path: Path) -> None:
     other = "`axsparse data prepare --tokenizer t`"
     text = rf"^--from: full; choose another --out, {other}, or the same command$"
     with pytest.raises(OutputError, match=text), own_options():
@@ -344,6 +351,15 @@ def test_errors_of_training_name_the_options_of_this_command() -> None:
             "weights were good up to step 3: go on from there by --resume run/checkpoints/step-3 "
             f"(in Python resume=) in {ANOTHER_RUN_DIR}"
         )
+    text = "^--from: m has none; put its tokenizer's files next to its weights$"
+    with pytest.raises(DataError, match=text), own_options():
+        raise DataError(f"--tokenizer: m has none; {ANOTHER_TOKENIZER}")
+    changed = pytest.raises(OutputError, match=r"bring those back, or choose another --out$")
+    for place in ("a", "b"):
+        (tmp_path / "text.txt").write_text(place)
+        request = Request((tmp_path / "text.txt",), tmp_path / "tokens")
+        with contextlib.nullcontext() if place == "a" else changed, own_options():
+            prepare(request, 1, Console(io.StringIO(), bar=False))
     text = r"^data\.sequence_length \(a validation\): .*, or name more by --validation FILES$"
     with pytest.raises(DataError, match=text), own_options():
         TokenDataset("a validation", "f", 256, np.zeros(8, np.uint8), 8)
