@@ -27,6 +27,7 @@ from axsparse.config.schema import Config, num_microbatches, sample_length
 from axsparse.config.validate import check_batch, check_rounds
 from axsparse.models.layer import Model, TensorShard
 from axsparse.models.model_profile import LayerInfo, ModelProfile, match, named_value
+from axsparse.models.sequential import given_module
 from axsparse.models.start_weights import LOAD, FromFile, some_of
 from axsparse.pipeline.partition import split_by_hand
 from axsparse.planner.auto_layout import (
@@ -226,6 +227,7 @@ def plan_run(
     ConfigError for what this transport, number of ranks or model cannot run.
     """
     check_transport(config, transport, on_host=on_host)
+    check_types(config, model, profile)
     targets = what_is_pruned(config, profile)
     draws = targets is not None and targets.mask_file is None
     looks = config.pruning.method in ("zeros", "sparsegpt") or config.pruning.initial_sparsity
@@ -483,6 +485,22 @@ def check_weights_are_loaded(config: Config, model: Model, targets: Targets) -> 
             why = f"not at drawn ones as of {some_of(anew)}; {suggestion}"
         where = config.where("pruning.method")
         raise ConfigError(f"{where}: {method} looks at loaded weights, and {why}")
+
+
+def check_types(config: Config, model: Model, profile: ModelProfile) -> None:
+    """ConfigError for modules of the user's whose parameters have several types, where the run
+    would give all of them a half one."""
+    named: dict[str, str] = {}
+    for layer, info in zip(model.layers, profile.layers, strict=True):
+        for parameter in info.parameters if given_module(layer) is not None else ():
+            named.setdefault(str(parameter.dtype).removeprefix("torch."), parameter.name)
+    if len(named) > 1 and config.precision != "fp32":
+        found = " and ".join(f"{name} is {kind}" for kind, name in named.items())
+        raise ConfigError(
+            f"{config.where('precision')}: {found}, and a run computes with all weights in "
+            f"{config.precision}; give it the module in one type (module.float()), or set "
+            "precision: fp32"
+        )
 
 
 # -- before a plan: precision and memory ---------------------------------------------------------
