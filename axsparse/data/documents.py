@@ -180,7 +180,8 @@ def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> It
         yield Piece(1, "", problem=_missing(names, reading.jsonl_field))
         return
     for number, row in enumerate(rows, 1):
-        yield _document(number, _without_none(row), reading.jsonl_field)
+        record = {key: _without_none(value) for key, value in row.items()}
+        yield _document(number, record, reading.jsonl_field)
 
 
 def _without_none(value: Any) -> Any:
@@ -302,7 +303,8 @@ def _document(number: int, given: object, field: str) -> Piece:
     named, kinds = (field,), _kinds(field)
     found = [kind for kind in kinds if all(record.get(key) is not None for key in kind)]
     if not found:
-        return Piece(number, "", problem=_missing(record, field))
+        names = [key if value is not None else f"{key}: null" for key, value in record.items()]
+        return Piece(number, "", problem=_missing(names, field))
     fit = [kind for kind in found if kind == named or _fits(kind, record)]
     taken, *others = fit or found[:1]
     if taken == PAIR:

@@ -189,7 +189,8 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({"text": "", "prompt": "x", "completion": "", "messages": []}, Unusable("empty")),
     ({"id": 1}, Unusable(LACKS.format("id"))),
     ({"prompt": "x", "chosen": "y"}, Unusable(LACKS.format("chosen, prompt"))),
-    ({"text": None}, Unusable(LACKS.format("text"))),
+    ({"text": None}, Unusable(LACKS.format("text: null"))),
+    ({"prompt": "x", "completion": None}, Unusable(LACKS.format("completion: null, prompt"))),
     (["text"], Unusable(LACKS.format("none"))),
     ({"text": " \n"}, Unusable("empty")),
     (b'{"text": "x"', Unusable("malformed JSON")),
@@ -340,6 +341,7 @@ def test_each_row_is_a_document_and_named_by_its_row(
     kinds = [piece.problem and piece.problem.partition(" (")[0] for piece in found]
     assert [piece.text for piece in found] == ["one", "", " ", "four\nlines"]
     assert kinds == [None, "missing field", "empty", None]
+    assert "(it has text: null, and input_ids" in str(found[1].problem)
     assert [piece.place for piece in found] == [f"{path}, row {row}" for row in (1, 2, 3, 4)]
     [missing] = pieces_of(path, Reading(jsonl_field="words"))
     assert missing.place == f"{path}, row 1"
