@@ -339,7 +339,7 @@ def card(order: PruneOrder, config: Config, facts: Facts) -> str:
     return f"""\
 # {order.out.name}
 
-{order.source.resolve().name}, pruned by axsparse: {how}.
+{order.source.absolute().name}, pruned by axsparse: {how}.
 {100 * removed:.1f} % of the entries of the pruned matrices are zero.
 
 Data: {data}; {config.pruning.calibration_samples} samples of calibration; seed {config.seed}.

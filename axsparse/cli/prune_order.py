@@ -152,11 +152,12 @@ class PruneOrder:
         if not out.name or out == Path.cwd():
             raise ConfigError(f"--out: {self.out} is no place for a new folder; choose another one")
         reject_within(self.out, self.source, "the model")
+        if out in (path.resolve() for path in (*self.data, *self.validation)):
+            raise ConfigError(f"--out: {self.out} is the data itself; choose another place")
         is_there = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
         if is_there or self.out.is_symlink():
             raise ConfigError(
-                f"--out: {self.out} is there already; remove it, or choose another place "
-                f"(what was begun stays in {work})"
+                f"--out: {self.out} is there already; move it away, or choose another place"
             )
         with writing(f"--out: the work in {work}", "choose another place"):
             work.mkdir(parents=True, exist_ok=True)
@@ -214,15 +215,15 @@ class PruneOrder:
     def _decides(self, config: Config) -> dict[str, Any]:
         """All settings, weights and tokens that determine the result."""
         settings = flat(config.model_dump(mode="json"))
-        names = dict.fromkeys((*LEADING, *settings))
         tokens = read_sidecar(self.work / "tokens", "--out")
         return {
             "weights of --from": fingerprint(*open_weights(self.source).files),
             **{f"{split} tokens": record.digest for split, record in tokens.splits()},
+            **{key: settings[key] for key in LEADING},
             "--heal": self.heal,
             "--schedule": self.schedule,
             "--distribution": self.distribution,
-            **{key: settings[key] for key in names if not key.startswith((*MEANS, *START))},
+            **{key: settings[key] for key in settings if not key.startswith((*MEANS, *START))},
         }
 
 

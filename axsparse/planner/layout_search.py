@@ -210,8 +210,8 @@ def plan(request: SearchRequest) -> Plan:
         last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
         raise NoLayoutError(
             f"{request.model.name} fits no layout of {counted(gpus, 'device')} of "
-            f"{request.cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; take "
-            "more devices, or prune more",
+            f"{request.cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; "
+            f"{_way_out(request, last)}",
             rejected,
         )
     asked = [row for row in rows if row.layout.microbatch_size == request.usual_size] or rows
@@ -219,6 +219,19 @@ def plan(request: SearchRequest) -> Plan:
     rows.sort(key=lambda row: row.seconds)
     best = next(row for row in rows if row.layout.grid.g_inter == fewest)
     return Plan(request, [best, *(row for row in rows if row is not best)], rejected)
+
+
+def _way_out(request: SearchRequest, last: Rejection) -> str:
+    """The suggestion where no layout fits: more devices help where memory lacks."""
+    if last.g_data == 0:
+        size = request.g_tensor * last.g_inter
+        return (
+            f"take {-(-request.gpus // size) * size} devices, or another layout.g_inter or "
+            "layout.g_tensor"
+        )
+    if last.microbatch_size is None:
+        return "choose other stages (layout.g_inter), fewer devices, or a larger batch"
+    return "take more devices, or prune more"
 
 
 def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection]]:

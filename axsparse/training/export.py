@@ -661,5 +661,5 @@ def _card(config: Family, path: Path, step: int) -> dict[str, bytes | Path]:
     source = Path(config.from_ or "")
     if config.from_ is None or not (source / CARD).is_file():
         return {}
-    text = f"# {path.name}\n\n{source.resolve().name}, trained by axsparse for {step:,} steps.\n"
+    text = f"# {path.name}\n\n{source.absolute().name}, trained by axsparse for {step:,} steps.\n"
     return {CARD: with_card(text, source).encode()}

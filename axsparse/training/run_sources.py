@@ -400,6 +400,9 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
 def _facts_of(datasets: Datasets) -> dict[str, Any]:
     """The facts that the other ranks need about the data, and that reading ranks compare."""
     training, validation = datasets.training, datasets.validation
+    for given in (training, *([] if validation is None else [validation])):
+        named = {"name": given.name, "fingerprint": given.fingerprint}
+        check_kinds("data", named, name="text", fingerprint="text")
     return {
         "name": training.name,
         "fingerprint": training.fingerprint,

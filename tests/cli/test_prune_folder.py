@@ -86,7 +86,7 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     assert "Data: texts; 8 samples of calibration; seed 1234.\n" in said
     again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out], cwd=tmp_path)
     assert again.returncode == EXIT_CONFIG
-    assert f"--out: {out} is there already; remove it" in again.stderr
+    assert f"--out: {out} is there already; move it away" in again.stderr
 
 
 def steps_of(heal: str) -> tuple[str, ...]:

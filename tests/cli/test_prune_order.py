@@ -117,6 +117,8 @@ def test_only_what_is_new_or_bears_the_mark_is_taken(
             (tmp_path / "disk").mkdir()
         with pytest.raises(ConfigError, match="is there already"):
             order.take()
+    with pytest.raises(ConfigError, match="is the data itself; choose another place"):
+        replace(order, data=(tmp_path / "disk",)).take()
     monkeypatch.chdir(tmp_path / "disk")
     with pytest.raises(ConfigError, match=r"^--out: \. is no place for a new folder"):
         replace(order, out=Path()).take()
@@ -162,6 +164,8 @@ def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Pat
         settled(order, "train.steps=9", "schedule.warmup_steps=3")  # which follows from the steps
     with pytest.raises(ConfigError, match="--heal: 'none', but"):
         settled(replace(order, heal="none"))
+    with pytest.raises(ConfigError, match=r"^pruning.sparsity: 0\.9, but"):
+        settled(replace(order, distribution="owl"), "pruning.sparsity=0.9")  # which chooses it
     with pytest.raises(ConfigError, match=r"^train tokens: '.*', but what is in"):
         settled(order, text="letters " * 50)
     write_llama(tmp_path / "model", lambda _, tensor: tensor + 1)
