@@ -185,7 +185,7 @@ def _write_pruned(
         named = _dtype_of(start)
         written = partial(export_folder, done.plan.config, done.plan.profile, read)
         if order.heal == "train":
-            written(order.work / PRUNED, lambda _: torch.float32, named)
+            written(order.work / PRUNED, lambda _: torch.float32, named, force=True)
         else:
             written(order.out, named, named, lambda: with_card(page(facts()), order.source))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from axsparse.config.schema import Config, final_sparsity, prunes, sample_length
 from axsparse.data.documents import Reading
 from axsparse.data.token_file import read_sidecar
 from axsparse.models.start_weights import fingerprint, open_weights
-from axsparse.runtime.errors import ConfigError, writing
+from axsparse.runtime.errors import ConfigError, DataError, writing
 from axsparse.runtime.files.atomic import UNFINISHED, new_path, remove_unfinished
 from axsparse.runtime.files.paths import is_own, reject_within
 from axsparse.runtime.files.run_folder import LOCK_FILE, RunLock
@@ -162,8 +163,9 @@ class PruneOrder:
         with writing(f"--out: the work in {work}", "choose another place"):
             work.mkdir(parents=True, exist_ok=True)
             names = {path.name for path in work.iterdir()} - {LOCK_FILE}
-        is_new = all(name.startswith(f".{ORDER}{UNFINISHED}") for name in names)
-        if not is_new and not is_own(work / ORDER, f'{{"{_KEY}": '):
+            is_new = all(name.startswith(f".{ORDER}{UNFINISHED}") for name in names)
+            is_ours = is_new or is_own(work / ORDER, f'{{"{_KEY}": ')
+        if not is_ours:
             raise ConfigError(
                 f"--out: {work}, which would have the work, has {min(names)}, and no {ORDER} of "
                 "this command; move it away, or choose another --out"
@@ -172,7 +174,7 @@ class PruneOrder:
         for path in (self.out, work / ORDER, work / PRUNED):
             remove_unfinished(path)
         if is_new:
-            _write_order(work / ORDER, {})
+            _write_order(work, {})
         return lock
 
     def adopt(self, config: Config) -> None:
@@ -198,7 +200,9 @@ class PruneOrder:
             )
         decides = self._decides(config)
         path = self.work / ORDER
-        begun = read_json(path)
+        begun: Mapping[str, Any] = {}
+        with suppress(DataError):  # A damaged one is of another order.
+            begun = read_json(path)
         changed = next((key for key, new in decides.items() if begun.get(key) != new), None)
         if changed is None:
             return
@@ -208,9 +212,7 @@ class PruneOrder:
                 f"{changed}: {new}, but what is in {self.work} was begun with {old}; set it back, "
                 f"choose another --out, or remove {self.work}"
             )
-        with writing(f"--out: {self.work / FACTS}", "remove it"):
-            (self.work / FACTS).unlink(missing_ok=True)  # Of the folder by other settings.
-        _write_order(path, decides)
+        _write_order(self.work, decides)
 
     def _decides(self, config: Config) -> dict[str, Any]:
         """All settings, weights and tokens that determine the result."""
@@ -227,7 +229,9 @@ class PruneOrder:
         }
 
 
-def _write_order(path: Path, decides: Mapping[str, Any]) -> None:
-    """Write an order's mark and its settings."""
-    with writing(f"--out: {path}", "free the disk"), new_path(path) as unfinished:
-        unfinished.write_text(json.dumps({_KEY: 1, **decides}), encoding="utf-8")
+def _write_order(work: Path, decides: Mapping[str, Any]) -> None:
+    """Write an order's mark and its settings, and remove the figures of the order before."""
+    with writing(f"--out: {work / ORDER}", "free the disk"):
+        (work / FACTS).unlink(missing_ok=True)
+        with new_path(work / ORDER) as unfinished:
+            unfinished.write_text(json.dumps({_KEY: 1, **decides}), encoding="utf-8")

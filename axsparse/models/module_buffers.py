@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -93,28 +92,14 @@ def start_training(module: nn.Module, *, trains_all: bool = False) -> None:
     """Ask the modules with a `train` of their own for their modes, as a training loop does; modules
     that are in evaluation stay there, unless `trains_all`."""
     children = [*module.modules()]
-    if trains_all or any(child.training and _has_own_train(child) for child in children):
+    if trains_all or any(child.training and has_own_train(child) for child in children):
         resting = [child for child in children if not (child.training or trains_all)]
         module.train()
         for child in resting:
             child.training = False
 
 
-def frozen_in_training(module: nn.Module) -> set[str]:
-    """The names of the modules that stay in evaluation when all others train, by a `train` of their
-    own or of a module around them; what is given stays as it is."""
-    if not any(map(_has_own_train, module.modules())):
-        return set()
-    copied = copy.deepcopy(module)
-    for child in copied.modules():
-        child.training = True
-    for child in reversed([*copied.modules()]):  # the outer ones decide
-        if _has_own_train(child):
-            child.train()
-    return {name for name, child in copied.named_modules() if not child.training}
-
-
-def _has_own_train(module: nn.Module) -> bool:
+def has_own_train(module: nn.Module) -> bool:
     """Whether a module has a `train(mode)` of its own; a method `train(loader)` is none."""
     if getattr(module.train, "__func__", None) is nn.Module.train:
         return False

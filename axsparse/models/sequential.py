@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Ties, on_meta
 from axsparse.models.module_buffers import (
+    has_own_train,
     named_tensors,
     slots,
     start_training,
@@ -239,6 +240,27 @@ def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
     shared = {id(hook): hook for hook in _hooks(module) if not _holds_module(hook)}
     made: nn.Module = copy.deepcopy(module, {**empty, **shared})
     return made.requires_grad_(requires_grad=False) if is_frozen else made
+
+
+def frozen_in_training(module: nn.Module) -> set[str]:
+    """The names of the modules that stay in evaluation when all others train, by a `train` of their
+    own or of a module around them; what is given stays as it is. ConfigError if it cannot be
+    copied."""
+    if not any(map(has_own_train, module.modules())):
+        return set()
+    try:
+        copied = structure(module)
+    except Exception as reason:
+        raise ConfigError(
+            f"model: {type(module).__name__} is in evaluation and has a train() of its own, but "
+            f"cannot be copied ({type(reason).__name__}: {reason}); call its train() before"
+        ) from reason
+    for child in copied.modules():
+        child.training = True
+    for child in reversed([*copied.modules()]):  # the outer ones decide
+        if has_own_train(child):
+            child.train()
+    return {name for name, child in copied.named_modules() if not child.training}
 
 
 @torch.no_grad()

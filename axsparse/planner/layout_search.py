@@ -167,6 +167,8 @@ class Rejection:
     g_data: int
     microbatch_size: int | None
     reason: str
+    way: str = ""
+    """A suggestion; empty where memory lacks."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +213,7 @@ def plan(request: SearchRequest) -> Plan:
         raise NoLayoutError(
             f"{request.model.name} fits no layout of {counted(gpus, 'device')} of "
             f"{request.cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; "
-            f"{_way_out(request, last)}",
+            f"{last.way or 'take more devices, or prune more'}",
             rejected,
         )
     asked = [row for row in rows if row.layout.microbatch_size == request.usual_size] or rows
@@ -219,19 +221,6 @@ def plan(request: SearchRequest) -> Plan:
     rows.sort(key=lambda row: row.seconds)
     best = next(row for row in rows if row.layout.grid.g_inter == fewest)
     return Plan(request, [best, *(row for row in rows if row is not best)], rejected)
-
-
-def _way_out(request: SearchRequest, last: Rejection) -> str:
-    """The suggestion where no layout fits: more devices help where memory lacks."""
-    if last.g_data == 0:
-        size = request.g_tensor * last.g_inter
-        return (
-            f"take {-(-request.gpus // size) * size} devices, or another layout.g_inter or "
-            "layout.g_tensor"
-        )
-    if last.microbatch_size is None:
-        return "choose other stages (layout.g_inter), fewer devices, or a larger batch"
-    return "take more devices, or prune more"
 
 
 def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection]]:
@@ -244,11 +233,15 @@ def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection
     if left:
         ranks = counted(request.g_tensor, "tensor-parallel rank")
         reason = f"{ranks} do not divide {counted(request.gpus, 'device')}"
-        return [], [Rejection(1, 0, None, reason)]
+        fit = request.gpus - left + request.g_tensor
+        return [], [
+            Rejection(1, 0, None, reason, f"take {fit} devices, or another layout.g_tensor")
+        ]
     for stages in request.g_inter or [n for n in range(1, of_stages + 1) if of_stages % n == 0]:
         if of_stages % stages:
             uneven = f"{stages} does not divide {counted(of_stages, 'device')}"
-            rejected.append(Rejection(stages, 0, None, uneven))
+            way = "choose a number of stages that does (layout.g_inter)"
+            rejected.append(Rejection(stages, 0, None, uneven, way))
             continue
         fitting, others = _try_grid(request, Grid(stages, of_stages // stages, request.g_tensor))
         rows += fitting
@@ -262,9 +255,11 @@ def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list
     most, batch = request.model.most_stages, request.global_batch_size
     if grid.g_inter > most or batch < grid.g_data:
         why = f"{grid.g_data} replicas share a batch of {batch}"
+        way = "take more stages (layout.g_inter), fewer devices, or a larger batch"
         if grid.g_inter > most:
             why = f"the model can be cut into {most} stages at most"
-        return rows, [Rejection(grid.g_inter, grid.g_data, None, why)]
+            way = "choose fewer stages (layout.g_inter)"
+        return rows, [Rejection(grid.g_inter, grid.g_data, None, why, way)]
     rejected: list[Rejection] = []
     for size in request.sizes(grid.g_data):
         fitting: list[Candidate] = []
@@ -292,7 +287,8 @@ def _try_size(
     microbatches = request.microbatches(size)
     if microbatches < grid.g_data:
         reason = f"microbatches of {size} make too few of a batch of {request.global_batch_size}"
-        return Rejection(grid.g_inter, grid.g_data, size, reason)
+        way = "choose smaller microbatches (batch.microbatch_size), more stages, or a larger batch"
+        return Rejection(grid.g_inter, grid.g_data, size, reason, way)
     split, cluster = request.split_backward, request.cluster
     is_split = grid.g_inter > 1 if split is None else split
     model = request.model.tp_shard(grid.g_tensor)

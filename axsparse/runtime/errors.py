@@ -6,7 +6,7 @@
     ├── MissingInputError         66  a named file or folder that is not there
     ├── OutputError               74  a place that cannot be written
     ├── TrainingError             70  a run that cannot continue (non-finite numbers, say)
-    └── StoppedError              75  a run that was asked to stop, and has saved its state
+    └── StoppedError              75  a program that was asked to stop; its run is saved
 
 Each message is one line: where the value was set, the value, the rule, and a suggestion. Internal
 invariants are asserts, not members of this tree.
@@ -72,7 +72,7 @@ class TrainingError(AxsparseError):
 
 
 class StoppedError(AxsparseError):
-    """A run that was asked to stop and has saved its state; all ranks raise it."""
+    """A program was asked to stop; what a run had done is saved. All ranks raise it."""
 
     exit_code = EXIT_SAVED
     on_all_ranks = True

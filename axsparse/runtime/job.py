@@ -203,7 +203,9 @@ def _interrupt_again(own: Callable[..., object], hook: sys.UnraisableHookArgs) -
     if not isinstance(hook.exc_value, KeyboardInterrupt):
         own(hook)
         return
-    timer = threading.Timer(INTERRUPT_SECONDS, signal.raise_signal, (signal.SIGINT,))
+    main = threading.main_thread().ident
+    assert main is not None, "it runs"
+    timer = threading.Timer(INTERRUPT_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
     timer.daemon = True
     timer.start()
 

@@ -25,8 +25,8 @@ from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
 from axsparse.models.losses import compiled, linear_cross_entropy
 from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
-from axsparse.models.module_buffers import frozen_in_training, start_training, switch_mode
-from axsparse.models.sequential import is_in_evaluation
+from axsparse.models.module_buffers import start_training, switch_mode
+from axsparse.models.sequential import frozen_in_training, is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
 from axsparse.observe.out_of_memory import with_advice
 from axsparse.observe.phases import Phases

@@ -172,7 +172,8 @@ def export(
         named = torch.bfloat16 if form == "sparse" else named
         config = weights.config()
         files, notes = _files(data_elsewhere(config, data), named, checkpoint.manifest.data)
-        files |= {CARD: card.encode()} if card else _card(config.model, path, checkpoint.step)
+        given = _card(config.model, path, checkpoint.step)
+        files |= given if card is None else {CARD: card.encode(errors="replace")}
         if form == "sparse":
             tensors = sparse_tensors(tensors)
     nbytes = _write(path, tensors, files, checkpoint.step, force=force)
@@ -239,14 +240,16 @@ def export_folder(
     dtype: Callable[[str], torch.dtype],
     named: Callable[[str], torch.dtype],
     card: Callable[[], str] | None = None,
+    *,
+    force: bool = False,
 ) -> int:
     """Write a Hugging Face folder of a model that starts from one, and return its bytes.
 
     `read(layer, name)` gives the value of a parameter or buffer by its global name, or None for a
     buffer that no file has; `dtype(name)` is the type in which a parameter is written, and
     `named(name)` that by which config.json names the type of most. `card()` gives the text of the
-    model's card once the weights are written. The other files of the folder are copies. Raises what
-    `export` raises.
+    model's card once the weights are written; `force` replaces an earlier folder. The other files
+    of the folder are copies. Raises what `export` raises.
     """
 
     def value(layer: str, name: str, dtype: torch.dtype) -> Tensor:
@@ -267,7 +270,7 @@ def export_folder(
     types = Counter(named(name) for name in profiled.shapes if name in known)
     copies, _ = hf_files(config.model, types.most_common(1)[0][0], None)
     files: Files = copies if card is None else {**copies, CARD: card}
-    return _write(path.absolute(), _published(config.model, known), files, 0, force=True)
+    return _write(path.absolute(), _published(config.model, known), files, 0, force=force)
 
 
 def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, force: bool) -> int:
@@ -296,7 +299,7 @@ def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, forc
             write_safetensors(part, held, values, about)
         for name, content in (files or {}).items():
             (unfinished / name).parent.mkdir(parents=True, exist_ok=True)
-            text = content().encode() if callable(content) else content
+            text = content().encode(errors="replace") if callable(content) else content
             write_new(unfinished / name, text)
         for folder in (unfinished, *unfinished.rglob("*")):
             if folder.is_dir():
@@ -451,7 +454,8 @@ def _reject_taken(path: Path, *, is_folder: bool, force: bool) -> None:
 
 def is_export(folder: Path) -> bool:
     """Whether an export has written all that is in this folder, as its weights say."""
-    for file in () if folder.is_symlink() else sorted(folder.glob(f"*{SUFFIX}")):
+    names = (WHOLE_FILE, SPARSE_FILE, *(path.name for path in folder.glob(f"*-00001-of-*{SUFFIX}")))
+    for file in () if folder.is_symlink() else (folder / name for name in names):
         with suppress(OSError, DataError, ValueError, KeyError):
             written = {file.name, *json.loads(SafetensorsFile(file).metadata[_FILES])}
             there = (one for one in folder.rglob("*") if one.is_symlink() or one.is_file())
@@ -662,4 +666,4 @@ def _card(config: Family, path: Path, step: int) -> dict[str, bytes | Path]:
     if config.from_ is None or not (source / CARD).is_file():
         return {}
     text = f"# {path.name}\n\n{source.absolute().name}, trained by axsparse for {step:,} steps.\n"
-    return {CARD: with_card(text, source).encode()}
+    return {CARD: with_card(text, source).encode(errors="replace")}

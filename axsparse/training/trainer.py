@@ -525,9 +525,9 @@ class Trainer:
             if not outer:
                 self._adopt_writes()
             yield
-            if not outer and self not in job.in_progress:
+            if not outer and not job.in_progress:  # A run in progress is saved by its own calls.
                 with self._ending_on_failure():
-                    self._heed_signal()
+                    self._heed_signal(is_idle=True)
         except BaseException as failure:
             job.note_left(failure)
             raise
@@ -748,7 +748,8 @@ class Trainer:
 
         All ranks call this together, before, between or after steps; the training state does not
         change. None if there is no validation data. ConfigError on all ranks if one makes another
-        call meanwhile, and after `close` or a failed step.
+        call meanwhile, and after `close` or a failed step; StoppedError if a signal came and no run
+        is in progress.
         """
         if self._is_left or self._failed:
             self._reject_closed("evaluate")
@@ -1026,15 +1027,15 @@ class Trainer:
         gathered = 0 if gather is None else gather.bytes_sent
         return sync.gradient_bytes_sent + gathered, others
 
-    def _heed_signal(self) -> None:
+    def _heed_signal(self, *, is_idle: bool = False) -> None:
         """Learn outside of a step whether a rank was asked to stop; StoppedError if nothing is to
-        be saved."""
+        be saved, as while no run is in progress (`is_idle`)."""
         saver = self._saver
-        if saver is None or self._closed or self._is_over:
+        if saver is None or self._closed or (self._is_over and not is_idle):
             return
         if sum_of(self.transport, [float(self._stop.is_set)]) == [0.0]:
             return
-        if self.steps_done in (0, saver.resumed_step):
+        if is_idle or self.steps_done in (0, saver.resumed_step):
             self._end_stopped()
         self._is_stopped = True
 

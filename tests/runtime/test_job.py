@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import pytest
 from support.local_world import LocalWorld, Own, WorldTransport
+from support.mpirun import LONGEST_SECONDS
 
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.job import Job, _last_words
@@ -81,7 +82,7 @@ class Own:
 
 def main(job):
     Own()
-    time.sleep(5)
+    time.sleep(60)
 
 run(main)
 """
@@ -93,6 +94,7 @@ def test_an_interrupt_that_comes_while_an_object_is_deleted_ends_the_command() -
         check=False,
         capture_output=True,
         text=True,
+        timeout=LONGEST_SECONDS,
         # A test run in the background of a shell would hand down that SIGINT is ignored.
         preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )

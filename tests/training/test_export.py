@@ -261,7 +261,9 @@ def test_nothing_else_is_ever_replaced(run: Path, tmp_path: Path) -> None:
     (tmp_path / "dangling").symlink_to("nowhere")
     (tmp_path / "empty").mkdir()
     (tmp_path / "link").symlink_to("empty")
-    names = ("model", "theirs", "file", "dangling", "link")
+    (tmp_path / "exports").mkdir()
+    export(newest(run), "torch", tmp_path / "exports" / "mine.safetensors")
+    names = ("model", "theirs", "file", "dangling", "link", "exports")
     forms: dict[str, Form] = dict.fromkeys(names, "hf")
 
     for name in (*forms, "folder.safetensors", "link.safetensors"):

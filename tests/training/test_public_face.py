@@ -164,7 +164,7 @@ def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
 
 
 @pytest.mark.parametrize("ranks", by_default([1], [1, 2]))
-@pytest.mark.parametrize("when", ["within", "later"])
+@pytest.mark.parametrize("when", ["within", "later", "over"])
 def test_a_program_that_only_evaluates_is_stopped_by_one_signal(
     ranks: int, when: str, tmp_path: Path
 ) -> None:
@@ -174,14 +174,15 @@ import axsparse as ax
 from support.runs import mlp, vector_data
 
 def top1(logits, targets):
-    if sys.argv[1] == "within" and trainer.rank == 0:
+    if sys.argv[1] != "later" and trainer.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     return ax.count_top1(logits, targets)
 
-trainer = ax.Trainer(
-    dataclasses.replace(mlp(), metrics={"top1": top1}), (vector_data(), vector_data()),
-    global_batch_size=12, eval_steps=1, run_dir="run",
-)
+given = dataclasses.replace(mlp(), metrics={"top1": top1}), (vector_data(), vector_data())
+how = dict(global_batch_size=12, steps=2, run_dir="run")
+if sys.argv[1] == "over":
+    ax.Trainer(*given, eval_steps=0, **how).train()
+trainer = ax.Trainer(*given, eval_steps=1, resume="auto", **how)
 trainer.evaluate()
 print("evaluated", flush=True)
 if sys.argv[1] == "later" and trainer.rank == 0:
@@ -193,7 +194,34 @@ if sys.argv[1] == "later" and trainer.rank == 0:
     assert done.returncode == 75, done
     assert done.errors == []
     assert ("evaluated" in done.stdout) == (when == "later")
-    assert (done.stdout + done.stderr).count("with nothing to save; start it again") == 1
+    said = (
+        "saved in run/checkpoints; " if when == "over" else "with nothing to save; start it again"
+    )
+    assert (done.stdout + done.stderr).count(said) == 1
+
+
+def test_a_signal_while_another_trainer_evaluates_saves_the_run_in_progress(tmp_path: Path) -> None:
+    program = """
+import os, signal
+import axsparse as ax
+from support.runs import mlp, vector_data
+
+def made(name, **how):
+    data = (vector_data(), vector_data())
+    return ax.Trainer(mlp(), data, global_batch_size=12, eval_steps=1, run_dir=name, **how)
+
+trained, other = made("trained", steps=9), made("other")
+for number, _ in enumerate(trained, 1):
+    trained.step()
+    if number == 3:
+        os.kill(os.getpid(), signal.SIGTERM)
+    other.evaluate()
+"""
+    done = run_alone(["-c", program], cwd=tmp_path)
+
+    assert done.returncode == 75, done
+    assert "stopped after step" in done.stdout + done.stderr
+    assert [*(tmp_path / "trained" / "checkpoints").glob("step-*")]
 
 
 @pytest.mark.parametrize(
