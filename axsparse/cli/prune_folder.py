@@ -63,6 +63,7 @@ OPTIONS = {
     re.escape(ANOTHER_RUN_DIR): "another --out",
     re.escape(ANOTHER_TOKENIZER): "put its tokenizer's files next to its weights",
     "choose another folder, or remove this one": "bring those back, or choose another --out",
+    "choose another place, or give --force .*": "move it away, and repeat the command",
     "--tokenizer: ": "--from: ",
     "bring more held-out data": "name more by --validation FILES",
 }

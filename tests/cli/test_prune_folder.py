@@ -46,6 +46,7 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.training.checkpoint.verification import steps_in
+from axsparse.training.export import export_folder
 
 FEW = (
     *("--from", "model", "--data", "texts", "--validation", "held"),
@@ -324,6 +325,24 @@ def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OutputError, match=r"out\.run: is in use by"):
         prune_folder.prune_folder(job, order)
     assert job.reworded(f"hangs; {RESUME_AUTO} goes on") == "hangs; the same command goes on"
+
+
+def test_what_came_to_the_place_meanwhile_stays(
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+
+    def twice(*given: Any, **how: Any) -> int:
+        export_folder(*given, **how)
+        return export_folder(*given, **how)
+
+    monkeypatch.setattr(prune_folder, "export_folder", twice)
+    monkeypatch.chdir(tmp_path)
+    settings = tuple(word for word in FEW if "=" in word)
+    given = (Path("model"), (Path("texts"),), (Path("held"),), Path("out"), "prune_llama.yaml")
+    with pytest.raises(OutputError, match="is there already; move it away, and repeat the command"):
+        prune_folder.prune_folder(job_alone(), PruneOrder(*given, settings, "none"))
 
 
 def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:

@@ -149,6 +149,7 @@ def test_work_of_another_order_is_refused(setting: str, text: str, tmp_path: Pat
     (order.work / FACTS).touch()
     settled(order, setting)
     assert (order.work / FACTS).exists(), "a folder by the same settings and tokens is kept"
+    (order.work / ORDER).write_text('{"axsparse prune": 1, "damaged')
     settled(order)  # Nothing was trained, so that this is what counts.
     assert not (order.work / FACTS).exists(), "the folder is of other settings"
     (order.work / FACTS).touch()
