@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,12 @@ PUBLISHED = (
 """Tokens a second and GPU of the same shape, in tables of llm-foundry."""
 PRUNED, DENSE = "pruned, 90 %", "dense, axsparse"
 UNFUSED = "pruned, 90 %, pipeline.compile=false"
+GRAPHED = "pruned, 90 %, CUDA graphs"
+CAPTURED = {"TORCHINDUCTOR_CUDAGRAPHS": "1"}
+"""The environment in which torch.compile replays what it fuses as CUDA graphs: a layer's forward
+and its backward are then one launch each."""
+LOSS_TOLERANCE = 1e-3
+"""Of a loss, between graphs and launches one by one of other kernels in bf16."""
 PEERS = {"plain": "dense, plain torch", "fsdp2": "dense, FSDP2"}
 
 
@@ -61,6 +67,7 @@ class Run:
     sizes: tuple[int, ...]
     settings: tuple[str, ...] = ()
     peer: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 RUNS = (
@@ -72,6 +79,7 @@ RUNS = (
     Run(DENSE, (4,), ("samo.enabled=false",)),
     Run(UNFUSED, (4,), ("pipeline.compile=false",)),
     Run(UNFUSED, (1,), ("pipeline.compile=false",)),
+    Run(GRAPHED, (1, 4), ("pipeline.compile=true",), environment=CAPTURED),
     Run(PEERS["plain"], (1,), peer="plain"),
     Run(DENSE, (8,), ("samo.enabled=false",)),
 )
@@ -85,7 +93,7 @@ def ours(run: Run, size: int, place: RankCoords) -> dict[str, Any]:
     )
     if run.name != DENSE:
         training = pruned(training, place)
-    with Worker(training, place.folder, place.left) as worker:
+    with Worker(training, place.folder, place.left, environment=run.environment) as worker:
         built = worker.event("built")
         steps = [worker.step() for _ in range(training.steps)]
         done = worker.event("done")
@@ -184,6 +192,21 @@ def judged_rows(part: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
         lean, heavy = found[PRUNED][best[PRUNED][1]], found[peer][peers[peer][1]]
         memory = heavy["peak"].get("allocated", 0) / max(1, lean["peak"].get("allocated", 1))
         rows.append(Row(part, "memory of that peer over ours", "info", f"{memory:.2f}"))
+    return [*rows, *graphs_compute_the_same(part, found)]
+
+
+def graphs_compute_the_same(part: str, found: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """A row for each microbatch size whose losses both runs of the pruned model have: a graph that
+    is replayed on memory of another layer or microbatch trains, but to other losses."""
+    rows = []
+    for size, graphed in found.get(GRAPHED, {}).items():
+        other = found.get(PRUNED, {}).get(size)
+        if other is not None and "losses" in graphed:
+            pairs = zip(graphed["losses"], other["losses"], strict=False)
+            apart = max(abs(ours - its) / its for ours, its in pairs)
+            check = f"{GRAPHED}, microbatches of {size}: losses"
+            said, aim = f"{apart:.1e} apart", f"<= {LOSS_TOLERANCE}"
+            rows.append(judged(part, check, said, aim, good=apart <= LOSS_TOLERANCE))
     return rows
 
 

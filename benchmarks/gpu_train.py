@@ -28,7 +28,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -399,9 +399,16 @@ class Worker:
     """A training in a separate process, which takes a step on request."""
 
     def __init__(
-        self, training: Training, folder: Path, seconds: float, *, profile: bool = False
+        self,
+        training: Training,
+        folder: Path,
+        seconds: float,
+        *,
+        profile: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Ends by itself after `seconds`. `profile`: the last step is profiled, and slower."""
+        """Ends by itself after `seconds`. `profile`: the last step is profiled, and slower.
+        `environment` is added to this process's."""
         run_dir = Path(tempfile.mkdtemp(dir=folder)) / "run"
         spec = {
             "config": training.config,
@@ -416,6 +423,7 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
+            env={**os.environ, **(environment or {})},
         )
         self._late = False
         self._timer = threading.Timer(max(seconds, 0.0), self._end_late)

@@ -51,6 +51,17 @@ def test_pages_have_the_table_of_the_results() -> None:
         assert table in (root / page).read_text(encoding="utf-8"), page
 
 
+def test_graphs_are_judged_by_the_losses_of_a_run_without_them() -> None:
+    def checked(graphed: list[float]) -> list[tuple[str, str]]:
+        losses = {gpu_beside.PRUNED: [10.0, 9.0], gpu_beside.GRAPHED: graphed}
+        found = {n: {"4": {"seconds": [1.0], "peak": {}, "losses": losses[n]}} for n in losses}
+        rows = gpu_beside.judged_rows("beside", found)
+        return [(row.outcome, row.measured) for row in rows if "losses" in row.check]
+
+    assert checked([10.001, 9.5]) == [("fail", "5.6e-02 apart")]
+    assert checked([10.001, 9.001]) == [("pass", "1.1e-04 apart")]
+
+
 PAGE = ROOT / "docs/howto/use-pruned.md"
 
 
