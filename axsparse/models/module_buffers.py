@@ -77,7 +77,7 @@ def switch_mode(layer: str, module: nn.Module, *, training: bool) -> None:
     writes to a weight or saved buffer, as layers do that merge their weights for evaluations."""
     is_own = any(type(child).train is not nn.Module.train for child in module.modules())
     before = [(name, one, one.detach().clone()) for name, one in _saved(module) if is_own]
-    module.train(training)
+    set_mode(module, training=training)
     now = dict(_saved(module)) if is_own else {}
     for name, tensor, value in before:
         if now.get(name) is not tensor or not bytes_of(tensor.detach()).equal(bytes_of(value)):
@@ -94,15 +94,29 @@ def start_training(module: nn.Module, *, trains_all: bool = False) -> None:
     children = [*module.modules()]
     if trains_all or any(child.training and has_own_train(child) for child in children):
         resting = [child for child in children if not (child.training or trains_all)]
-        module.train()
+        set_mode(module, training=True)
         for child in resting:
             child.training = False
 
 
+def set_mode(module: nn.Module, *, training: bool) -> None:
+    """Set a module and all within it to training or to evaluation, as `module.train(mode)` does,
+    but call no method `train(loader)`, which would train."""
+    if has_own_train(module) or all(map(_is_mode, module.modules())):
+        module.train(training)
+        return
+    module.training = training
+    for child in module.children():
+        set_mode(child, training=training)
+
+
 def has_own_train(module: nn.Module) -> bool:
     """Whether a module has a `train(mode)` of its own; a method `train(loader)` is none."""
-    if getattr(module.train, "__func__", None) is nn.Module.train:
-        return False
+    return getattr(module.train, "__func__", None) is not nn.Module.train and _is_mode(module)
+
+
+def _is_mode(module: nn.Module) -> bool:
+    """Whether the `train` of a module sets its mode."""
     first = next(iter(inspect.signature(module.train).parameters.values()), None)
     return first is not None and (first.name == "mode" or first.kind is first.VAR_POSITIONAL)
 

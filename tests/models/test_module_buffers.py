@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.module_buffers import switch_mode
+from axsparse.models.module_buffers import set_mode, start_training, switch_mode
 from axsparse.runtime.errors import ConfigError
 
 
@@ -40,3 +40,29 @@ def test_a_train_of_a_modules_own_may_change_its_caches_alone(changed: str, repl
 
     with pytest.raises(ConfigError, match=rf"^layer a: its eval\(\) writes to '0.{changed}'"):
         switch_mode("a", module, training=False)
+
+
+class Freezing(nn.Linear):
+    """Stays in evaluation."""
+
+    def train(self, mode: bool = True) -> Freezing:
+        super().train(mode)
+        self.training = False
+        return self
+
+
+class Fitted(nn.Sequential):
+    """Its `train` is a loop over data, as scikit-learn's fit."""
+
+    def train(self, loader: object, epochs: int = 1) -> None:  # type: ignore[override]
+        raise AssertionError("trains")
+
+
+def test_a_train_that_is_a_loop_over_data_is_not_called() -> None:
+    inner = Fitted(nn.Dropout(), Freezing(1, 1))
+    module = Fitted(inner, nn.Dropout())
+    start_training(module)
+    assert [child.training for child in (module, inner, inner[0], inner[1])] == [True] * 3 + [False]
+
+    set_mode(module, training=False)
+    assert not any(child.training for child in module.modules())
