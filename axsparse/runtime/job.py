@@ -91,8 +91,10 @@ class Job:
         """Names this rank in messages; "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
         """The file for tracebacks of internal errors; None until there is a run directory."""
-        self.kept = "nothing was saved"
-        """The work that an interruption leaves, for its message."""
+        self.kept = ""
+        """The work that an interruption of this command leaves, for its message."""
+        self.saved = "nothing was saved"
+        """What an interruption of the run leaves, where the command leaves nothing else."""
         self.reworded: Callable[[str], str] = str
         """Has a line about this job name the options of the command that runs it."""
         self.in_progress: list[Run] = []
@@ -386,7 +388,7 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
     job.ending.acquire()  # for good: a second thread that fails has nothing to add
     if job.transport.rank:
         time.sleep(ALIKE_SECONDS)
-    code, words = _describe(failure, job.kept)
+    code, words = _describe(failure, job.kept or job.saved)
     if not isinstance(failure, (AxsparseError, ValidationError, KeyboardInterrupt, SystemExit)):
         words += _keep_traceback(job, failure)
     who = "" if isinstance(failure, KeyboardInterrupt) else f"{job.where}: "

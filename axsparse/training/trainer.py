@@ -342,6 +342,7 @@ class Trainer:
                 transport=transport,
                 note_progress=self.activity.note_progress,
             )
+            self._note_saved(self._saver.resumed_step)
         self._watchdog = open_watchdog(
             resolved.watchdog,
             self.run_dir,
@@ -775,6 +776,7 @@ class Trainer:
             self.activity.at("checkpoint", self.steps_done)
             self._saver.start(self.progress)
             self._saver.finish()
+            self._note_saved(self.steps_done)
         return path_of(self._saver.folder, self.steps_done)
 
     def save_mask(self, path: str | Path) -> None:
@@ -954,7 +956,13 @@ class Trainer:
         if self._saver is not None:
             for step in self._saver.take_complete():
                 folder = path_of(self._saver.folder, step)
+                self._note_saved(step)
                 self._call_back("on_checkpoint", "of step", step, folder)
+
+    def _note_saved(self, step: int | None) -> None:
+        """Have an interruption name a checkpoint of this run; None if it has none yet."""
+        if step is not None:
+            self._job.saved = f"the checkpoint of step {step} is kept, and {RESUME_AUTO} goes on"
 
     @property
     def _evaluates(self) -> bool:

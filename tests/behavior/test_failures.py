@@ -261,6 +261,16 @@ WAYS_OUT = [
     ("callback", "1", "os.abort()", left(1, "os.abort()")),
     ("callback", "1", "import ctypes; ctypes.CDLL(None).exit(0)", left(1, "C's exit()")),
     ("callback", "1", "raise KeyboardInterrupt", (130, "interrupted; nothing was saved")),
+    (
+        "callback",
+        "all",
+        "trainer.save()\nif trainer.rank: raise KeyboardInterrupt",
+        (
+            130,
+            "interrupted; the checkpoint of step 2 is kept, and --resume auto (in Python "
+            'resume="auto") goes on',
+        ),
+    ),
     ("callback", "1", IN_A_THREAD, left(1, "os._exit(0)")),
     ("loop", "1", "sys.exit(0)", apart("has ended", "calls step() after step 2")),
     (
