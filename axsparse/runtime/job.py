@@ -183,12 +183,13 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     the same seed on every rank when `main` begins. A caller that listens to signals already passes
     its `stop`.
     """
-    if stop is None or not stop.is_listening:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     job = _connected(stop)
+    sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     seed_main()
     try:
+        # Before, Ctrl-C does as the command said, such as to end the process silently.
+        if stop is None or not stop.is_listening:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         main(job)
         if os.getpid() == job.process:
             _leave(job)
