@@ -94,7 +94,7 @@ class Job:
         self.kept = ""
         """The work that an interruption of this command leaves, for its message."""
         self.saved = "nothing was saved"
-        """What an interruption of the run leaves, where the command leaves nothing else."""
+        """The work that an interruption of the run leaves, where the command leaves none."""
         self.reworded: Callable[[str], str] = str
         """Has a line about this job name the options of the command that runs it."""
         self.in_progress: list[Run] = []
