@@ -40,7 +40,8 @@ TABLES = (".parquet", ".arrow", ".json")
 DATA_SETS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 """Endings by which a folder holds a data set, whose other files are documents only where they have
 an ending of data, or of texts: not its card, its licence or its scripts, as `datasets` has it."""
-METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
+STATE_FILE = "state.json"
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE)
 """Files of save_to_disk of `datasets`, next to its .arrow files, that are no documents."""
 SPLIT = re.compile(
     r"(?:^|/)(?:(\w*(?:train|valid|test|dev|eval)\w*)(?=-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.)"
@@ -50,6 +51,7 @@ SPLIT = re.compile(
 name of the file or of one of its folders."""
 UNREADABLE = "unreadable"
 NO_DATA = "no data (next to files of data; name it to take it)"
+CACHE = "a cache, which state.json does not name (name it to take it)"
 """Why files are left out."""
 WHY = 200
 """The length to which the reason why a file cannot be read is cut, in letters."""
@@ -521,6 +523,9 @@ def _files(
             others = {name for name in names if _format(name) not in (*READERS, ".txt")}
             if ".arrow" in endings:
                 others |= {name for name in names if name.name in METADATA}
+                caches = _caches(path, names)
+                left_out.extend((str(path / name), CACHE) for name in caches)
+                names = [name for name in names if name not in caches]
             names = [name for name in names if name not in others]
             left_out.extend((str(path / name), NO_DATA) for name in others)
         taken = sorted(names, key=PurePath.as_posix)
@@ -536,6 +541,21 @@ def _files(
                 f"as {begin}, and by --validation those that are held out"
             )
         yield from (path / name for name in taken)
+
+
+def _caches(path: Path, names: Collection[PurePath]) -> set[PurePath]:
+    """The .arrow files below a folder that belong to no data set of save_to_disk there: `map` of
+    `datasets` leaves its results next to the files that state.json names."""
+    found: set[PurePath] = set()
+    for state in (name for name in names if name.name == STATE_FILE):
+        try:
+            listed = json.loads((path / state).read_bytes())["_data_files"]
+            own = {state.parent / each["filename"] for each in listed}
+        except (OSError, ValueError, LookupError, TypeError):  # another program's file
+            continue
+        beside = (name for name in names if name.parent == state.parent)
+        found |= {name for name in beside if _format(name) == ".arrow"} - own
+    return found
 
 
 # -- documents ------------------------------------------------------------------------------
