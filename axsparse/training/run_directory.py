@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import yaml
@@ -151,6 +152,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
                 began_from = together(transport, lambda: _began_from(Path(path)))
                 origin = text_of_first(transport, began_from)
                 checkpoint = verify_together(transport, Path(origin)) if origin else None
+        together(transport, partial(_reject_other_run, path, checkpoint))
     except BaseException:
         for lock in locks:
             lock.release()
@@ -165,6 +167,20 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
     there = None if path is None else Path(path)
     return RunDir(there, checkpoint, tuple(steps), tuple(notes), locks[0] if locks else None)
+
+
+def _reject_other_run(run_dir: str | None, checkpoint: Checkpoint | None) -> None:
+    """ConfigError for a checkpoint in the directory of a run that another run has written, such as
+    behind a link of both: the run would remove the other one's."""
+    if run_dir is None or checkpoint is None or checkpoint.path.parent.name != CHECKPOINTS:
+        return
+    is_there = checkpoint.path.parent.parent.resolve() == Path(run_dir).resolve()
+    if is_there and checkpoint.manifest.run != RunMark.of(Path(run_dir)).identifier:
+        raise ConfigError(
+            f"resume: {checkpoint.path} is another run's checkpoint, and {run_dir} has none of its "
+            "own that is as new; put its own back, or continue from that one in "
+            f"{ANOTHER_RUN_DIR} (--resume {checkpoint.path})"
+        )
 
 
 def open_run_dir(

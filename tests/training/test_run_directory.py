@@ -253,6 +253,13 @@ def test_auto_starts_where_there_is_nothing_yet_and_says_so(run: Path, tmp_path:
     assert begun.notes == (f"{run} has no checkpoint; starts from the beginning",)
 
 
+def write_run(path: Path, identifier: str) -> None:
+    """Make a checkpoint one of another run."""
+    manifest = checkpoint_folder.parse_manifest((path / "manifest.json").read_bytes())
+    ours = manifest.model_copy(update={"run": identifier})
+    (path / "manifest.json").write_bytes(checkpoint_folder.manifest_bytes(ours))
+
+
 def test_a_branch_begins_again_where_it_began_until_it_has_a_checkpoint(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,6 +286,10 @@ def test_a_branch_begins_again_where_it_began_until_it_has_a_checkpoint(
     mark = RunMark.of(branch)
     checkpoint(run, 5).rename(checkpoint(branch, 5))
     mark.note(saved=True)
+    for resume in ("auto", str(checkpoint(branch, 5))):
+        with pytest.raises(ConfigError, match="step-5 is another run's checkpoint, and "):
+            opened(config, resume)
+    write_run(checkpoint(branch, 5), mark.identifier)
     own = opened(config)
     assert own.checkpoint is not None and own.checkpoint.path == checkpoint(branch, 5)
 

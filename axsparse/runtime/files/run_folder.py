@@ -136,6 +136,11 @@ class RunMark:
         return RunMark(path, content)
 
     @property
+    def identifier(self) -> str:
+        """The run's alone, and its copies'."""
+        return str(self._content[_KEY])
+
+    @property
     def has_saved(self) -> bool:
         return bool(self._content.get("saved"))
 

@@ -90,6 +90,8 @@ class CheckpointManifest(_Strict):
     """The contents of a checkpoint, apart from its tensors."""
 
     format: Literal[1]
+    run: str
+    """The identifier in the mark of the run that wrote it."""
     progress: Progress
     method_state: MethodState
     data: DataEntry

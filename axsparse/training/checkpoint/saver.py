@@ -292,8 +292,10 @@ class Saver:
         layers = {name: entry for rank in ranks for name, entry in rank["layers"].items()}
         files = {name: entry for rank in ranks for name, entry in rank["files"].items()}
         position = pending.progress.step * self._config.batch.global_batch_size
+        assert self._mark is not None, "rank 0 has it"
         return CheckpointManifest(
             format=FORMAT,
+            run=self._mark.identifier,
             progress=pending.progress,
             method_state=pending.method_state,
             data=self._data.model_copy(update={"position": position}),

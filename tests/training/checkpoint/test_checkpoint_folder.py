@@ -177,6 +177,7 @@ HASH = "0123456789abcdef" * 2
 def values() -> dict[str, Any]:
     return {
         "format": 1,
+        "run": "0123",
         "progress": {
             **{"step": 4, "updates": 3, "schedule_start": 1, "masks_changed": None},
             **{"evaluated": True, "masked": False, "loss_scale": 0.1, "good_steps": 3},
