@@ -27,7 +27,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
 from axsparse.models.model_profile import COPIABLE, EXAMPLE
-from axsparse.models.module_buffers import named_tensors, replaced, slots, start_training
+from axsparse.models.module_buffers import (
+    BufferSlot,
+    named_tensors,
+    replaced,
+    slots,
+    start_training,
+)
 from axsparse.models.sequential import PLAIN, OwnValues, reject_unfit, structure
 from axsparse.models.stand_ins import (
     Modules,
@@ -84,7 +90,8 @@ def from_module(
     start_training(module)
     inputs = _as_wide(example(2), module)
     modes = [(child, child.training) for child in module.modules()]
-    buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]
+    given = [(slot, slot.tensor) for slot in slots(module)]
+    buffers = [(slot, tensor.clone()) for slot, tensor in given]
     before = OwnValues({}, module).contents()
     with torch.no_grad(), preserved_rng(), replaced(buffers):
         try:
@@ -94,6 +101,7 @@ def from_module(
             _set_back(modes)
             layers, parts = _Split(module, watch, inputs).layers()
             modes += [(child, child.training) for part in parts for child in part.modules()]
+            _reject_shared_changes(given, dict(zip(layers, parts, strict=True)))
             _reject_other_result(module, watch.calls, dict(zip(layers, parts, strict=True)), inputs)
         finally:
             _set_back(modes)
@@ -128,6 +136,27 @@ def _set_mode(module: nn.Module, *, training: bool) -> None:
 def _set_back(modes: Sequence[tuple[nn.Module, bool]]) -> None:
     for child, mode in modes:
         child.training = mode
+
+
+def _reject_shared_changes(
+    before: Sequence[tuple[BufferSlot, Tensor]], layers: Mapping[Layer, nn.Module]
+) -> None:
+    """ConfigError for a buffer of two layers that a forward has changed, such as the statistics of
+    one batch norm, since the layers could stand on two stages. `before` has the contents that the
+    buffers had."""
+    for slot, content in before:
+        if torch.equal(slot.tensor, content):
+            continue
+        owners = [
+            layer.name
+            for layer, part in layers.items()
+            if any(child is slot.owner for child in part.modules())
+        ]
+        if len(owners) > 1:
+            raise ConfigError(
+                f"model: {' and '.join(owners[:2])} share {slot.name}, which the forward changes, "
+                "and could stand on two stages; give each its own"
+            )
 
 
 # -- where it is cut --------------------------------------------------------------------------
@@ -611,7 +640,7 @@ def _gradients(results: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> d
     except Exception:
         return {}
     return {
-        name: torch.zeros(()) if one is None else one.float().nan_to_num()
+        name: torch.zeros(()) if one is None else one.to_dense().float().nan_to_num()
         for name, one in zip(parameters, found, strict=True)
     }
 

@@ -23,6 +23,14 @@ from axsparse.models.module_buffers import (
 from axsparse.runtime.canonical_form import bytes_of, digest_of
 from axsparse.runtime.errors import ConfigError, check_kind
 
+REPARAMETRIZING = {
+    "torch.nn.utils.prune": 'call prune.remove(MODULE, "weight") before',
+    "torch.nn.utils.weight_norm": "take torch.nn.utils.parametrizations.weight_norm",
+    "torch.nn.utils.spectral_norm": "take torch.nn.utils.parametrizations.spectral_norm",
+}
+"""The modules of torch with hooks that set a plain tensor, of which no copy can be made, and a way
+without such hooks."""
+
 
 def from_sequential(
     modules: nn.Sequential | Iterable[nn.Module],
@@ -315,6 +323,12 @@ def reject_unfit(module: nn.Module) -> None:
                 f"model: {type(child).__name__} has get_extra_state, and "
                 "checkpoints keep tensors only; put it into a buffer, and leave get_extra_state out"
             )
+        for hook in child._forward_pre_hooks.values():
+            if (way := REPARAMETRIZING.get(type(hook).__module__)) is not None:
+                raise ConfigError(
+                    f"model: {type(child).__name__} has a hook of {type(hook).__module__}, which "
+                    f"replaces a weight before each forward; {way}"
+                )
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         raise ConfigError(
             f"model: {type(module).__name__} is on the meta device, where nothing has values; "

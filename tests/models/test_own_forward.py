@@ -14,6 +14,7 @@ from support.commands import lines_beside, refusal
 from support.own_models import Looped, images, noisy_images, words
 from support.runs import summed_loss
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
@@ -231,6 +232,28 @@ class Packed(own_models.Vit):
         return super().forward(x + self.packed(x))
 
 
+def one_norm() -> nn.Module:
+    """Two blocks have one batch norm, whose statistics are those of both."""
+    vit = own_models.Vit()
+    norm = nn.BatchNorm1d(5, affine=False)
+    vit.blocks[0].norm1 = vit.blocks[1].norm1 = norm
+    return vit
+
+
+def hooked_weight() -> nn.Module:
+    vit = own_models.Vit()
+    prune.l1_unstructured(vit.head, "weight", 0.5)
+    return vit
+
+
+def test_an_embedding_may_have_sparse_gradients() -> None:
+    module = own_models.Gpt()
+    wpe: Any = module.transformer["wpe"]
+    wpe.sparse = True
+
+    assert len(cut(module, words).layers) == 5
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a U-shaped network": (own_models.UNet, images),
     "a block far up": (Skips, images),
@@ -248,6 +271,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a module at both ends": (Twice, images),
     "inputs that do not fit": (own_models.Block, images),
     "no values": (on_meta, images),
+    "one norm of two blocks": (one_norm, images),
+    "hooks that replace a weight": (hooked_weight, images),
     "quantized": (Packed, images),
 }
 
