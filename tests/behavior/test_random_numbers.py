@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ import torch
 from support.cases import judge_everywhere
 from support.exhaustive import each_once
 from support.images import assert_equal_tensors
-from support.resuming import ran, same
 from support.runs import Doing, random_init, summed_loss, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
@@ -74,19 +72,6 @@ def test_no_layout_changes_what_is_drawn(source: str, in_loss: bool) -> None:
         for replicas in (1, 2)
     ]
     assert traces[1].losses == pytest.approx(traces[0].losses, rel=1e-5)
-
-
-def test_a_run_that_resumes_draws_as_if_it_had_not_stopped(tmp_path: Path) -> None:
-    model = noisy_model(torch.rand_like, in_loss=True)
-    config = tiny_config(**SETTINGS, checkpoint={"every": 0})
-    given: dict[str, Any] = {"model": lambda _: model, "data": vector_data()}
-    whole = ran((1, 1), config, tmp_path / "whole", **given)
-    ran((1, 1), config, tmp_path / "run", stop_after=2, **given)
-
-    resumed = ran((1, 1), config, tmp_path / "run", resume="auto", **given)
-
-    assert resumed.losses == {3: whole.losses[3]}
-    same(resumed, whole)
 
 
 @pytest.mark.parametrize("draw", SOURCES.values(), ids=SOURCES)

@@ -32,10 +32,6 @@ from support.exhaustive import each_once
 from support.runs import (
     random_init,
     summed_loss,
-    tiny_config,
-    tiny_gpt,
-    token_data,
-    train_in_process,
     vector_data,
 )
 from torch import Tensor, nn
@@ -308,17 +304,6 @@ def test_a_run_is_what_its_judge_says(row: Row) -> None:
     ranks = judge(row)
 
     assert len(set(ranks[0][1].losses)) > 1, "it learned something"
-
-
-@pytest.mark.parametrize(("sparsity", "encoding"), [(0.9, "MaskIndex"), (0.98, "Int32Index")])
-def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) -> None:
-    config = tiny_config(pruning={"sparsity": sparsity}, train={"steps": 1})
-    [(trainer, _)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
-
-    kinds = {
-        type(tensor.index).__name__ for layer in trainer.layers for tensor in layer.state.owned
-    }
-    assert kinds == {"FullIndex", encoding}
 
 
 # -- odd tensors, in every encoding ---------------------------------------------------------------

@@ -27,14 +27,12 @@ from support.exhaustive import by_default
 from support.hf import FAMILIES, SMALL_LLAMA, small_llama
 from support.planner_cases import planned_bytes
 from support.resuming import Ran, ran
-from support.runs import loaded, tiny_config, tiny_gpt, token_data, train_in_process, vector_data
+from support.runs import loaded, tiny_config, token_data, train_in_process, vector_data
 from support.sharded_model import PLAN, own_model
-from support.sums import sample_all
 from torch import nn
 
 from axsparse.models.layer import TpStyle
 from axsparse.models.model_profile import profile
-from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
@@ -186,31 +184,6 @@ SAME_BITS = [
 USUAL = [next(row for row in SAME_BITS if row.subject.name == "qwen3")]
 
 
-@pytest.mark.parametrize("is_sparse", [False, True])
-def test_weight_gradients_are_computed_while_members_sum(
-    is_sparse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed: list[bool] = []
-    run_next = DeferredGradients.run_next
-
-    def counted(deferred: DeferredGradients) -> bool:
-        computed.append(run_next(deferred))
-        return computed[-1]
-
-    monkeypatch.setattr(DeferredGradients, "run_next", counted)
-    if is_sparse:
-        sample_all(monkeypatch)
-    config = tiny_config(
-        **merged(tp_group(2), steps(2), {"samo": {"sparse_products": is_sparse}}),
-        batch={"global_batch_size": 3},
-    )
-    found = ran((1, 1, 2), config, tmp_path)
-
-    matrices = 2 * 2 * 4  # of two tensor-parallel ranks, with two blocks each
-    assert len(found.losses) == 2
-    assert sum(computed) == matrices * 2 * 3
-
-
 def test_colwise_modules_of_one_input_share_the_sum_of_its_gradients() -> None:
     model = small_llama(**HF)
     full = profile(model, torch.float32)
@@ -238,17 +211,6 @@ def test_a_look_without_gradients_shares_nothing() -> None:
     before = group.shared_copy(y)
     y.add_(1)
     assert group.shared_copy(y) is not before
-
-
-@pytest.mark.parametrize("number", by_default([4], [2, 4]))
-def test_masks_do_not_depend_on_the_degree(number: int) -> None:
-    config = tiny_config(**merged(FOUR_HEADS.settings, steps(1)))
-    [(_, one)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
-    many = train_in_process(1, 1, tiny_gpt(config), config, token_data(), g_tensor=number)
-
-    for _, trace in many:
-        assert trace.kept.keys() == one.kept.keys()
-        assert all(torch.equal(kept, one.kept[name]) for name, kept in trace.kept.items())
 
 
 @pytest.mark.parametrize(

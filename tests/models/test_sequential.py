@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.allocated import peak_of_torch
-from support.images import assert_same_in_1_to_4_stages, image_config
+from support.images import image_config
 from support.runs import on_ranks, summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
@@ -40,14 +40,6 @@ def sequential() -> nn.Sequential:
             last=nn.Linear(WIDTH, 5),
         )
     )
-
-
-def test_it_trains_bitwise_alike_on_one_to_four_stages() -> None:
-    model = from_sequential(sequential(), summed_loss)
-
-    [(_, trace)] = assert_same_in_1_to_4_stages(model, image_config(), vector_data())
-
-    assert len(set(trace.losses)) == 3
 
 
 RELU = nn.ReLU()

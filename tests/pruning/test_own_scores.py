@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import mlp, tiny_config, tiny_gpt, token_data, train_in_process, vector_data
+from support.runs import mlp, tiny_config, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
@@ -131,21 +131,3 @@ def test_every_round_of_gradual_pruning_sees_gradients() -> None:
     kept_by((1, 1), snip_config(method="gradual", interval=1, until_step=3), score=noting)
 
     assert len(seen) == 3 * len(set(seen))
-
-
-def first_columns(name: str, weight: Tensor) -> Tensor:
-    """Scores that fall from column to column, whatever the weights."""
-    return torch.arange(weight.shape[1], 0, -1).float().expand_as(weight)
-
-
-def test_one_threshold_of_all_scores_is_the_same_in_every_layout() -> None:
-    config = tiny_config(pruning={"method": "custom", "distribution": "global"}, train={"steps": 1})
-    kept: dict[str, Tensor] = {}
-    for layout in ((1, 1), (3, 1), (2, 2)):
-        for _, trace in train_in_process(
-            *layout, tiny_gpt(config), config, token_data(), score=first_columns
-        ):
-            for name, positions in trace.kept.items():
-                assert torch.equal(kept.setdefault(name, positions), positions), name
-
-    assert kept["block0.fc2.weight"][:3].tolist() == [0, 1, 2]
