@@ -21,7 +21,7 @@ from support.cases import (
     parameters,
 )
 from support.exhaustive import by_default
-from support.images import assert_equal_tensors, buffers_of, image_config
+from support.images import Ranks, assert_equal_tensors, buffers_of, image_config
 from support.oracle import Trace
 from support.runs import (
     FEW_MICROBATCHES,
@@ -35,6 +35,7 @@ from support.runs import (
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
+from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
 from axsparse.models.sequential import from_sequential
 from axsparse.training.trainer import Trainer
@@ -97,6 +98,32 @@ def test_statistics_and_losses_are_the_judges(row: Row) -> None:
         for _, trace in ranks
         if "norm0.1.num_batches_tracked" in trace.buffers
     )
+
+
+@pytest.mark.parametrize("g_inter", [1, 2])
+def test_replicas_keep_statistics_of_their_own_and_evaluate_with_the_firsts(g_inter: int) -> None:
+    data = vector_data()
+    settings = config(train={"steps": 3, "eval_steps": 2})
+    ranks = train_in_process(g_inter, 2, norm_model(), settings, data, validation=data)
+    first, second = ranks[:g_inter], ranks[g_inter:]
+
+    assert not torch.equal(
+        buffers_of(first)["norm0.1.running_mean"], buffers_of(second)["norm0.1.running_mean"]
+    )
+    [evaluation] = {repr(trainer.last_evaluation) for trainer, _ in ranks}
+    assert evaluation == repr(first[0][0].last_evaluation)
+    assert first[0][0].last_evaluation is not None
+    assert first[0][0].last_evaluation.loss == pytest.approx(mean_loss(first, data), rel=1e-6)
+
+
+def mean_loss(ranks: Ranks, data: ArrayDataset) -> float:
+    """By one replica alone, outside the engine; of the 24 samples that two batches have."""
+    inputs, targets = (data._inputs[0][:24], data._targets[:24])
+    x = inputs
+    for trainer, _ in ranks:
+        for layer in trainer.layers:
+            x = layer.module.eval()(x)
+    return float(summed_loss(x, targets).detach()) / 24
 
 
 @pytest.mark.parametrize(("g_inter", "g_data"), [(1, 1), (2, 1), (2, 2)])

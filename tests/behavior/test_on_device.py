@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from support import devices
 from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
 from support.devices import AVAILABLE, LateDevice, on_host, pretend
@@ -24,7 +23,7 @@ from support.exhaustive import by_default
 from support.images import assert_equal_tensors
 from support.local_world import WorldLink
 from support.resuming import Layout, ran, same
-from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
+from support.runs import assert_bitwise, loaded, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -33,7 +32,6 @@ from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
 from axsparse.models.layer import Model
-from axsparse.models.start_weights import open_weights, start_from
 from axsparse.pruning import healing
 from axsparse.runtime.communication import Message, Transport
 from axsparse.samo.backend import Backend
@@ -280,7 +278,7 @@ def test_a_run_goes_on_on_the_cpu_and_back(on_device: Placing, tmp_path: Path) -
     by_default([], itertools.product([(1, 1), (2, 2)], ["magnitude", "wanda", "sparsegpt"])),
 )
 def test_layers_are_pruned_and_healed_on_devices_as_on_cpus(
-    layout: Layout, method: str, on_device: Placing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, method: str, on_device: Placing, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The fused one has other roundings, and no device that is written in Python has it.
     plain = partial(torch.optim.Adam, foreach=False)
@@ -291,15 +289,7 @@ def test_layers_are_pruned_and_healed_on_devices_as_on_cpus(
         pruning={"method": method, "sparsity": 0.6, "calibration_samples": 6}
         | {"heal": "blocks", "heal_passes": 2, "heal_batch": 2},
     )
-    drawn, generator = tiny_gpt(config), torch.Generator().manual_seed(6)
-    weights = {
-        f"{layer.name}.{name}": 0.1 * torch.randn(value.shape, generator=generator)
-        for layer in drawn.layers
-        for name, value in layer.build().state_dict().items()
-    }
-    del weights["head.weight"]  # the tied one's second use
-    save_file(weights, tmp_path / "model.safetensors")
-    model = start_from(drawn, open_weights(tmp_path / "model.safetensors"))
+    model = loaded(tiny_gpt(config))
 
     def started(placement: Placing | None) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}

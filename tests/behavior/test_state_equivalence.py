@@ -4,10 +4,7 @@ which form of storage `auto` takes."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +15,6 @@ from support.cases import (
     PRUNING,
     SAME_LAYOUT,
     WIDE,
-    PlannedModel,
     Row,
     Settings,
     axis,
@@ -28,18 +24,9 @@ from support.cases import (
     parameters,
     steps,
 )
-from support.exhaustive import each_once
-from support.runs import (
-    random_init,
-    summed_loss,
-    vector_data,
-)
-from torch import Tensor, nn
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
-from axsparse.config.schema import Config
-from axsparse.models.layer import Layer, Model
 from axsparse.samo.expansion import Expansion
-from axsparse.samo.state_bytes import IndexKind
 
 FEW = [(1, 1), (2, 1), (2, 2)]
 TIED = axis("model", "tie_embeddings", False, True)
@@ -153,19 +140,6 @@ def stored(rows: list[Row], free: Settings) -> list[Row]:
 
 
 STORAGE = [
-    *(
-        one
-        for index in ("int32", "mask")  # `auto` takes one of these
-        for one in stored(
-            crossed(
-                [(1, 1), (2, 2)],
-                [{"pruning": {}}, {"pruning": {"include": "all"}}, {"pruning": {"at_step": 2}}],
-                [{"precision": "fp32"}, {"precision": "bf16"}],
-                settings=steps(4),
-            ),
-            {"samo": {"index": index}},
-        )
-    ),
     *stored(
         crossed(
             [(1, 2), (1, 3), (1, 4), (2, 2), (3, 2)], axis("pruning", "at_step", 0, 2), subject=WIDE
@@ -219,23 +193,21 @@ SPARSE_AT_REST = [
         ),
         SPARSE_WEIGHTS,
     ),
-    *stored(
-        crossed(
-            [(2, 2), (1, 3)],
-            [{"precision": "fp32"}, {"precision": "bf16"}, {"samo": {"gradient": "exact"}}],
-            axis("pruning", "at_step", 0, 2),
-            subject=WIDE,
-        ),
-        {"samo": {"weights": "sparse", "zero_stage": 1}},
-    ),
-    *stored(
-        crossed(
-            [(1, 2), (2, 2), (1, 3)],
-            [{"precision": "fp32"}, {"precision": "bf16"}, {"samo": {"gradient": "exact"}}],
-            axis("pruning", "at_step", 0, 2),
-            subject=WIDE,
-        ),
-        GATHERED,
+    *(
+        row
+        for layouts, free in (
+            ([(2, 2), (1, 3)], {"samo": {"weights": "sparse", "zero_stage": 1}}),
+            ([(1, 2), (2, 2), (1, 3)], GATHERED),
+        )
+        for row in stored(
+            crossed(
+                layouts,
+                [{"precision": "fp32"}, {"precision": "bf16"}, {"samo": {"gradient": "exact"}}],
+                axis("pruning", "at_step", 0, 2),
+                subject=WIDE,
+            ),
+            free,
+        )
     ),
     # Both ways to return to a layer, orders that arrivals or a schedule decide, an optimizer that
     # reads state twice, and replicas of which one takes a microbatch more.
@@ -254,21 +226,15 @@ SPARSE_AT_REST = [
     ),
     *(
         Row(
-            (2, 2),
+            layout,
             {**LONG, "pruning": {**PRUNING[name], "include": "all"}, "precision": "bf16"},
-            GATHERED,
+            free,
             SAME_LAYOUT,
-            is_usual=name in ("gradual", "snip"),
+            is_usual=name in usual,
         )
-        for name in PRUNING
-    ),
-    *(
-        Row(
-            (2, 1),
-            {**LONG, "pruning": {**PRUNING[name], "include": "all"}, "precision": "bf16"},
-            SPARSE_WEIGHTS,
-            SAME_LAYOUT,
-            is_usual=name in ("gradual", "iterative to step 1"),
+        for layout, free, usual in (
+            ((2, 2), GATHERED, ("gradual", "snip")),
+            ((2, 1), SPARSE_WEIGHTS, ("gradual", "iterative to step 1")),
         )
         for name in PRUNING
     ),
@@ -306,74 +272,12 @@ def test_a_run_is_what_its_judge_says(row: Row) -> None:
     assert len(set(ranks[0][1].losses)) > 1, "it learned something"
 
 
-# -- odd tensors, in every encoding ---------------------------------------------------------------
+@pytest.mark.parametrize(("sparsity", "encoding"), [(0.9, "MaskIndex"), (0.98, "Int32Index")])
+def test_auto_takes_the_encoding_of_fewer_bytes(sparsity: float, encoding: str) -> None:
+    config = tiny_config(pruning={"sparsity": sparsity}, train={"steps": 1})
+    [(trainer, _)] = train_in_process(1, 1, tiny_gpt(config), config, token_data())
 
-KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
-
-
-class Shaped(nn.Module):
-    """A convolution of points that are seen as a grid; (B, n) to (B, m)."""
-
-    def __init__(self, convolution: type[nn.Module], shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.convolution = convolution(shape[0], 3, 2, padding=1)
-        self.shape = shape
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.convolution(x.view(-1, *self.shape))
-        return torch.tanh(out).flatten(1)
-
-
-class Transposed(nn.Linear):
-    """A linear map whose weight lies in memory column by column."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__(inputs, outputs, bias=False)
-        self.weight = nn.Parameter(torch.empty(outputs, inputs).t())
-        assert not self.weight.is_contiguous()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.weight.contiguous())
-
-
-def odd_model(_: Config) -> Model:
-    """Weights of five, four, three and two dimensions, and of memory in another order."""
-    builds: dict[str, Callable[[], nn.Module]] = {
-        "space": partial(Shaped, nn.Conv3d, (1, 2, 2, 4)),  # 3 × 3 × 3 × 5
-        "plane": partial(Shaped, nn.Conv2d, (5, 3, 9)),  # 3 × 4 × 10
-        "line": partial(Shaped, nn.Conv1d, (4, 30)),  # 3 × 31
-        "columns": partial(Transposed, 93, 7),
+    kinds = {
+        type(tensor.index).__name__ for layer in trainer.layers for tensor in layer.state.owned
     }
-    layers = [Layer(name, build, init=random_init) for name, build in builds.items()]
-    head = Layer("head", partial(nn.Linear, 7, 5), kind="head", init=random_init)
-    return Model([*layers, head], loss=summed_loss, name="odd")
-
-
-ODD = PlannedModel("odd", odd_model, vector_data)
-PRUNINGS = {
-    "some kept": {"sparsity": 0.7},
-    "none kept": {"sparsity": 0.9999},
-    "all kept": {"sparsity": 0.0001},
-    "pruned in training": {"sparsity": 0.7, "at_step": 2},
-}
-
-
-@pytest.mark.parametrize(("name", "kind"), each_once(list(PRUNINGS), KINDS))
-def test_tensors_of_any_shape_and_density_train_bitwise_as_the_oracle(name: str, kind: str) -> None:
-    pruning = PRUNINGS[name]
-
-    ranks = judge(Row((2, 2), steps(4, samo={"index": kind}, pruning=pruning), subject=ODD))
-
-    tensors = [
-        tensor
-        for trainer, _ in ranks[:2]
-        for layer in trainer.layers
-        if layer.spec.kind == "block"
-        for tensor in layer.state.owned
-        if tensor.parameter.dim() >= 2
-    ]
-    assert sorted(tensor.parameter.dim() for tensor in tensors) == [2, 3, 4, 5]
-    for tensor in tensors:
-        numel = tensor.parameter.numel()
-        assert tensor.kept == numel - round(pruning["sparsity"] * numel)
-        assert tensor.kept in (0, numel) or pruning["sparsity"] == 0.7
+    assert kinds == {"FullIndex", encoding}

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from support.exhaustive import by_default
 from support.runs import (
     job_alone,
+    loaded,
     mlp,
     random_init,
     summed_loss,
@@ -46,18 +47,6 @@ def config_of(**sections: Any) -> Config:
         train={"steps": 1},
         **sections,
     )
-
-
-def trained_model(folder: Path) -> Model:
-    """A model that starts from loaded weights."""
-    torch.manual_seed(4)
-    weights = {
-        f"{layer.name}.{name}": torch.randn_like(value) * value.shape[-1] ** -0.5
-        for layer in mlp().layers
-        for name, value in layer.build().state_dict().items()
-    }
-    save_file(weights, folder / "model.safetensors")
-    return start_from(mlp(), open_weights(folder / "model.safetensors"))
 
 
 def started(layout: tuple[int, int], model: Model, config: Config) -> dict[str, Tensor]:
@@ -170,8 +159,8 @@ def _fit(
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_it_is_the_formula(batch: int, tmp_path: Path) -> None:
-    model, config = trained_model(tmp_path), config_of(pruning={"heal_batch": batch})
+def test_it_is_the_formula(batch: int) -> None:
+    model, config = loaded(mlp()), config_of(pruning={"heal_batch": batch})
 
     ours, expected = started((1, 1), model, config), healed_by_torch(model, config)
 
@@ -185,9 +174,9 @@ def test_it_is_the_formula(batch: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
 def test_every_layout_heals_to_the_same_bits(
-    g_inter: int, g_data: int, method: str, precision: str, tmp_path: Path
+    g_inter: int, g_data: int, method: str, precision: str
 ) -> None:
-    model = trained_model(tmp_path)
+    model = loaded(mlp())
     # Five microbatches: two steps of two, which replicas share, and one of one, which they do not.
     batch = 2 if method == "wanda" else 1
     config = config_of(pruning={"method": method, "heal_batch": batch}, precision=precision)
@@ -199,9 +188,9 @@ def test_every_layout_heals_to_the_same_bits(
 
 
 def test_replicas_share_the_microbatches_of_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, config = trained_model(tmp_path), config_of(pruning={"heal_batch": 2})
+    model, config = loaded(mlp()), config_of(pruning={"heal_batch": 2})
     computed: list[bool] = []
 
     def noting(outputs: Any, wanted: Any) -> tuple[Tensor, int]:
@@ -233,8 +222,8 @@ def test_a_token_is_the_last_dimension_and_of_an_image_a_sample() -> None:
     assert float(of_zeros) == 0.0, "zeros divide nothing"
 
 
-def test_healing_that_diverges_is_told(tmp_path: Path) -> None:
-    model = trained_model(tmp_path)
+def test_healing_that_diverges_is_told() -> None:
+    model = loaded(mlp())
 
     with pytest.raises(
         TrainingError,
@@ -257,7 +246,7 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
     changed: dict[str, Any], fits: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The third layer takes a fit to its outputs and one by the loss."""
-    model = trained_model(tmp_path)
+    model = loaded(mlp())
     config = config_of(run_dir=str(tmp_path / "run"))
     now = config_of(run_dir=str(tmp_path / "run"), **changed)
     expected = started((1, 1), model, now)
@@ -325,9 +314,9 @@ def test_values_are_those_of_the_file_and_zeros_are_no_negative_ones(tmp_path: P
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])  # whose masters are no weights
 def test_it_begins_at_the_weights_that_the_method_has_changed(
-    precision: str, tmp_path: Path
+    precision: str,
 ) -> None:
-    model = trained_model(tmp_path)
+    model = loaded(mlp())
     barely = config_of(
         pruning={"method": "sparsegpt", "heal_rate": 1e-12, "heal_passes": 1}, precision=precision
     )

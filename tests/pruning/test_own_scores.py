@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import mlp, tiny_config, train_in_process, vector_data
-from torch import Tensor, nn
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+from torch import Tensor
 
 from axsparse.config.schema import Config
-from axsparse.data.order import samples_of_step
-from axsparse.training.trainer import Trainer
-
-SAMPLES = 7
 
 
 def by_inputs(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
@@ -23,77 +19,29 @@ def by_inputs(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
     return weight.abs() * inputs
 
 
-def config_of(**pruning: Any) -> Config:
-    return tiny_config(
-        pruning={"method": "custom", "sparsity": 0.7, "calibration_samples": SAMPLES, **pruning},
-        batch={"global_batch_size": 4, "microbatch_size": 2},
-        train={"steps": 3},
-    )
-
-
 def kept_by(layout: tuple[int, int], config: Config, **own: Any) -> dict[str, Tensor]:
     """The positions of the kept entries, the same on all replicas."""
     kept: dict[str, Tensor] = {}
-    for _, trace in train_in_process(*layout, mlp(), config, vector_data(), **own):
+    for _, trace in train_in_process(*layout, tiny_gpt(config), config, token_data(), **own):
         for name, positions in trace.kept.items():
             assert torch.equal(kept.setdefault(name, positions), positions), name
     return kept
 
 
-def dense_modules(config: Config) -> list[tuple[str, nn.Module]]:
-    """The layers of a model with the weights that a run of this configuration starts from."""
-    started: list[tuple[str, nn.Module]] = []
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
+def test_a_score_of_inputs_draws_the_masks_of_wanda(layout: tuple[int, int]) -> None:
+    """Of a pattern, whose groups are the same for both."""
 
-    def note(trainer: Trainer) -> None:
-        for layer in trainer.layers:
-            module = layer.spec.build()
-            module.load_state_dict(layer.module.state_dict())
-            started.append((layer.spec.name, module))
+    def kept(method: str, **own: Any) -> dict[str, Tensor]:
+        pruning = {"method": method, "pattern": "2:4", "calibration_samples": 7}
+        batch = {"global_batch_size": 4, "microbatch_size": 2}
+        return kept_by(layout, tiny_config(pruning=pruning, batch=batch, train={"steps": 1}), **own)
 
-    dense = config.model_copy(update={"samo": config.samo.model_copy(update={"enabled": False})})
-    train_in_process(1, 1, mlp(), dense, vector_data(), before=note, score=by_inputs)
-    return started
+    wanda, plain, own = kept("wanda"), kept("magnitude"), kept("custom", score=by_inputs)
 
-
-def kept_in_torch(config: Config, counts: dict[str, int]) -> dict[str, Tensor]:
-    """Layer by layer, each on what the pruned layers before it return: so many of the entries with
-    the largest |weight| × norm of the input stay."""
-    data, kept = vector_data(), {}
-    [flow], _ = data.read(samples_of_step(len(data), SAMPLES, 0, config.seed))
-    for name, module in dense_modules(config):
-        if (weight := f"{name}.0.weight") in counts:
-            values: Tensor = module.get_parameter("0.weight").data
-            score = (values.abs() * flow.norm(dim=0)).flatten()
-            positions = score.argsort(descending=True)[: counts[weight]]
-            mask = torch.zeros_like(score).index_fill_(0, positions, 1)
-            values.mul_(mask.view_as(values))
-            kept[weight] = positions.sort().values
-        flow = module(flow).detach()
-    return kept
-
-
-@pytest.mark.parametrize(
-    ("layout", "pruning"),
-    [
-        ((1, 1), {}),
-        ((2, 1), {}),
-        ((1, 2), {}),
-        ((2, 1), {"distribution": "erk", "layers": ["hidden0.*=0.25"]}),
-    ],
-)
-def test_a_score_of_inputs_draws_the_masks_of_its_formula_in_every_layout(
-    layout: tuple[int, int], pruning: dict[str, Any]
-) -> None:
-    config = config_of(**pruning)
-    plain = kept_by((1, 1), config_of(method="magnitude", **pruning))
-
-    found = kept_by(layout, config, score=by_inputs)
-
-    counts = {name: len(kept) for name, kept in plain.items() if name.endswith(".0.weight")}
-    expected = kept_in_torch(config, counts)
-    assert expected.keys() == counts.keys()
-    assert all(torch.equal(found[name], kept) for name, kept in expected.items())
-    assert not all(torch.equal(plain[name], kept) for name, kept in expected.items())
+    assert own.keys() == wanda.keys()
+    assert all(torch.equal(own[name], wanda[name]) for name in wanda)
+    assert not all(torch.equal(own[name], plain[name]) for name in wanda)
 
 
 def from_outside(name: str, weight: Tensor, gradient: Tensor) -> Tensor:

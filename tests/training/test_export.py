@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import replace
 from functools import partial
@@ -40,7 +39,6 @@ from axsparse.training.checkpoint.checkpoint_folder import CheckpointManifest, m
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, checkpoint_of
 from axsparse.training.export import ExportSummary, Form, hf_files
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 STEPS = 3
 
 

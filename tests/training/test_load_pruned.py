@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +11,11 @@ from safetensors.torch import save_model
 from support.allocated import peak_of
 from support.commands import Axsparse
 from support.hf import hf_logits, saved_model, write_folder
-from support.images import write_safetensors
 from support.runs import VOCABULARY
 
 import axsparse as ax
-from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.samo.pruned_weight import PrunedWeight, multiplied_weights
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {"intermediate_size": 44, "num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -100,31 +96,6 @@ def test_the_dense_model_is_never_in_memory(tmp_path: Path) -> None:
     ax.load_pruned(tmp_path)  # what is loaded once for all
     peak = peak_of(lambda: ax.load_pruned(tmp_path))
     assert peak < 0.75 * dense
-
-
-@pytest.fixture(scope="module")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("talking") / "folder"
-    write_folder(folder)
-    whole = SafetensorsFile(folder / "model.safetensors")
-    weights = {name: whole.read(name) for name in whole.shapes}
-    torch.manual_seed(0)  # some other masks end the text at once
-    for name, one in weights.items():
-        if one.dim() == 2 and "embed" not in name:
-            one[torch.rand_like(one) < 0.7] = 0
-    write_safetensors(folder / "model.safetensors", weights)
-    return folder
-
-
-def test_generate_prints_the_text_and_how_fast_it_came(talking: Path, axsparse: Axsparse) -> None:
-    code, screen, _ = axsparse("generate", talking, "--prompt", "a b c", "--tokens", 6, "--compare")
-    assert code == 0
-    text, speed, dense_text, dense_speed = screen.splitlines()
-    assert text == dense_text
-    assert text.startswith("a b c")
-    assert speed.split()[:2] == ["6", "tokens,"]
-    held, dense = (float(line.split("weights ")[1].split()[0]) for line in (speed, dense_speed))
-    assert held < dense
 
 
 def test_generate_says_that_a_folder_is_dense(tmp_path: Path, axsparse: Axsparse) -> None:

@@ -116,6 +116,12 @@ def test_rates_go_by_density_but_those_that_are_named() -> None:
     assert list(rates.values()) == pytest.approx([2e-3] * len(rates))
 
 
+def test_auto_splits_backwards_where_there_are_several_stages() -> None:
+    configs = [resolved(tiny_config(layout={"g_inter": g}), g).config for g in (1, 2)]
+
+    assert [config.pipeline.split_backward for config in configs] == [False, True]
+
+
 def test_what_is_asked_for_is_done() -> None:
     """But fp32 training accumulates in fp32."""
     for stage in (0, 1):
