@@ -22,7 +22,11 @@ from support.cases import (
     parameters,
     steps,
 )
+from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
 
+from axsparse.data_parallel.gradient_sync import GradientSync
+from axsparse.pipeline.weight_gradients import DeferredGradients
+from axsparse.samo.layer_state import LayerState
 from axsparse.training.trainer import Trainer
 
 PIPELINES = [(1, 1), (2, 1), (3, 1), (4, 1)]
@@ -198,3 +202,33 @@ def test_split_backwards_are_bitwise_whole_ones(row: Row) -> None:
 
     assert sum(split_modules(trainer) for trainer, _ in ranks[: row.layout[0]]) == 8
     assert all(ranks[0][1].finite) == ("loss_scale" not in row.settings)
+
+
+def test_weight_gradients_wait_and_a_layers_all_reduce_starts_with_its_last_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waiting: list[int] = []
+    ended: list[DeferredGradients] = []
+    ready: list[tuple[str, str]] = []
+    run, start = DeferredGradients.run, GradientSync.ready
+
+    def counting(deferred: DeferredGradients, microbatch: int) -> None:
+        waiting.append(len(deferred))
+        ended.append(deferred)
+        run(deferred, microbatch)
+
+    def noting(sync: GradientSync, layer: LayerState) -> None:
+        ready.append((layer.name, sync.phases.action))
+        start(sync, layer)
+
+    monkeypatch.setattr(DeferredGradients, "run", counting)
+    monkeypatch.setattr(GradientSync, "ready", noting)
+    config = tiny_config(train={"steps": 2}, pipeline={"split_backward": True})
+
+    train_in_process(2, 2, tiny_gpt(config), config, token_data(), order=2)
+
+    assert max(waiting) > 1
+    assert len(waiting) == 2 * 2 * 12
+    assert all(len(deferred) == 0 for deferred in ended)
+    last = {"embed": "B5", "block0": "W5", "block1": "W5", "head": "B5"}
+    assert sorted(ready) == sorted(4 * list(last.items()))

@@ -14,13 +14,13 @@ import pytest
 import torch
 from support import own_models
 from support.exhaustive import by_default
+from support.oracle import torch_losses
 from support.own_models import images, noisy_images, square_loss, word_loss, words
 from support.runs import assert_bitwise, summed_loss, tiny_config, train_in_process
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
-from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.own_forward import from_module
 
@@ -71,35 +71,9 @@ def model_of(name: str, module: nn.Module) -> tuple[Model, ArrayDataset]:
 
 @lru_cache(maxsize=4)
 def plain(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses and last weights that train of the module in plain torch, with torch's AdamW; only the
-    order of the data is ours."""
-    module, config, (_, data, loss) = made(name).train(), settings(), MODULES[name]
-    read, optimizer, losses = data(), config.optimizer, []
-    groups = [
-        [p for p in module.parameters() if (p.dim() > 1) is is_matrix]
-        for is_matrix in (False, True)
-    ]
-    stepper = torch.optim.AdamW(
-        [
-            {"params": each, "weight_decay": n * optimizer.weight_decay}
-            for n, each in enumerate(groups)
-        ],
-        lr=optimizer.learning_rate,
-        betas=optimizer.betas,
-        eps=optimizer.eps,
-    )
-    for step in range(STEPS):
-        samples = samples_of_step(len(read), BATCH, step, config.seed)
-        stepper.zero_grad()
-        total = 0.0
-        for start in range(0, BATCH, MICROBATCH):
-            inputs, targets = read.read(samples[start : start + MICROBATCH])
-            summed = loss(module(*inputs), targets) / (BATCH * targets[0].numel())
-            summed.backward()
-            total += summed.item()
-        nn.utils.clip_grad_norm_(module.parameters(), optimizer.clip_norm)
-        stepper.step()
-        losses.append(total)
+    """Losses and last weights that train of the module in plain torch."""
+    module, (_, data, loss) = made(name), MODULES[name]
+    losses = list(torch_losses(module, loss, data(), settings()))
     trained = {name: each for name, each in module.named_parameters() if each.grad is not None}
     return losses, {name: each.detach() for name, each in trained.items()}
 

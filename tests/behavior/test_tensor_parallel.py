@@ -29,10 +29,12 @@ from support.planner_cases import planned_bytes
 from support.resuming import Ran, ran
 from support.runs import loaded, tiny_config, token_data, train_in_process, vector_data
 from support.sharded_model import PLAN, own_model
+from support.sums import sample_all
 from torch import nn
 
 from axsparse.models.layer import TpStyle
 from axsparse.models.model_profile import profile
+from axsparse.pipeline.weight_gradients import DeferredGradients
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
@@ -182,6 +184,31 @@ SAME_BITS = [
     ),
 ]
 USUAL = [next(row for row in SAME_BITS if row.subject.name == "qwen3")]
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_weight_gradients_are_computed_while_members_sum(
+    is_sparse: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[bool] = []
+    run_next = DeferredGradients.run_next
+
+    def counted(deferred: DeferredGradients) -> bool:
+        computed.append(run_next(deferred))
+        return computed[-1]
+
+    monkeypatch.setattr(DeferredGradients, "run_next", counted)
+    if is_sparse:
+        sample_all(monkeypatch)
+    config = tiny_config(
+        **merged(tp_group(2), steps(2), {"samo": {"sparse_products": is_sparse}}),
+        batch={"global_batch_size": 3},
+    )
+    found = ran((1, 1, 2), config, tmp_path)
+
+    matrices = 2 * 2 * 4  # of two tensor-parallel ranks, with two blocks each
+    assert len(found.losses) == 2
+    assert sum(computed) == matrices * 2 * 3
 
 
 def test_colwise_modules_of_one_input_share_the_sum_of_its_gradients() -> None:

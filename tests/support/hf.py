@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import yaml
 from support.cases import merged
 from support.images import write_safetensors
+from support.oracle import torch_losses
 from support.runs import VOCABULARY, of_family, tiny_config, token_data, train_in_process
 from torch import Tensor, nn
 
@@ -20,7 +21,6 @@ from axsparse.config.hf_config import config_json
 from axsparse.config.load import configure
 from axsparse.config.model_config import GptConfig, HfConfig
 from axsparse.config.schema import Config
-from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
 from axsparse.models.zoo.gpt import gpt, gpt2_name, turned
@@ -191,34 +191,13 @@ def hf_logits(model: Any) -> Tensor:
 
 
 def hf_losses(model: Any, config: Config) -> Iterator[float]:
-    """Training with transformers' model and torch's AdamW; only the order of the data is ours."""
-    model.train()
-    data, batch, settings = token_data(), config.batch, config.optimizer
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.eps,
-    )
-    for step in range(STEPS):
-        samples = samples_of_step(len(data), batch.global_batch_size, step, config.seed)
-        optimizer.zero_grad()
-        total = 0.0
-        for start in range(0, batch.global_batch_size, batch.microbatch_size):
-            (inputs,), targets = data.read(samples[start : start + batch.microbatch_size])
-            logits = model(inputs).logits.flatten(0, 1)
-            loss = F.cross_entropy(logits, targets.flatten(), reduction="sum")
-            loss = loss / (batch.global_batch_size * targets.shape[1])
-            loss.backward()
-            total += loss.item()
-        nn.utils.clip_grad_norm_(model.parameters(), settings.clip_norm)
-        optimizer.step()
-        yield total
+    """The losses of transformers' model in plain torch."""
+
+    def loss(outputs: Any, targets: Tensor) -> Tensor:
+        logits = outputs.logits.flatten(0, 1)
+        return F.cross_entropy(logits, targets.flatten(), reduction="sum")
+
+    return torch_losses(model, loss, token_data(), config)
 
 
 FAMILIES: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(

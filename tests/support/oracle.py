@@ -7,7 +7,7 @@ order within a replica, replicas in order after that; or all as integers, in any
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
@@ -348,3 +348,35 @@ class Oracle:
                 self.parameters[name].mul_(mask)
             for second, first in self.ties.items():
                 self.parameters[second].copy_(self.parameters[first])
+
+
+def torch_losses(
+    module: nn.Module, loss: Callable[[Any, Tensor], Tensor], data: Dataset, config: Config
+) -> Iterator[float]:
+    """The loss of each step of a dense training as plain torch writes it, with torch's AdamW; only
+    the order of the data is ours. `loss` sums over the targets of a microbatch."""
+    module.train()
+    batch, settings = config.batch, config.optimizer
+    groups = [
+        {
+            "params": [p for p in module.parameters() if (p.dim() > 1) is is_matrix],
+            "weight_decay": settings.weight_decay if is_matrix else 0.0,
+        }
+        for is_matrix in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(
+        groups, lr=settings.learning_rate, betas=settings.betas, eps=settings.eps
+    )
+    for step in range(config.train.steps):
+        samples = samples_of_step(len(data), batch.global_batch_size, step, config.seed)
+        optimizer.zero_grad()
+        total = 0.0
+        for start in range(0, batch.global_batch_size, batch.microbatch_size):
+            inputs, targets = data.read(samples[start : start + batch.microbatch_size])
+            summed = loss(module(*inputs), targets)
+            summed = summed / (batch.global_batch_size * targets[0].numel())
+            summed.backward()
+            total += summed.item()
+        nn.utils.clip_grad_norm_(module.parameters(), settings.clip_norm)
+        optimizer.step()
+        yield total

@@ -12,12 +12,12 @@ from support.mpirun import Finished, run_alone, run_mpirun
 
 import axsparse as ax
 
-PROGRAM = """
-import os, signal, sys, threading
-import torch
+IMPORTS = """
+import ctypes, dataclasses, os, signal, sys, threading
 import axsparse as ax
 from support.runs import mlp, vector_data
-
+"""
+PROGRAM = """
 def fail():
     raise ValueError("a mistake of the user's")
 
@@ -73,8 +73,9 @@ else:
 """
 
 
-def run(ranks: int, folder: Path, how: str, run_dir: str, *words: str) -> Finished:
-    words = ("-c", PROGRAM, how, run_dir, *words)
+def ended(folder: Path, program: str, *words: str, ranks: int = 1) -> Finished:
+    """A program behind `IMPORTS`."""
+    words = ("-c", IMPORTS + program, *words)
     return run_alone(words, cwd=folder) if ranks == 1 else run_mpirun(ranks, words, cwd=folder)
 
 
@@ -89,11 +90,8 @@ def left(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]
     return records, {path.name: ax.load(path) for path in sorted(steps)}
 
 
-CHANGES_FOLDER = """
-import os
-import axsparse as ax
-from support.runs import mlp, vector_data
-
+def test_a_run_stays_where_it_was_though_the_program_goes_elsewhere(tmp_path: Path) -> None:
+    program = """
 trainer = ax.Trainer(
     mlp(), vector_data(), {"samo.enabled": False}, precision="fp32", run_dir="run", steps=2,
     global_batch_size=4, microbatch_size=2,
@@ -102,12 +100,9 @@ os.chdir("other")
 trainer.train()
 assert trainer.run_dir.is_dir()
 """
-
-
-def test_a_run_stays_where_it_was_though_the_program_goes_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
 
-    done = run_alone(["-c", CHANGES_FOLDER], cwd=tmp_path)
+    done = ended(tmp_path, program)
 
     assert done.returncode == 0, done
     records, checkpoints = left(tmp_path / "run")
@@ -139,7 +134,11 @@ def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
     ranks: int, how: tuple[str, ...], ends: tuple[str, ...], tmp_path: Path
 ) -> None:
     """With masks that change, evaluations and checkpoints in the middle."""
-    assert run(ranks, tmp_path, "train", "train", *how).returncode == 0
+
+    def run(name: str, run_dir: str, *more: str) -> Finished:
+        return ended(tmp_path, PROGRAM, name, run_dir, *how, *more, ranks=ranks)
+
+    assert run("train", "train").returncode == 0
     records, saved = left(tmp_path / "train")
     assert sum("eval_loss" in record for record in records) == 3
     assert sum("sparsity" in record for record in records) > 3
@@ -147,18 +146,18 @@ def test_the_loop_is_train_bit_for_bit_and_goes_on_wherever_it_is_left(
     assert saved.keys() == every
 
     for name in ("loop", "steps", "left"):
-        assert run(ranks, tmp_path, name, name, *how).returncode == 0
+        assert run(name, name).returncode == 0
         same(tmp_path / name, tmp_path / "train", steps=every)
 
     for name in ends:
         code = {"exit": 3, "signal": 75, "interrupt": 75, "late-signal": 75}.get(name, 0)
-        first = run(ranks, tmp_path, name, name, *how)
+        first = run(name, name)
         assert first.returncode == code, first
         if name == "interrupt":  # other ranks may be within a call
             assert ("not interrupted" in first.stdout) == (ranks == 2)
         after = 6 if name == "signal" else 5
         assert f"after step {after}, saved in {name}/checkpoints" in first.stdout + first.stderr
-        second = run(ranks, tmp_path, "loop", name, *how, "resume")
+        second = run("loop", name, "resume")
         assert f"after step {after}" in second.stdout, second
         same(tmp_path / name, tmp_path / "train", steps=every | {f"step-{after}"})
 
@@ -169,10 +168,6 @@ def test_a_program_that_only_evaluates_is_stopped_by_one_signal(
     ranks: int, when: str, tmp_path: Path
 ) -> None:
     program = """
-import dataclasses, os, signal, sys
-import axsparse as ax
-from support.runs import mlp, vector_data
-
 def top1(logits, targets):
     if sys.argv[1] != "later" and trainer.rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
@@ -188,8 +183,7 @@ print("evaluated", flush=True)
 if sys.argv[1] == "later" and trainer.rank == 0:
     os.kill(os.getpid(), signal.SIGTERM)
 """
-    words = ["-c", program, when]
-    done = run_alone(words, cwd=tmp_path) if ranks == 1 else run_mpirun(ranks, words, cwd=tmp_path)
+    done = ended(tmp_path, program, when, ranks=ranks)
 
     assert done.returncode == 75, done
     assert done.errors == []
@@ -202,10 +196,6 @@ if sys.argv[1] == "later" and trainer.rank == 0:
 
 def test_a_signal_while_another_trainer_evaluates_saves_the_run_in_progress(tmp_path: Path) -> None:
     program = """
-import os, signal
-import axsparse as ax
-from support.runs import mlp, vector_data
-
 def made(name, **how):
     data = (vector_data(), vector_data())
     return ax.Trainer(mlp(), data, global_batch_size=12, eval_steps=1, run_dir=name, **how)
@@ -217,7 +207,7 @@ for number, _ in enumerate(trained, 1):
         os.kill(os.getpid(), signal.SIGTERM)
     other.evaluate()
 """
-    done = run_alone(["-c", program], cwd=tmp_path)
+    done = ended(tmp_path, program)
 
     assert done.returncode == 75, done
     assert "stopped after step" in done.stdout + done.stderr
@@ -235,8 +225,7 @@ def test_an_exception_in_the_loop_of_one_rank_or_in_its_thread_ends_all_with_one
     how: str, hook: str, tmp_path: Path
 ) -> None:
     """After the program's own `sys.excepthook` or `threading.excepthook`."""
-    words = ["-c", PROGRAM, how, "run", "stages", hook]
-    done = run_mpirun(2, words, cwd=tmp_path, timeout=90)
+    done = ended(tmp_path, PROGRAM, how, "run", "stages", hook, ranks=2)
 
     assert done.returncode == 70, done
     assert done.stdout.count("own hook: ValueError") == ("hook" in hook)
@@ -252,10 +241,6 @@ def test_what_a_library_has_caught_and_prints_ends_nothing_and_what_leaves_the_p
     hook: str, code: int, tmp_path: Path
 ) -> None:
     program = """
-import ctypes, sys
-import axsparse as ax
-from support.runs import mlp, vector_data
-
 trainer = ax.Trainer(mlp(), vector_data(), steps=3, eval_steps=0, global_batch_size=12)
 if sys.argv[1] == "chained":
     before = sys.excepthook
@@ -273,7 +258,7 @@ print("trained", trainer.steps_done, flush=True)
 if sys.argv[1] != "own":
     raise RuntimeError("left")
 """
-    done = run_alone(["-c", program, hook], cwd=tmp_path)
+    done = ended(tmp_path, program, hook)
 
     assert done.returncode == code, done
     assert "trained 3" in done.stdout, done
@@ -284,7 +269,7 @@ if sys.argv[1] != "own":
 
 
 def test_errors_of_all_ranks_are_one_line_with_their_code(tmp_path: Path) -> None:
-    done = run_mpirun(2, ["-c", "import axsparse as ax; ax.Trainer(sparsity=2)"], cwd=tmp_path)
+    done = ended(tmp_path, "ax.Trainer(sparsity=2)", ranks=2)
 
     assert done.error(78) == "pruning.sparsity (Trainer): 2 should be less than 1"
 
@@ -294,11 +279,7 @@ def test_a_program_may_end_mpi_by_itself_after_its_runs(
     steps: int, code: int, tmp_path: Path
 ) -> None:
     program = """
-import sys
 from mpi4py import MPI
-import axsparse as ax
-from support.runs import mlp, vector_data
-
 trainer = ax.Trainer(
     mlp(), vector_data(), steps=2, eval_steps=0, global_batch_size=12, g_inter=2, run_dir="run"
 )
@@ -310,7 +291,7 @@ if step == 2:
     trainer.close()
 MPI.Finalize()
 """
-    done = run_mpirun(2, ["-c", program, str(steps)], cwd=tmp_path)
+    done = ended(tmp_path, program, str(steps), ranks=2)
 
     assert done.returncode == code, done
     assert len(done.errors) == (2 if code else 0)
@@ -371,7 +352,6 @@ assert "mpi4py.MPI" not in sys.modules
 
 def test_a_saved_folder_is_the_export_of_the_checkpoint(tmp_path: Path) -> None:
     program = """
-import axsparse as ax
 trainer = ax.Trainer(
     "gpt", None, {"model": {"num_layers": 2, "hidden_size": 32, "num_heads": 2,
     "sequence_length": 12}, "train.peak_flops": 1e9}, precision="fp32", sparsity=0.5, steps=2,
@@ -381,7 +361,7 @@ for _ in trainer:
     trainer.step()
 trainer.save_hf("saved")
 """
-    assert (done := run_mpirun(2, ["-c", program], cwd=tmp_path)).returncode == 0, done
+    assert (done := ended(tmp_path, program, ranks=2)).returncode == 0, done
 
     ax.export(tmp_path / "run", "hf", tmp_path / "exported")
 
