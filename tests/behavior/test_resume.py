@@ -322,24 +322,33 @@ def steps_saved(run: Path) -> set[str]:
     return {path.name for path in (run / "checkpoints").glob("*")}
 
 
-@pytest.mark.parametrize(
-    "look", by_default([hears_at_once], [hears_at_once, hears_in_evaluation(0)])
-)
-def test_a_run_that_is_stopped_before_its_first_step_does_none_and_begins_anew(
-    look: Callable[[Trainer], None], tmp_path: Path
+GRADUAL = {"method": "gradual", "interval": 2, "until_step": 3}
+STOPPED: list[tuple[Callable[[Trainer], None], dict[str, Any], list[int]]] = [
+    (hears_at_once, {}, []),
+    (hears_in_evaluation(0), {}, []),
+    (hears_in_evaluation(2), {}, [1, 2]),
+    (hears_in_evaluation(2), GRADUAL, [1, 2]),
+]
+"""When the signal comes, how is pruned, and the steps that are done."""
+
+
+@pytest.mark.parametrize(("look", "pruning", "done"), by_default(STOPPED[::3], STOPPED))
+def test_a_run_that_is_stopped_between_steps_does_no_other_and_goes_on(
+    look: Callable[[Trainer], None], pruning: dict[str, Any], done: list[int], tmp_path: Path
 ) -> None:
-    layout = (2, 2)
-    config = config_of(train={"steps": 3, "eval_every": 2, "eval_steps": 1, "eval_first": True})
-    validation = token_data(12)
-    whole = ran(layout, config, tmp_path / "whole", validation=validation)
+    train = {"steps": 4, "eval_every": 2, "eval_steps": 1, "eval_first": True}
+    config, validation = config_of(train=train, pruning=pruning), token_data(12)
+    whole = ran((2, 2), config, tmp_path / "whole", validation=validation)
 
-    stopped = ran(layout, config, tmp_path / "run", look=look, validation=validation)
-    resumed = ran(layout, config, tmp_path / "run", resume="auto", validation=validation)
+    stopped = ran((2, 2), config, tmp_path / "run", look=look, validation=validation)
+    resumed = ran((1, 2), config, tmp_path / "run", resume="auto", validation=validation)
 
-    assert stopped.losses == {}
-    assert stopped.stopped == (
-        "stopped before the first step, with nothing to save; start it again"
-    )
+    assert list(stopped.losses) == done
+    assert steps_saved(tmp_path / "run") == {f"step-{step}" for step in done[-1:]}
+    if not done:
+        assert stopped.stopped == (
+            "stopped before the first step, with nothing to save; start it again"
+        )
     same(resumed, whole)
     assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
 
@@ -379,22 +388,3 @@ def test_a_run_of_its_own_that_is_stopped_at_once_saves_what_it_began_with(tmp_p
     assert stopped.losses == {} and steps_saved(tmp_path / "own") == {"step-2"}
     assert list(resumed.losses) == [3, 4, 5]
     same(resumed, whole)
-
-
-@pytest.mark.parametrize("method", by_default(["gradual"], [None, "gradual"]))
-def test_a_signal_in_an_evaluation_ends_the_run_without_another_step(
-    method: str | None, tmp_path: Path
-) -> None:
-    pruning = {"pruning": {"method": method, "interval": 2, "until_step": 3}} if method else {}
-    config = config_of(train={"steps": 4, "eval_every": 2, "eval_steps": 1}, **pruning)
-    validation = token_data(12)
-    whole = ran((2, 1), config, tmp_path / "whole", validation=validation)
-
-    stopped = ran(
-        (2, 1), config, tmp_path / "run", look=hears_in_evaluation(2), validation=validation
-    )
-    resumed = ran((1, 1), config, tmp_path / "run", resume="auto", validation=validation)
-
-    assert list(stopped.losses) == [1, 2] and steps_saved(tmp_path / "run") == {"step-2"}
-    same(resumed, whole)
-    assert evaluations(tmp_path / "run") == evaluations(tmp_path / "whole")
