@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.preparing import write_tokens
 
 from axsparse.config.load import configure
 from axsparse.data.dataset import TokenDataset
@@ -31,30 +32,6 @@ from axsparse.data.token_file import (
 from axsparse.models.zoo.model_registry import named_model
 
 
-def write(folder: Path, tokens: int = 400, dtype: DtypeName = "uint16", vocab: int = 300) -> Path:
-    """A folder as `prepare` writes it; token n is n modulo the vocabulary."""
-    folder.mkdir()
-    splits: dict[str, Any] = {}
-    for split, count in (("train", tokens), ("validation", tokens // 4)):
-        path = folder / f"{split}.tokens"
-        (np.arange(count) % vocab).astype(stored(dtype)).tofile(path)
-        splits[split] = {
-            "documents": 1,
-            "tokens": count,
-            "digest": digest_of(path),
-            "sample_digest": sample_digest(path),
-        }
-    sidecar = {
-        **{"format": "axsparse tokens", "version": 1, "axsparse": "0", "request": ""},
-        **{"tokenizer": {"kind": "bytes"}, "vocab_size": vocab, "separator": 0, "dtype": dtype},
-        "largest_id": min(tokens, vocab) - 1,
-        **{"sources": {"files": 1, "bytes": 1, "left_out": {}, "examples": []}, "settings": {}},
-        **splits,
-    }
-    (folder / "tokens.json").write_text(json.dumps(sidecar))
-    return folder
-
-
 def test_marks_are_no_part_of_ids(tmp_path: Path) -> None:
     kind = stored("uint16")
     np.array([7, 5 | mark_of(kind), 9 | mark_of(kind)], kind).tofile(tmp_path / "ids")
@@ -72,7 +49,7 @@ def change(folder: Path, **values: Any) -> Path:
 def test_samples_are_windows_of_the_mapped_file(
     dtype: DtypeName, vocab: int, tmp_path: Path
 ) -> None:
-    folder = write(tmp_path / "data", 400, dtype, vocab)
+    folder = write_tokens(tmp_path / "data", 400, dtype, vocab)
 
     training, validation = token_datasets(folder, 16).values()
 
@@ -115,14 +92,14 @@ def test_a_sample_covers_size_beginning_and_end(tmp_path: Path) -> None:
 
 
 def test_a_validation_part_is_opened_only_where_it_is_used(tmp_path: Path) -> None:
-    folder = change(write(tmp_path / "data"), validation=None)
+    folder = change(write_tokens(tmp_path / "data"), validation=None)
 
     assert token_datasets(folder, 16).keys() == {"train"}
-    assert token_datasets(write(tmp_path / "other"), 16, ("train",)).keys() == {"train"}
+    assert token_datasets(write_tokens(tmp_path / "other"), 16, ("train",)).keys() == {"train"}
 
 
 def test_a_file_that_is_moved_while_it_is_mapped_can_be_read(tmp_path: Path) -> None:
-    training = token_datasets(write(tmp_path / "data"), 16)["train"]
+    training = token_datasets(write_tokens(tmp_path / "data"), 16)["train"]
     (tmp_path / "data" / "train.tokens").rename(tmp_path / "moved")
 
     assert training.read(np.array([0]))[1][0, 0] == 1

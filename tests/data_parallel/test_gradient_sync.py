@@ -159,21 +159,6 @@ def test_buckets_start_last_layer_first_whatever_becomes_ready_when(ready: tuple
     assert [values(layer) for layer in layers] == [[2.0]] * 3
 
 
-def test_a_bucket_under_way_does_not_hold_up_the_next_and_finish_waits_for_all() -> None:
-    layers = [layer_state(name) for name in "ab"]
-    replicas, backoff = Members(patient=True), Impatient(2)
-    sync = gradient_sync(layers, replicas, backoff=backoff)
-
-    for layer in reversed(layers):
-        sync.ready(layer)
-    assert started(replicas, layers) == ["b", "a"]
-    backoff.at_pause = replicas.started
-    sync.finish()
-
-    assert backoff.left == 1
-    assert [values(layer) for layer in layers] == [[2.0], [2.0]]
-
-
 # -- ties -----------------------------------------------------------------------------------
 
 
@@ -198,25 +183,6 @@ def test_both_uses_on_one_stage_are_summed_before_the_replicas() -> None:
 
     assert started(replicas, layers) == ["middle", "first"]
     assert values(first) == [2 * 11.0]
-
-
-def test_a_use_waits_for_the_other_stage_before_its_bucket_starts() -> None:
-    tied, free = layer_state("tied"), layer_state("free")
-    pair, replicas, backoff = Members(patient=True), Members(), Impatient(1)
-    ties = [StageTie((use(tied),), pair)]
-    sync = gradient_sync([free, tied], replicas, ties=ties, backoff=backoff)
-
-    sync.ready(tied)
-    sync.ready(free)
-    sync.advance()
-    assert started(replicas, [free, tied]) == ["free"]
-    assert pair.started == [], "the other stage may wait for what this backward has yet to send"
-    backoff.at_pause = pair.started
-    sync.finish()
-
-    assert [work.buffer.data_ptr() for work in pair.started] == [tied.gradient.data_ptr()]
-    assert started(replicas, [free, tied]) == ["free", "tied"]
-    assert values(tied) == [4.0]
 
 
 def test_ties_start_in_their_fixed_order_and_their_bytes_are_counted_apart() -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.mpirun import Finished, run_mpirun
+from support.preparing import write_tokens
 from support.resuming import records_of
 
-from axsparse.data.token_file import digest_of, sample_digest, stored
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS
 
 COMMAND = ("-m", "axsparse.train", "--config", "tiny.yaml", "--run-dir", "run", "--resume")
@@ -36,25 +34,6 @@ for name in [*os.environ]:
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 """A rank whose MPI library does not find its launcher, which has said how many there are."""
-
-
-def write_tokens(folder: Path, tokens: int = 400) -> None:
-    """As `axsparse data prepare` does; each call with other contents."""
-    folder.mkdir(exist_ok=True)
-    splits = {}
-    for split in ("train", "validation"):
-        path = folder / f"{split}.tokens"
-        (np.arange(tokens) * 7 % 300).astype(stored("uint16")).tofile(path)
-        digests = {"digest": digest_of(path), "sample_digest": sample_digest(path)}
-        splits[split] = {"documents": 1, "tokens": tokens, **digests}
-    sidecar = {
-        **{"format": "axsparse tokens", "version": 1, "axsparse": "0", "request": ""},
-        **{"tokenizer": {"kind": "bytes"}, "vocab_size": 300, "largest_id": 299, "separator": 0},
-        **{"sources": {"files": 1, "bytes": 1, "left_out": {}, "examples": []}, "settings": {}},
-        "dtype": "uint16",
-        **splits,
-    }
-    (folder / "tokens.json").write_text(json.dumps(sidecar))
 
 
 def start(folder: Path, resume: str = "auto", ranks: int = 1) -> Finished:

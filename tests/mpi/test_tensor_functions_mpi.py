@@ -1,19 +1,17 @@
-"""Functions between a column-parallel and a row-parallel module: each has the losses of one rank,
-or the comparison with plain torch ends the run by the name of the layer."""
+"""Functions between a column-parallel and a row-parallel module that need all features: the
+comparison with plain torch ends the run on every rank, by the name of the layer."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from mpi4py import MPI
-from support.on_mpi import by_first_rank, on_mpi
-from support.runs import random_init, summed_loss, tiny_config, train_here, train_in_process
+from support.on_mpi import on_mpi
+from support.runs import random_init, summed_loss, tiny_config, train_here
 from torch import Tensor, nn
 
 from axsparse.data.dataset import ArrayDataset
@@ -39,31 +37,11 @@ class Mlp(nn.Module):
         return out
 
 
-def scaled(z: Tensor, factors: Tensor) -> Tensor:
-    return z * factors.to(z)
-
-
-def python_dropout(z: Tensor) -> Tensor:
-    kept = [float(random.random() < 0.8) for _ in range(z.shape[-1])]  # noqa: S311 - noise
-    return scaled(z, torch.tensor(kept))
-
-
 DIFFERS = r"(output 0|the gradient of [a-z0-9. ]+) differs from plain torch by .*gather_output"
-FAILS = r"sharded \(Layer.tp_plan\), it fails with RuntimeError: .*gather_output"
 HOST = "on the meta device, .*; make its tensors on the device of its inputs$"
 REFUSED: dict[str, tuple[Function, str]] = {
     "softmax": (partial(torch.softmax, dim=-1), DIFFERS),
     "a range on the host": (lambda z: z * torch.linspace(0.5, 1.5, z.shape[-1]), HOST),
-    "layer norm": (lambda z: F.layer_norm(z, (HIDDEN,)), FAILS),
-    "numbers of numpy": (
-        lambda z: scaled(z, torch.from_numpy(np.random.rand(z.shape[-1]))),
-        DIFFERS,
-    ),
-    "numbers of Python": (python_dropout, DIFFERS),
-}
-RIGHT: dict[str, Function] = {
-    "one number of numpy": lambda z: z * float(np.random.rand()),
-    "clamped": lambda z: z.clamp(max=0.1),
 }
 
 
@@ -92,17 +70,3 @@ def test_what_needs_all_features_ends_every_rank_with_the_layers_name(name: str)
 
     with on_mpi() as transport, pytest.raises(ConfigError, match=f"^layer block: {told}"):
         train_here(transport, Grid(1, 1, SIZE), model(between), CONFIG, data())
-
-
-@pytest.mark.parametrize("name", RIGHT)
-def test_what_treats_features_alike_has_the_losses_of_one_rank(name: str) -> None:
-    def losses_of_one() -> list[float]:
-        [(_, trace)] = train_in_process(1, 1, model(RIGHT[name]), CONFIG, data())
-        return trace.losses
-
-    expected = by_first_rank(losses_of_one)
-
-    with on_mpi() as transport:
-        _, trace = train_here(transport, Grid(1, 1, SIZE), model(RIGHT[name]), CONFIG, data())
-
-    assert trace.losses == pytest.approx(expected, rel=1e-6)

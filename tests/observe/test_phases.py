@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.devices import BusyGpu, Clock
 from support.runs import on_ranks
 
@@ -87,9 +85,6 @@ def test_work_is_counted_and_looking_for_messages_is_not() -> None:
         with phases(working):
             begun = phases.worked
         assert before < begun < phases.worked
-
-
-WORK = ("data", "compute", "compress", "optimizer")
 
 
 class Gpu(BusyGpu):
@@ -206,45 +201,6 @@ def test_a_step_that_was_not_ended_is_forgotten_and_its_marks_are_not() -> None:
 
     assert seconds == times(compute=3, bubble=1)
     assert gpu.marks == 4
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from((*PHASES, "leave")),
-            st.floats(0, 1e3),
-            st.sampled_from((0.0, 0.5, 30.0, 2e3)),
-        ),
-        max_size=40,
-    )
-)
-def test_phases_add_up_and_waits_are_the_idle_gpu_however_blocks_nest(
-    moves: list[tuple[str, float, float]],
-) -> None:
-    gpu = Gpu()
-    entered, idle, busy_until = ["other"], 0.0, 0.0
-
-    gpu.phases.begin_step()
-    for move, seconds, work in moves:
-        if move != "leave":
-            entered.append(move)
-            gpu.phases(move).__enter__()
-        elif len(entered) > 1:
-            gpu.phases(entered.pop()).__exit__()
-        if entered[-1] in WORK:
-            gpu.work(work)
-            busy_until = max(busy_until, gpu.now) + work
-        else:
-            idle += max(0.0, gpu.now + seconds - max(gpu.now, busy_until))
-        gpu.now += seconds
-    found = dict(gpu.phases.end_step())
-
-    step = found.pop("step")
-    assert step == pytest.approx(max(gpu.now, busy_until), abs=1e-6)
-    assert sum(found.values()) == pytest.approx(step)
-    assert min(found.values()) >= 0
-    assert sum(found[name] for name in found if name not in WORK) == pytest.approx(idle, abs=1e-6)
 
 
 # -- traces -----------------------------------------------------------------------------------

@@ -128,23 +128,6 @@ def test_no_dense_gradient_of_a_later_layer_lives_when_an_earlier_ones_hook_runs
     assert [reference() for reference in storages] == [None] * 6
 
 
-def test_a_layer_is_ready_once_and_in_the_last_microbatch_only_last_layer_first() -> None:
-    built = layers(linear, linear)
-    reported: list[str] = []
-    collecting = collector(built, lambda layer: reported.append(layer.name))
-
-    for _ in range(2):
-        collecting.begin()
-        forward(built).backward()
-        assert reported == []
-        collecting.microbatch(is_last=True)
-        forward(built).backward()
-        assert reported == ["layer1", "layer0"]
-        assert collecting.finish() == []
-        assert reported == ["layer1", "layer0"]
-        reported.clear()
-
-
 class Sometimes(nn.Module):
     """A linear map whose second half is used when asked for."""
 

@@ -12,7 +12,7 @@ from support.runs import all_here
 from torch import Tensor
 
 from axsparse.runtime.communication import Collective, Op, Transport, Work, shard_bounds, wait
-from axsparse.runtime.exchange import exchanged_bytes, sum_by_owner, sum_in_rank_order
+from axsparse.runtime.exchange import exchanged_bytes, sum_in_rank_order
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.uint8)
 SIZES = (0, 1, 2, 37, 1000)
@@ -103,16 +103,6 @@ def bytes_sent_is_the_volume_of_the_exchange(transport: Transport) -> None:
                 assert group.bytes_sent - before == wanted, (op, dtype, bounds)
 
 
-def an_all_reduce_hands_over_the_rings_volume(transport: Transport) -> None:
-    group = transport.collective("ring", range(transport.size))
-    numel, size = 1000, group.size
-
-    _run(transport, group, _Case(Op.ALL_REDUCE, torch.bfloat16, numel, shard_bounds(numel, size)))
-
-    rows = sum_by_owner(transport.world, transport.backoff, [group.bytes_sent])
-    assert sum(row[0] for row in rows) == 2 * (size - 1) * numel * 2
-
-
 def a_buffer_without_bounds_is_cut_into_even_shards(transport: Transport) -> None:
     group, numel = transport.world, 37
     case = _Case(Op.REDUCE_SCATTER, torch.float32, numel, shard_bounds(numel, group.size))
@@ -130,7 +120,6 @@ CONTRACT: tuple[Callable[[Transport], None], ...] = (
     operations_in_flight_may_be_polled_in_any_order,
     a_buffer_lives_until_its_operation_is_done,
     bytes_sent_is_the_volume_of_the_exchange,
-    an_all_reduce_hands_over_the_rings_volume,
     a_buffer_without_bounds_is_cut_into_even_shards,
 )
 

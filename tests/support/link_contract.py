@@ -120,42 +120,12 @@ def bytes_sent_counts_contents_and_nothing_stays_unsent(transport: Transport) ->
     assert link.unsent == 0
 
 
-def a_relay_passes_through_all_stages_and_back(transport: Transport) -> None:
-    coords, link = _open(transport)
-    count, last = 5, transport.size - 1
-    returned = []
-    if coords.is_first:
-        for number in range(count):
-            link.send(Message(FORWARD, number, (torch.tensor([float(number)]),)))
-
-    left = (0 if coords.is_first else count) + (0 if coords.is_last else count)
-    transport.backoff.reset()
-    while left:
-        for message in link.arrivals():
-            left -= 1
-            tensor = message.tensors[0]
-            assert tensor is not None
-            turns = message.direction is FORWARD and coords.is_last
-            direction = BACKWARD if turns else message.direction
-            if direction is BACKWARD and coords.is_first:
-                returned.append((message.microbatch, tensor.item()))
-            else:
-                link.send(Message(direction, message.microbatch, (tensor + 10 * coords.rank,)))
-        transport.backoff.pause()
-
-    _drain(transport, link)
-    if coords.is_first:
-        way = 10 * (sum(range(last + 1)) + sum(range(last)))
-        assert returned == [(number, number + way) for number in range(count)]
-
-
 LARGE = (neighbours_may_both_send_much_before_either_receives,)
 CONTRACT: tuple[Callable[[Transport], None], ...] = (
     tensors_of_every_kind_arrive_bit_by_bit,
     received_tensors_are_aligned_leaves_of_their_own,
     messages_keep_their_order_in_each_direction,
     bytes_sent_counts_contents_and_nothing_stays_unsent,
-    a_relay_passes_through_all_stages_and_back,
     *LARGE,
 )
 """For two ranks and more, all of them stages of one pipeline."""

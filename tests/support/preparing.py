@@ -14,7 +14,7 @@ import pytest
 
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request, prepare
-from axsparse.data.token_file import Sidecar
+from axsparse.data.token_file import DtypeName, Sidecar, digest_of, sample_digest, stored
 from axsparse.data.tokenizers import byte_tokenizer
 from axsparse.runtime.console import Console
 
@@ -55,6 +55,28 @@ def requested(library: Path, out: Path, **values: Any) -> Request:
             **values,
         }
     )
+
+
+def write_tokens(
+    folder: Path, tokens: int = 400, dtype: DtypeName = "uint16", vocab: int = 300
+) -> Path:
+    """A folder as `prepare` writes it; token n is n modulo the vocabulary."""
+    folder.mkdir(exist_ok=True)
+    splits: dict[str, Any] = {}
+    for split, count in (("train", tokens), ("validation", tokens // 4)):
+        path = folder / f"{split}.tokens"
+        (np.arange(count) % vocab).astype(stored(dtype)).tofile(path)
+        digests = {"digest": digest_of(path), "sample_digest": sample_digest(path)}
+        splits[split] = {"documents": 1, "tokens": count, **digests}
+    sidecar = {
+        **{"format": "axsparse tokens", "version": 1, "axsparse": "0", "request": ""},
+        **{"tokenizer": {"kind": "bytes"}, "vocab_size": vocab, "separator": 0, "dtype": dtype},
+        "largest_id": min(tokens, vocab) - 1,
+        **{"sources": {"files": 1, "bytes": 1, "left_out": {}, "examples": []}, "settings": {}},
+        **splits,
+    }
+    (folder / "tokens.json").write_text(json.dumps(sidecar))
+    return folder
 
 
 SEPARATOR = 255
