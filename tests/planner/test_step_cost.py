@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from support.action_text import peak_in_flight
 from support.planner_cases import bundled, cluster, load_of, schedule, uniform
 
-from axsparse.pipeline.policy import ScheduleName
 from axsparse.pipeline.simulator import MessageCost
 from axsparse.planner.cluster import load_cluster
-from axsparse.planner.stage_memory import most_in_flight
 from axsparse.planner.step_cost import (
     PLAYED_REPLICAS,
     STEP_PHASES,
@@ -77,22 +72,6 @@ def test_the_optimizer_reads_and_writes_masters_and_moments(
     load = replace(LOAD, state=replace(LOAD.state, **state))
 
     assert optimizer_seconds(load, replace(ROUND, host_bandwidth=link), weight_bytes=2) == seconds
-
-
-def test_messages_cost_by_the_nodes_that_their_ranks_stand_on() -> None:
-    costs = uniform(4, 1, 1, message=24.0)
-    machine = cluster(
-        intra_node_bandwidth=12.0,
-        intra_node_latency=0.5,
-        inter_node_bandwidth=2.0,
-        inter_node_latency=3.0,
-    )
-    near, far = MessageCost(0.5, 2.0), MessageCost(3.0, 12.0)
-
-    found = [edges(costs, machine, Grid(4, 3), replica) for replica in range(3)]
-
-    # Nodes of six: ranks 0-3, then 4-7 with a border before 6, then 8-11 on one node.
-    assert found == [[near, near, near], [near, far, near], [near, near, near]]
 
 
 @pytest.mark.parametrize(
@@ -199,7 +178,6 @@ def test_as_many_rings_share_a_node_as_stages_stand_on_it(grid: Grid, expected: 
     assert all_reduce_seconds(80.0, machine, Grid(grid.g_inter, 1)) == 0
 
 
-NAMES: tuple[ScheduleName, ...] = ("message-driven", "1f1b", "gpipe")
 UNIT_LINKS = {"intra_node_bandwidth": 1.0, "inter_node_bandwidth": 1.0}
 
 
@@ -280,43 +258,6 @@ def test_with_jitter_a_sample_of_the_replicas_is_played() -> None:
 
     assert list(run.pipelines) == list(range(PLAYED_REPLICAS))
     assert len({pipeline.seconds for pipeline in run.pipelines.values()}) == PLAYED_REPLICAS
-
-
-@settings(deadline=None, derandomize=True, max_examples=60)
-@given(
-    name=st.sampled_from(NAMES),
-    g_inter=st.integers(1, 6),
-    g_data=st.integers(1, 5),
-    microbatches=st.integers(1, 9),
-    extra_in_flight=st.integers(0, 3),
-    message=st.sampled_from([0.0, 0.3, 2.0]),
-    jitter=st.sampled_from([0.0, 0.3]),
-)
-def test_any_step_keeps_its_promises(
-    name: ScheduleName,
-    g_inter: int,
-    g_data: int,
-    microbatches: int,
-    extra_in_flight: int,
-    message: float,
-    jitter: float,
-) -> None:
-    order = schedule(name, extra_in_flight)
-    costs = uniform(g_inter, 1, 2, message=message, all_reduce=0.5, optimizer=0.25, compress=0.5)
-
-    run = simulate_step(
-        costs, cluster(jitter=jitter, **UNIT_LINKS), Grid(g_inter, g_data), order, microbatches
-    )
-
-    for stage in run.phases:
-        assert sorted(stage) == sorted(STEP_PHASES)
-        assert sum(stage.values()) == pytest.approx(run.seconds)
-        assert min(stage.values()) >= -1e-9
-    for pipeline in run.pipelines.values():
-        for number, stage_run in enumerate(pipeline.stages):
-            bound = most_in_flight(order, stage=number, g_inter=g_inter, microbatches=microbatches)
-            assert len(stage_run.actions) == 2 * microbatches
-            assert peak_in_flight(stage_run.actions, 0.0) <= bound
 
 
 def test_weights_are_gathered_in_all_passes_but_a_steps_first() -> None:
