@@ -6,8 +6,9 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -107,41 +108,40 @@ def test_a_run_outlives_everything_that_happens_while_it_saves(tmp_path: Path, w
     assert saved_steps(folder) == [10, 8] and unfinished(folder) == []
 
 
-def mounted(path: Path, *options: str) -> bool:
-    path.mkdir(exist_ok=True)
-    return not subprocess.run(["mount", *options, str(path)], capture_output=True).returncode
+@contextmanager
+def mounted(path: Path, *options: str) -> Iterator[None]:
+    path.mkdir()
+    command = ["mount", *options, str(path)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root may mount a disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
 
 
 @pytest.mark.fault(3)
 def test_a_full_disk_ends_the_run_and_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
-    if os.geteuid() != 0 or not mounted(disk, "-t", "tmpfs", "-o", "size=72k", "tmpfs"):
-        pytest.skip("only root may mount a small disk")
-    try:
+    with mounted(disk, "-t", "tmpfs", "-o", "size=72k", "tmpfs"):
         done = train(disk, "none", grid="1x1")
 
         line = done.error(74)
         assert "checkpoint " in line and "cannot be written (No space left on device)" in line
         newest, *_ = saved_steps(disk / CHECKPOINTS)
         assert is_complete(disk / CHECKPOINTS / f"step-{newest}")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.fault(5)
 def test_a_place_that_is_read_only_is_refused_before_the_first_step(tmp_path: Path) -> None:
     place = tmp_path / "place"
-    if os.geteuid() != 0 or not mounted(place, "--bind", str(place)):
-        pytest.skip("only root may mount a read-only place")
-    try:
-        assert mounted(place, "-o", "remount,bind,ro")
+    with mounted(place, "--bind", str(place)):
+        subprocess.run(["mount", "-o", "remount,bind,ro", str(place)], check=True)
         done = train(place, "none", grid="1x1")
 
         said = "cannot be written (Read-only file system); choose another --run-dir"
         assert said in done.error(74)
         assert "step 1/" not in done.stdout
-    finally:
-        subprocess.run(["umount", str(place)], check=True)
 
 
 @pytest.fixture(scope="module")

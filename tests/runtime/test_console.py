@@ -72,33 +72,24 @@ class TerminalStream(FlushedStream):
 
 
 @pytest.mark.parametrize(
-    ("term", "stream", "has_bar"),
+    ("variables", "stream", "has_bar"),
     [
-        ("xterm", TerminalStream(), True),
-        ("xterm", FlushedStream(), False),
-        ("dumb", TerminalStream(), False),
+        ({}, TerminalStream(), True),
+        ({}, FlushedStream(), False),
+        ({"TERM": "dumb"}, TerminalStream(), False),
+        # Under a launcher no rank knows of a terminal.
+        *(({name: "0"}, TerminalStream(), False) for name in LAUNCHER_VARIABLES),
     ],
 )
 def test_the_terminal_decides_on_the_bar(
-    term: str, stream: FlushedStream, has_bar: bool, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], stream: FlushedStream, has_bar: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TERM", term)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
 
     make_console(stream).progress(1, 2, "loss")
 
     assert ("1/2  loss" in stream.seen) == has_bar
-
-
-@pytest.mark.parametrize("variable", LAUNCHER_VARIABLES)
-def test_under_a_launcher_no_rank_knows_of_a_terminal(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(variable, "0")
-    stream = TerminalStream()
-
-    make_console(stream).progress(1, 2, "loss")
-
-    assert stream.seen == ""
 
 
 # Figures

@@ -7,23 +7,16 @@ from hypothesis import strategies as st
 
 from axsparse.runtime.grid import Grid
 
-grids = st.builds(Grid, st.integers(1, 6), st.integers(1, 6))
-
 
 @settings(max_examples=50, deadline=None, derandomize=True)
-@given(grids)
-def test_places_and_ranks_are_inverse_and_fill_the_grid(grid: Grid) -> None:
+@given(st.builds(Grid, st.integers(1, 6), st.integers(1, 6)))
+def test_places_fill_the_grid_and_columns_hold_one_stage_of_every_replica(grid: Grid) -> None:
     places = [grid.coords(rank) for rank in range(grid.size)]
 
     assert [grid.rank(coords.stage, coords.replica) for coords in places] == list(range(grid.size))
     assert len({(coords.stage, coords.replica) for coords in places}) == grid.g_inter * grid.g_data
-
-
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(grids)
-def test_columns_hold_one_stage_of_every_replica_in_order(grid: Grid) -> None:
     for stage in range(grid.g_inter):
-        column = [grid.coords(rank) for rank in grid.dp_group(stage)]
+        column = [places[rank] for rank in grid.dp_group(stage)]
         assert {coords.stage for coords in column} == {stage}
         assert [coords.replica for coords in column] == list(range(grid.g_data))
 
