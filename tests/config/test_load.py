@@ -9,13 +9,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from axsparse.config import load
 from axsparse.config.load import configure, full_key, to_yaml
 from axsparse.config.schema import Config
-from axsparse.runtime.errors import AxsparseError
 
 Write = Callable[[str], str]
 
@@ -136,36 +133,6 @@ def test_a_file_of_the_same_name_goes_before_a_bundled_config(bundled: Path) -> 
 
     assert configure("quickstart.yaml").seed == 5
     assert configure("quickstart").seed == 1
-
-
-# --- values that the schema refuses ------------------------------------------------------
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    text=st.one_of(
-        st.text(max_size=30),
-        st.text("abc:-?![]{}&*#|>%@\"'\\ \n\t1.e", max_size=30),
-        st.text(max_size=20).map(lambda value: f"run_dir: {value}"),
-    ),
-    override=st.one_of(st.text(max_size=20), st.text(max_size=20).map("run_dir={}".format)),
-)
-def test_any_text_is_read_or_refused_in_one_line(
-    tmp_path_factory: pytest.TempPathFactory, text: str, override: str
-) -> None:
-    file = tmp_path_factory.getbasetemp() / "any.yaml"
-    file.write_text(text, encoding="utf-8", newline="")
-
-    assert _lines_of_refusal(str(file), []) <= 1
-    assert _lines_of_refusal(None, [override]) <= 1
-
-
-def _lines_of_refusal(source: str | None, overrides: list[str]) -> int:
-    try:
-        to_yaml(configure(source, overrides))
-    except AxsparseError as error:
-        return len(str(error).splitlines())
-    return 0
 
 
 def test_a_script_takes_a_file_and_overrides_as_the_command_does(tmp_path: Path) -> None:
