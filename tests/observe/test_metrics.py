@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import sys
@@ -32,7 +31,6 @@ from axsparse.observe.metrics import (
     StepRecord,
     Write,
     open_records,
-    perplexity,
     reject_missing_packages,
     values,
 )
@@ -73,28 +71,6 @@ def test_a_step_is_one_line_with_the_documented_fields_in_order(tmp_path: Path) 
     assert re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE)[: len(line)] == [*line]
     first = names.index("step_seconds") + 1
     assert names[first : first + len(PHASES)] == [f"{phase}_seconds" for phase in PHASES]
-
-
-@pytest.mark.parametrize(
-    ("record", "line"),
-    [
-        (
-            EvalRecord(5, 0.0, {"perplexity": perplexity(0.0), "top1": math.nan}),
-            {"step": 5, "eval_loss": 0.0, "perplexity": 1.0, "top1": None},
-        ),
-        (
-            MaskRecord(7, "pruned", {"sparsity": 0.9, "churn": math.inf}, 10, 80),
-            {
-                **{"step": 7, "masks": "pruned", "sparsity": 0.9, "churn": None},
-                **{"model_state_bytes": 10, "model_state_bytes_before": 80},
-            },
-        ),
-    ],
-)
-def test_metrics_are_keys_of_their_own_and_what_is_not_finite_is_null(
-    record: Record, line: dict[str, object], tmp_path: Path
-) -> None:
-    assert written(tmp_path, record) == [line]
 
 
 LOSSES: dict[str, Callable[[Path], object]] = {
