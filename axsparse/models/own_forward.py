@@ -144,17 +144,20 @@ def _reject_shared_changes(
     """ConfigError for a buffer of two layers that a forward has changed, such as the statistics of
     one batch norm, since the layers could stand on two stages. `before` has the contents that the
     buffers had."""
+    owners: dict[int, list[nn.Module]] = {}
+    for slot, content in before:
+        owners.setdefault(id(content), []).append(slot.owner)
     for slot, content in before:
         if torch.equal(slot.tensor, content):
             continue
-        owners = [
+        users = [
             layer.name
             for layer, part in layers.items()
-            if any(child is slot.owner for child in part.modules())
+            if any(child is owner for child in part.modules() for owner in owners[id(content)])
         ]
-        if len(owners) > 1:
+        if len(users) > 1:
             raise ConfigError(
-                f"model: {' and '.join(owners[:2])} share {slot.name}, which the forward changes, "
+                f"model: {' and '.join(users[:2])} share {slot.name}, which the forward changes, "
                 "and could stand on two stages; give each its own"
             )
 

@@ -20,11 +20,11 @@ class Console:
     The cursor rests at the beginning of that row, so that what others print covers it.
     """
 
-    def __init__(self, stream: TextIO, bar: bool) -> None:
+    def __init__(self, stream: TextIO | None, bar: bool) -> None:
+        """`stream` is None where the process has none, as a daemon; nothing is printed then."""
         self._stream = stream
         self._keeps_bar = bar
         self._bar = ""
-        self._lost = False
 
     def line(self, text: str) -> None:
         """Print a full line above the bar, and flush it, since pipes buffer."""
@@ -47,22 +47,23 @@ class Console:
 
     def _write(self, text: str) -> None:
         """Write and flush; once the reader has gone, do nothing, since metrics.jsonl has it all."""
-        if self._lost:
+        if self._stream is None:
             return
         try:
             self._stream.write(text)
             self._stream.flush()
         except OSError:
-            self._lost = True
+            self._stream = None
 
 
-def make_console(stream: TextIO) -> Console:
+def make_console(stream: TextIO | None) -> Console:
     """A console that keeps a bar if the stream is a terminal.
 
     What a rank under mpirun writes passes through its launcher, so that no rank knows of a
     terminal.
     """
-    is_able = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    is_terminal = stream is not None and stream.isatty()
+    is_able = is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
     return Console(stream, bar=is_able and not started_by_launcher())
 
 

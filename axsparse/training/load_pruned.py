@@ -21,7 +21,7 @@ from axsparse.models.layer import mismatched_values
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import tied_names
 from axsparse.models.start_weights import open_weights
-from axsparse.models.zoo.hf_models import HfFile, empty_model
+from axsparse.models.zoo.hf_models import HfFile, whole_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds
 from axsparse.runtime.files.paths import expanded
 from axsparse.samo.pruned_weight import (
@@ -37,7 +37,8 @@ GENERATION_FILE = "generation_config.json"
 
 
 def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS) -> Any:
-    """A causal language model of transformers in bf16 on the CPU, from a folder.
+    """A causal language model of transformers in bf16 on the CPU, from a folder; of a folder for
+    pictures and text the whole model.
 
     The folder is one of Hugging Face, as `axsparse prune` writes it, or of `axsparse export --to
     sparse`. `fewest_zeros` is the share of zeros from which a weight is replaced; None leaves all
@@ -54,7 +55,7 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
             f"load_pruned: {folder} has no {CONFIG_FILE}; name a folder that axsparse prune, "
             "axsparse export --to sparse or save_pretrained wrote"
         )
-    opened, causal = open_weights(folder), empty_model(read_json(folder / CONFIG_FILE))
+    opened, causal = open_weights(folder), whole_model(read_json(folder / CONFIG_FILE))
     file = HfFile(opened, causal)
     places = {name: (module, turned) for module, name, _, turned in multiplied_weights(causal)}
     kept_exact = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
@@ -180,7 +181,7 @@ def continued(
         first = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if first is None else first
         ids = torch.tensor([[0 if first is None else first]])
-    room = getattr(model.config, "max_position_embeddings", None)
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if room is not None and ids.shape[1] >= room:
         raise ConfigError(
             f"--prompt: has {ids.shape[1]} tokens, and the model has room for {room}; shorten it"

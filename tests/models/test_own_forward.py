@@ -240,6 +240,16 @@ def one_norm() -> nn.Module:
     return vit
 
 
+def one_buffer() -> nn.Module:
+    """The first block changes a buffer that is the second's as well."""
+    vit = own_models.Vit()
+    for block in vit.blocks[:2]:
+        block.register_buffer("seen", torch.zeros(()))
+    vit.blocks[1].seen = vit.blocks[0].seen
+    vit.blocks[0].register_forward_hook(lambda block, *_: block.seen.add_(1) and None)
+    return vit
+
+
 def hooked_weight() -> nn.Module:
     vit = own_models.Vit()
     prune.l1_unstructured(vit.head, "weight", 0.5)
@@ -272,6 +282,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "inputs that do not fit": (own_models.Block, images),
     "no values": (on_meta, images),
     "one norm of two blocks": (one_norm, images),
+    "one buffer of two blocks": (one_buffer, images),
     "hooks that replace a weight": (hooked_weight, images),
     "quantized": (Packed, images),
 }

@@ -36,6 +36,13 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 # The stream
 
 
+def test_a_process_without_the_stream_prints_nothing() -> None:
+    console = make_console(None)
+    console.line("said")
+    console.progress(1, 2, "batches")
+    console.close()
+
+
 def test_a_log_gets_plain_lines_and_no_bar() -> None:
     stream = FlushedStream()
     screen = Console(stream, bar=False)

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_model
 from support.allocated import peak_of
 from support.commands import Axsparse
-from support.hf import hf_logits, saved_model, write_folder
+from support.exhaustive import by_default
+from support.hf import FAMILIES, hf_logits, saved_model, saved_with_pictures, write_folder
 from support.runs import VOCABULARY
 
 import axsparse as ax
@@ -80,6 +81,21 @@ def test_a_folder_and_its_sparse_form_compute_what_transformers_does(
         assert (logits.float() - exact).abs().max() <= 1.5 * noise
         first = logits if first is None else first
         assert torch.equal(logits, first)
+
+
+@pytest.mark.parametrize("family", by_default(["gemma3"], FAMILIES["pictures"]))
+def test_a_model_with_pictures_is_loaded_whole(family: str, tmp_path: Path) -> None:
+    saved_with_pictures(transformers, family, tmp_path)
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path, dtype="bfloat16")
+
+    model = ax.load_pruned(tmp_path, fewest_zeros=None)
+
+    assert type(model) is type(theirs)
+    for name, tensor in {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}.items():
+        ours = model.get_parameter(name) if name in dict(model.named_parameters()) else None
+        ours = model.get_buffer(name) if ours is None else ours
+        assert torch.equal(ours, tensor), name
+    assert torch.equal(hf_logits(model), hf_logits(theirs.eval()))
 
 
 def test_the_dense_model_is_never_in_memory(tmp_path: Path) -> None:

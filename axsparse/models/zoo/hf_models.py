@@ -16,6 +16,7 @@ integers: the position in the sequence at which the document of each token begin
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -277,8 +278,8 @@ class SplitModel:
 
 
 def empty_model(theirs: Mapping[str, Any]) -> Any:
-    """transformers' model of some settings on the meta device; buffers that no file has are
-    computed on the CPU. `surrounding` gives the model whose text model it is."""
+    """transformers' language model of some settings on the meta device; buffers that no file has
+    are computed on the CPU. `surrounding` gives the model whose text model it is."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings = folder_settings("model.hf", theirs)
@@ -287,25 +288,63 @@ def empty_model(theirs: Mapping[str, Any]) -> Any:
         whole = _made(AutoModelForImageTextToText, settings)
         head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
         text.tie_word_embeddings = head.weight is embedding.weight
-    causal = _made(AutoModelForCausalLM, text)
+    causal = _with_buffers(_made(AutoModelForCausalLM, text))
     vars(causal)[SURROUNDING] = whole  # no child, whose parameters would be the model's
-    for slot in slots(causal):
-        if not slot.persists and slot.tensor.is_meta:
-            value = torch.zeros(slot.tensor.shape, dtype=slot.tensor.dtype)
-            slot.put(value.fill_(torch.nan) if value.is_floating_point() else value)
-            for parameter in slot.owner.parameters():
-                parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-            try:
-                with torch.no_grad():
-                    causal._init_weights(slot.owner)
-            except Exception as reason:  # transformers' own errors, such as Gemma 3n's text alone
-                raise unfit(
-                    f"transformers fails on buffer {slot.name} ({one_line(reason)})"
-                ) from None
-    for slot in slots(causal):
-        if not slot.persists and slot.tensor.is_floating_point() and slot.tensor.isnan().any():
-            raise unfit(f"transformers does not say how buffer {slot.name} is computed")
     return causal
+
+
+def whole_model(theirs: Mapping[str, Any]) -> Any:
+    """transformers' model of all that a folder with these settings holds, on the meta device, such
+    as a language model with the encoder of its pictures."""
+    from transformers import AutoModelForImageTextToText
+
+    settings = folder_settings("model.hf", theirs)
+    if not has_others(settings):
+        return empty_model(theirs)
+    return _with_buffers(_made(AutoModelForImageTextToText, settings))
+
+
+def _with_buffers(model: Any) -> Any:
+    """The model with the values of the buffers that no file has, each as the model around it that
+    is nearest says, such as an encoder of pictures."""
+    lacking = [slot for slot in slots(model) if not slot.persists and slot.tensor.is_meta]
+    for slot in lacking:
+        empty = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
+        slot.put(empty.fill_(_undefined(empty.dtype)))
+    for path, owner in model.named_modules():
+        found = [slot for slot in lacking if slot.owner is owner]
+        if not found:
+            continue
+        for parameter in owner.parameters():
+            parameter._is_hf_initialized = True
+        try:
+            with torch.no_grad():
+                _nearest_model(model, path)._init_weights(owner)
+        except Exception as reason:  # transformers' own errors, such as Gemma 3n's text alone
+            raise unfit(
+                f"transformers fails on buffer {found[0].name} ({one_line(reason)})"
+            ) from None
+    for slot in lacking:
+        none = _undefined(slot.tensor.dtype)
+        is_lacking = slot.tensor.isnan() if math.isnan(none) else slot.tensor == none
+        if slot.tensor.dtype != torch.bool and is_lacking.any():
+            raise unfit(f"transformers does not say how buffer {slot.name} is computed")
+    return model
+
+
+def _undefined(kind: torch.dtype) -> float | int:
+    """A value that no buffer has; of truth values there is none."""
+    if kind.is_floating_point or kind.is_complex:
+        return math.nan
+    return 0 if kind == torch.bool else torch.iinfo(kind).min
+
+
+def _nearest_model(model: Any, path: str) -> Any:
+    """The innermost model of transformers around a module, which has an initialization of its
+    own."""
+    while not hasattr(found := model.get_submodule(path), "_init_weights"):
+        path = path.rpartition(".")[0]
+    return found
 
 
 def _made(kind: Any, settings: Any) -> Any:

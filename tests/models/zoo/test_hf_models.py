@@ -382,7 +382,7 @@ def test_models_of_another_shape_are_refused_with_the_reason(
 def test_what_transformers_fails_on_is_one_line(
     transformers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "_init_weights", lambda *_: 1 / 0)
+    monkeypatch.setattr(transformers.LlamaPreTrainedModel, "_init_weights", lambda *_: 1 / 0)
 
     assert refusal(other_model(transformers, "llama"), ConfigError).startswith(
         "model.hf: this model cannot be cut into layers: transformers fails on buffer model.rotary_"
