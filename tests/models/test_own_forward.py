@@ -243,7 +243,7 @@ def one_norm() -> nn.Module:
 def one_buffer() -> nn.Module:
     """The first block changes a buffer that is the second's as well."""
     vit = own_models.Vit()
-    for block in vit.blocks[:2]:
+    for block in (vit.blocks[0], vit.blocks[1]):
         block.register_buffer("seen", torch.zeros(()))
     vit.blocks[1].seen = vit.blocks[0].seen
     vit.blocks[0].register_forward_hook(lambda block, *_: block.seen.add_(1) and None)
