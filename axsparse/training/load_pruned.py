@@ -21,7 +21,7 @@ from axsparse.models.layer import mismatched_values
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import tied_names
 from axsparse.models.start_weights import open_weights
-from axsparse.models.zoo.hf_models import HfFile, whole_model
+from axsparse.models.zoo.hf_models import HfFile, full_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds
 from axsparse.runtime.files.paths import expanded
 from axsparse.samo.pruned_weight import (
@@ -55,7 +55,7 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
             f"load_pruned: {folder} has no {CONFIG_FILE}; name a folder that axsparse prune, "
             "axsparse export --to sparse or save_pretrained wrote"
         )
-    opened, causal = open_weights(folder), whole_model(read_json(folder / CONFIG_FILE))
+    opened, causal = open_weights(folder), full_model(read_json(folder / CONFIG_FILE))
     file = HfFile(opened, causal)
     places = {name: (module, turned) for module, name, _, turned in multiplied_weights(causal)}
     kept_exact = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()

@@ -293,7 +293,7 @@ def empty_model(theirs: Mapping[str, Any]) -> Any:
     return causal
 
 
-def whole_model(theirs: Mapping[str, Any]) -> Any:
+def full_model(theirs: Mapping[str, Any]) -> Any:
     """transformers' model of all that a folder with these settings holds, on the meta device, such
     as a language model with the encoder of its pictures."""
     from transformers import AutoModelForImageTextToText
