@@ -398,10 +398,12 @@ def _profile_layer(
     module, names = _sharded(layer, module, sharding)
     weights, input_dims = set[int](), dict[int, int]()
     for child in module.modules():
-        multiplies = getattr(child, "multiplies", isinstance(child, MULTIPLYING))
+        is_of_torch = isinstance(child, MULTIPLYING)
+        multiplies = getattr(child, "multiplies", is_of_torch)
         input_dim: Any = getattr(child, "input_dim", None)
         for name, parameter in child.named_parameters(recurse=False):
-            if multiplies and "bias" not in name:
+            # Further parameters of a linear layer, such as factors of low rank, are not its weight.
+            if multiplies and "bias" not in name and ("weight" in name or not is_of_torch):
                 weights.add(id(parameter))
             if input_dim is not None and parameter.dim() == (3 if input_dim else 2):
                 input_dims[id(parameter)] = int(input_dim)

@@ -191,8 +191,8 @@ def left_dense(
                 why = f"in a layer of kind {layer.kind}; pruning.include: all prunes them"
             else:
                 why = (
-                    "of no linear, convolution, recurrent or attention module; pruning.layers may "
-                    "name them"
+                    "the weight of no linear, convolution, recurrent or attention module; "
+                    "pruning.layers may name them"
                 )
             dense.setdefault(why, []).append(parameter)
     return dense

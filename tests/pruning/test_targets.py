@@ -164,6 +164,7 @@ class Vision(nn.Module):
         self.experts = nn.Parameter(torch.zeros(2, 8, 8))
         self.embedding = nn.Embedding(5, 8)
         self.proj = nn.Linear(8, 8)
+        self.proj.down = nn.Parameter(torch.zeros(2, 8))
         self.frozen = nn.Linear(8, 8).requires_grad_(False)
         self.attention = nn.MultiheadAttention(8, 2, add_bias_kv=True)
         self.recurrent = nn.LSTM(8, 8)
@@ -182,7 +183,7 @@ MULTIPLYING = [
     "a.convolution.weight",
 ]
 OTHERS = ["a.cls", "a.pos", "a.experts", "a.attention.bias_k", "a.attention.bias_v"]
-OTHERS += ["a.embedding.weight"]
+OTHERS += ["a.embedding.weight", "a.proj.down"]
 
 
 @pytest.mark.parametrize(
@@ -215,15 +216,15 @@ def test_the_start_of_a_run_says_what_is_pruned_and_why_the_rest_is_dense() -> N
     targets = find_targets(VISION, pruning)
 
     assert pruning_lines(VISION, targets, pruning) == [
-        "pruned: 5 tensors, 960 of 1,467 entries, of which 191 stay",
-        "dense: a.cls, a.pos, a.experts, a.embedding.weight, a.attention.bias_k, "
-        "a.attention.bias_v (of no linear, convolution, recurrent or attention module; "
+        "pruned: 5 tensors, 960 of 1,483 entries, of which 191 stay",
+        "dense: a.cls, a.pos, a.experts, a.embedding.weight, a.proj.down, a.attention.bias_k, "
+        "a.attention.bias_v (the weight of no linear, convolution, recurrent or attention module; "
         "pruning.layers may name them) · a.proj.weight (named in pruning.exclude) · 7 vectors · "
         "b.weight (in a layer of kind head; pruning.include: all prunes them)",
     ]
     first, *others = targets.shapes
     resumed = pruning_lines(VISION, targets, pruning, dict.fromkeys(others, 2))
-    assert re.match(r"pruned: 4 tensors, \d+ of 1,467 entries, of which 8 stay$", resumed[0])
+    assert re.match(r"pruned: 4 tensors, \d+ of 1,483 entries, of which 8 stay$", resumed[0])
     assert resumed[1].startswith(f"dense: {first} (not pruned in the checkpoint) · a.cls, ")
 
 
