@@ -44,21 +44,15 @@ def test_settings_come_over_those_of_a_file_a_dictionary_or_a_configuration(tmp_
     assert config_of(None) == Config()
 
 
-def test_a_run_has_the_name_of_its_file_or_of_its_model(tmp_path: Path) -> None:
+def test_a_run_has_the_name_of_its_file_or_model_and_a_setting_its_place(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("seed: 3\n")
 
+    config = run_sources(MODEL, DATA, ax.configure(tmp_path / "mine.yaml"), {"sparsity": 0}).config
+    assert [config.where(key) for key in ("seed", "pruning.sparsity", "precision")] == [
+        *("seed (mine.yaml:1)", "pruning.sparsity (Trainer)", "precision (default)")
+    ]
     assert run_sources(MODEL, DATA, tmp_path / "mine.yaml", {"seed": 1}).config.name == "mine"
     assert run_sources(MODEL, DATA, ax.configure({}), {}).config.name == MODEL.name
-
-
-def test_a_setting_knows_where_it_was_given(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("seed: 3\n")
-
-    loaded = run_sources(MODEL, DATA, ax.configure(tmp_path / "mine.yaml"), {"sparsity": 0}).config
-
-    assert loaded.where("seed") == "seed (mine.yaml:1)"
-    assert loaded.where("pruning.sparsity") == "pruning.sparsity (Trainer)"
-    assert loaded.where("precision") == "precision (default)"
 
 
 def test_a_peak_learning_rate_may_be_a_number_of_numpy() -> None:
