@@ -46,15 +46,14 @@ def resumes(
     after: Layout = (3, 1),
     stop: int = STOP,
     then: Config | None = None,
-    **others: Any,
 ) -> Ran:
     """Stops after a step, continues under another layout, and equals the run that did not stop."""
-    stopped = ran(before, config, tmp_path / "run", stop_after=stop, **others)
+    stopped = ran(before, config, tmp_path / "run", stop_after=stop)
     assert stopped.stopped is not None
     assert stopped.stopped.startswith(f"stopped after step {stop}, saved in ")
-    reference = ran(before, config, tmp_path / "whole", **others)
+    reference = ran(before, config, tmp_path / "whole")
 
-    resumed = ran(after, then or config, tmp_path / "run", resume="auto", **others)
+    resumed = ran(after, then or config, tmp_path / "run", resume="auto")
 
     assert list(resumed.losses) == list(range(stop + 1, config.train.steps + 1))
     same(resumed, reference)
@@ -130,10 +129,6 @@ def test_every_pruning_method_goes_on_where_it_stood(method: str, tmp_path: Path
     assert kept < dense, "the method did something"
 
 
-def head(inputs: int) -> Layer:
-    return Layer("out", partial(nn.Linear, inputs, 5), kind="head", init=random_init)
-
-
 BUFFER_TYPES = [
     *(torch.complex64, torch.float16, torch.float64),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz),
@@ -169,7 +164,8 @@ class Buffered(nn.Module):
 
 
 def buffered(_: Config, shift: int = 0) -> Model:
-    layers = [Layer("first", partial(Buffered, shift)), head(16)]
+    head = Layer("out", partial(nn.Linear, 16, 5), kind="head", init=random_init)
+    layers = [Layer("first", partial(Buffered, shift)), head]
     return Model(layers, loss=summed_loss, name="buffered")
 
 
