@@ -301,9 +301,6 @@ def test_an_action_reads_as_its_kind_and_microbatch_and_says_where_its_result_tr
         assert action(kind, 3).kind is Kind.BACKWARD
 
 
-sizes = {"g_inter": st.integers(1, 7), "microbatches": st.integers(1, 20)}
-
-
 def all_1f1b(g_inter: int, microbatches: int, extra_in_flight: int) -> list[list[Action]]:
     return [
         one_forward_one_backward(stage, g_inter, microbatches, extra_in_flight)
@@ -341,18 +338,6 @@ def test_1f1b_warms_up_and_then_takes_turns(
     g_inter: int, microbatches: int, extra_in_flight: int, expected: list[str]
 ) -> None:
     assert [*map(to_text, all_1f1b(g_inter, microbatches, extra_in_flight))] == expected
-
-
-@many
-@given(**sizes, extra_in_flight=st.integers(0, 5))
-def test_lists_never_wait_for_ever_and_fill_their_bounds(
-    g_inter: int, microbatches: int, extra_in_flight: int
-) -> None:
-    most = dry_run(all_1f1b(g_inter, microbatches, extra_in_flight))
-
-    bounds = [g_inter - stage + extra_in_flight for stage in range(g_inter - 1)]
-    assert most == [min(microbatches, bound) for bound in bounds] + [1]
-    assert dry_run([gpipe(microbatches)] * g_inter) == [microbatches] * g_inter
 
 
 # -- the policy -----------------------------------------------------------------------------

@@ -145,31 +145,6 @@ def cases(draw: st.DrawFn) -> Case:
 
 @many
 @given(cases())
-def test_every_action_runs_once_and_a_stage_does_one_thing_at_a_time(case: Case) -> None:
-    result = run(case.schedule, case.durations, case.edges)
-
-    kinds = list(Kind)[: 3 if case.schedule.split_backward else 2]
-    everything = {Action(kind, number) for kind in kinds for number in range(case.microbatches)}
-    for stage, done in enumerate(result.stages):
-        assert len(done.actions) == len(kinds) * case.microbatches
-        assert set(done.actions) == everything
-        compute = 0.0
-        for action, begin, end in zip(done.actions, done.begins, done.ends, strict=True):
-            assert end - begin == case.durations.of(stage, action)
-            compute += end - begin
-        for (_, end), (begin, _) in itertools.pairwise(zip(done.begins, done.ends, strict=True)):
-            assert begin >= end - 1e-9
-        # Compute, messages and bubble are the step.
-        sides = case.edges[max(stage - 1, 0) : stage + 1] if stage else case.edges[:1]
-        p2p = sum(2 * case.microbatches * edge.handling for edge in sides)
-        assert (done.compute, done.p2p) == (compute, p2p)
-        assert idle(result, stage) >= 0
-        assert done.end >= done.ends[-1]
-    assert result.seconds == max(done.end for done in result.stages)
-
-
-@many
-@given(cases())
 def test_nothing_runs_before_its_message_can_have_arrived(case: Case) -> None:
     result = run(case.schedule, case.durations, case.edges)
 
@@ -183,26 +158,6 @@ def test_nothing_runs_before_its_message_can_have_arrived(case: Case) -> None:
             way = edge.latency + 2 * edge.handling
             assert begin[stage + 1][forward] >= end[stage][forward] + way
             assert begin[stage][backward] >= end[stage + 1][backward] + way
-
-
-@many
-@given(cases())
-def test_the_order_is_what_the_policy_says_when_told_the_same(case: Case) -> None:
-    # Replays one stage: its arrivals by time, its decisions whenever it was free.
-    result = run(case.schedule, case.durations)
-    begin = [dict(zip(done.actions, done.begins, strict=True)) for done in result.stages]
-    end = [dict(zip(done.actions, done.ends, strict=True)) for done in result.stages]
-    stage = case.g_inter // 2
-    policy = case.schedule.policy(stage=stage, g_inter=case.g_inter, microbatches=case.microbatches)
-    coming = [(end[stage - 1][a], a) for a in begin[stage] if stage and a.direction is FORWARD]
-    if stage < case.g_inter - 1:
-        coming += [(end[stage + 1][a], a) for a in begin[stage] if a.direction is BACKWARD]
-    coming.sort(key=lambda entry: (entry[0], entry[1].microbatch))
-    for action in result.stages[stage].actions:
-        while coming and coming[0][0] <= begin[stage][action]:
-            message = coming.pop(0)[1]
-            policy.arrived(Direction(message.kind), message.microbatch)
-        assert policy.next() == action
 
 
 def test_each_edge_has_its_own_costs() -> None:
