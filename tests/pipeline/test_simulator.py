@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import get_args
 
 import pytest
@@ -23,7 +22,6 @@ SPLIT = [
     for name in get_args(ScheduleName)
     for extra_in_flight in (0, 1, 3)
 ]
-many = settings(deadline=None, derandomize=True, max_examples=150)
 
 
 def run(
@@ -109,19 +107,7 @@ def test_weight_gradients_take_their_time_and_send_nothing() -> None:
 # -- any delays -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Case:
-    schedule: Schedule
-    durations: Durations
-    edges: list[MessageCost]
-
-    @property
-    def g_inter(self) -> int:
-        return len(self.durations.forward)
-
-    @property
-    def microbatches(self) -> int:
-        return len(self.durations.forward[0])
+Case = tuple[Schedule, Durations, list[MessageCost]]
 
 
 @st.composite
@@ -140,21 +126,23 @@ def cases(draw: st.DrawFn) -> Case:
     )
     schedule = draw(st.sampled_from(SCHEDULES + SPLIT))
     weight = draw(rows) if schedule.split_backward else ()
-    return Case(schedule, Durations(draw(rows), draw(rows), weight), draw(edges))
+    return schedule, Durations(draw(rows), draw(rows), weight), draw(edges)
 
 
-@many
+@settings(deadline=None, derandomize=True, max_examples=150)
 @given(cases())
 def test_nothing_runs_before_its_message_can_have_arrived(case: Case) -> None:
-    result = run(case.schedule, case.durations, case.edges)
+    schedule, durations, edges = case
+
+    result = run(schedule, durations, edges)
 
     begin = [dict(zip(done.actions, done.begins, strict=True)) for done in result.stages]
     end = [dict(zip(done.actions, done.ends, strict=True)) for done in result.stages]
-    last = case.g_inter - 1
-    for number in range(case.microbatches):
+    last = len(edges)
+    for number in range(len(durations.forward[0])):
         forward, backward = Action(Kind.FORWARD, number), Action(Kind.BACKWARD, number)
         assert begin[last][backward] >= end[last][forward]
-        for stage, edge in enumerate(case.edges):
+        for stage, edge in enumerate(edges):
             way = edge.latency + 2 * edge.handling
             assert begin[stage + 1][forward] >= end[stage][forward] + way
             assert begin[stage][backward] >= end[stage + 1][backward] + way
