@@ -1,5 +1,5 @@
 """The policy under any arrival order: all stages of a pipeline played against each other; schedules
-as lists of actions, and the dry run.
+as lists of actions.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.action_text import dry_run, from_text, to_text
+from support.action_text import from_text, to_text
 
 from axsparse.pipeline.policy import (
     Action,
@@ -374,6 +374,3 @@ def test_a_list_is_played_in_order(
 def test_gpipe_runs_all_forwards_first_and_weight_gradients_follow_their_backwards() -> None:
     assert to_text(gpipe(3)) == "F0 F1 F2 B0 B1 B2"
     assert to_text(with_weights(from_text("F0 F1 B0 B1"))) == "F0 F1 B0 W0 B1 W1"
-    # What a list holds counts until the weight gradients have run.
-    assert dry_run([from_text("F0 B0 F1 B1 W0 W1")]) == [2]
-    assert dry_run([from_text("F0 B0 W0 F1 B1 W1")]) == [1]

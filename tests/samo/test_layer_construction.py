@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -109,38 +107,6 @@ def test_both_uses_of_a_weight_on_one_stage_share_one_storage(half: bool) -> Non
 
 
 # -- memory on the way ----------------------------------------------------------------------
-
-
-def other_storages(known: set[int]) -> dict[int, int]:
-    """Bytes of the real storages that were not there before, by address."""
-    return {
-        storage.data_ptr(): storage.nbytes()
-        for thing in gc.get_objects()
-        # Not those that torch's compiler leaves behind, which have no storage.
-        if type(thing) in (Tensor, nn.Parameter) and not thing.is_meta
-        for storage in [thing.untyped_storage()]
-        if storage.data_ptr() not in known
-    }
-
-
-@pytest.mark.parametrize("half", [True, False])
-def test_no_start_values_of_an_earlier_parameter_live_when_the_next_ones_are_made(
-    half: bool,
-) -> None:
-    extra: list[int] = []
-    known = set(other_storages(set()))
-
-    def watching_init(name: str, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-        extra.append(sum(other_storages(known).values()))
-        return random_init(name, shape, generator)
-
-    widths = [40, 50, 60]
-    layers = [Layer(f"l{w}", partial(nn.Linear, w, w), init=watching_init) for w in widths]
-    built = build_layers(layers, {}, options(half=half))
-
-    final = sum(layer.state.live_bytes().total for layer in built)
-    assert len(extra) >= 2 * len(widths)
-    assert max(extra) <= final + torch.get_rng_state().nbytes  # kept while an `init` draws
 
 
 @pytest.mark.parametrize("half", [True, False])

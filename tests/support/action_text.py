@@ -1,12 +1,12 @@
-"""Lists of actions: as text, such as "F0 F1 B0", and played against each other."""
+"""Lists of actions: as text, such as "F0 F1 B0", and what a stage holds that plays them."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from axsparse.pipeline.policy import LETTERS, Action, InOrder, Kind
-from axsparse.pipeline.simulator import Durations, simulate
+from axsparse.pipeline.policy import LETTERS, Action, Kind
+from axsparse.pipeline.simulator import Durations
 
 
 def to_text(actions: Iterable[Action]) -> str:
@@ -25,19 +25,6 @@ def uniform_durations(
     return Durations(
         *([[seconds] * microbatches] * g_inter for seconds in (forward, backward, weight))
     )
-
-
-def dry_run(stages: Sequence[Sequence[Action]]) -> list[float]:
-    """How many microbatches each stage holds at most if the stages play these lists.
-
-    ValueError for a list that is no schedule (see `InOrder`), and RuntimeError for a deadlock.
-    """
-    microbatches = sum(each.kind is Kind.FORWARD for each in stages[0])
-    simulate(
-        lambda stage: InOrder(stages[stage], stage=stage, g_inter=len(stages)),
-        uniform_durations(len(stages), microbatches, 1, 1, 1),
-    )
-    return [peak_in_flight(actions) for actions in stages]
 
 
 def peak_in_flight(actions: Iterable[Action], size: float = 1.0) -> float:
