@@ -161,7 +161,8 @@ def advice_for(given: object) -> str:
             f"{way}, ax.from_torch({samples}, loader.collate_fn), since "
             "batch.global_batch_size, batch.microbatch_size and seed say what a batch is"
         )
-    if isinstance(given, (Dataset, list)):
+    are_columns = isinstance(given, list) and all(isinstance(one, Tensor) for one in given)
+    if isinstance(given, Dataset) or (isinstance(given, list) and not are_columns):
         return "make one of it by ax.from_torch(dataset)"
     return "give an ArrayDataset or a class with the members of axsparse.Dataset"
 

@@ -101,9 +101,10 @@ def _check_size(name: str, style: TpStyle, shard: TensorShard, key: str) -> None
                 f"{key}: {count} ranks are more than the {size} words of {name}; choose fewer"
             )
     elif size % (style.packed * style.unit * count):
+        each = f" in groups of {style.unit}" if style.unit > 1 else ""
         raise ConfigError(
             f"{key}: {count} does not divide the {size // style.packed} outputs or inputs of "
-            f"{name}, of which {style.unit} stay together; choose a number that does"
+            f"{name}{each}; choose a number that does"
         )
 
 

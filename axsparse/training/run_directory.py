@@ -248,6 +248,8 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
                 f"{where}: {path} is not a directory; choose {ANOTHER_RUN_DIR}"
             ) from reason
         _reject_foreign(path, where)
+        if overwrite:
+            _reject_other_checkpoints(path, where)
         if overwrite or not _contains_run(path):  # otherwise not even a lock file is left there
             _reject_broken_link(path / CHECKPOINTS, where)
             lock = RunLock(path)
@@ -294,6 +296,24 @@ def _reject_foreign(path: Path, where: str) -> None:
             "has marked as its own, and a run replaces nothing that it has not written; choose "
             f"{ANOTHER_RUN_DIR}"
         ) from reason
+
+
+def _reject_other_checkpoints(run_dir: Path, where: str) -> None:
+    """OutputError for checkpoints of another run, which would be removed."""
+    if not has_mark(run_dir):
+        return
+    identifier = RunMark.of(run_dir).identifier
+    for step in steps_in(run_dir):
+        path = path_of(run_dir / CHECKPOINTS, step)
+        with contextlib.suppress(OSError, ValueError):
+            manifest = checkpoint_folder.parse_manifest(
+                (path / checkpoint_folder.MANIFEST_FILE).read_bytes()
+            )
+            if manifest.run != identifier:
+                raise OutputError(
+                    f"{where}: {path} is another run's checkpoint, which would be removed; put it "
+                    f"elsewhere, or choose {ANOTHER_RUN_DIR}"
+                )
 
 
 def _reject_broken_link(path: Path, where: str) -> None:

@@ -289,6 +289,8 @@ def test_a_branch_begins_again_where_it_began_until_it_has_a_checkpoint(
     for resume in ("auto", str(checkpoint(branch, 5))):
         with pytest.raises(ConfigError, match="step-5 is another run's checkpoint, and "):
             opened(config, resume)
+    with pytest.raises(OutputError, match="step-5 is another run's checkpoint, which would be"):
+        opened(config, None, overwrite=True)
     write_run(checkpoint(branch, 5), mark.identifier)
     own = opened(config)
     assert own.checkpoint is not None and own.checkpoint.path == checkpoint(branch, 5)
