@@ -162,7 +162,8 @@ class Batches:
             )
         if not sizes or tokens.is_floating_point():
             return
-        words, flat = min(sizes), tokens.reshape(-1)
+        words = min(sizes)
+        flat = tokens.reshape(-1).long()  # bounds beyond a smaller type become other numbers in it
         is_foreign = (flat < 0) | (flat >= words)
         if ignored is not None:
             is_foreign &= flat != ignored

@@ -44,7 +44,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     if flat.shape[0] * weight.shape[0] <= most_logits(hidden.device):
         return summed_cross_entropy(F.linear(flat, weight), targets)
     in_chunks: Callable[..., Tensor] = _ChunkedLoss.apply
-    return in_chunks(flat, weight, None, None, targets.reshape(-1), 0.0, 1.0)
+    return in_chunks(flat, weight, None, None, flat_targets(targets), 0.0, 1.0)
 
 
 def compiled(loss: LossFunction) -> LossFunction:
@@ -113,7 +113,7 @@ def distillation(
         for first, *weights in (outputs, taught)
     ]
     in_chunks: Callable[..., Tensor] = _ChunkedLoss.apply
-    return in_chunks(*flat[0], *flat[1], targets.reshape(-1), share, temperature)
+    return in_chunks(*flat[0], *flat[1], flat_targets(targets), share, temperature)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -222,6 +222,14 @@ def reject_foreign_words(tokens: Tensor, words: int, ignored: int | None = None)
         are_words |= tokens == ignored
     # To read the answer from a GPU would block the host in every microbatch.
     torch._assert_async(are_words.all(), f"a token is no word of a vocabulary of {words}")
+
+
+def flat_targets(targets: Tensor) -> Tensor:
+    """The targets (…) as (T,); uint8, which torch's own cross entropy takes too, becomes int64.
+
+    In uint8 `IGNORED` would be the word 156, and the size of a vocabulary another number."""
+    flat = targets.reshape(-1)
+    return flat.long() if flat.dtype == torch.uint8 else flat
 
 
 def most_logits(device: torch.device) -> int:

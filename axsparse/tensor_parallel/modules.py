@@ -27,7 +27,12 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import Layer, LossFunction, Model, TensorShard, TpKind, TpStyle, on_meta
-from axsparse.models.losses import linear_cross_entropy, most_logits, reject_foreign_words
+from axsparse.models.losses import (
+    flat_targets,
+    linear_cross_entropy,
+    most_logits,
+    reject_foreign_words,
+)
 from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.targets import IGNORED
 from axsparse.tensor_parallel.group import (
@@ -379,7 +384,7 @@ def vocabulary_cross_entropy(
 
     loss = Σ_t log Σ_r exp(log Σ_{v on r} exp z[t, v]) − Σ_r z[t, y[t]]
     """
-    flat, rows = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    flat, rows = hidden.reshape(-1, hidden.shape[-1]), flat_targets(targets)
     reject_foreign_words(rows, words, ignored=IGNORED)
     given = copy_to_tp(group, flat), weight, rows - group.rank * words // group.size
     if len(rows) * len(weight) > most_logits(rows.device) and torch.is_grad_enabled():

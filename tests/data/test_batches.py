@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import chain
 from types import FrameType
 
@@ -160,6 +161,25 @@ def test_where_minus_100_is_a_number_like_any_other_it_counts() -> None:
     assert (whole.targets_per_sample, real.targets_per_sample) == (1, 1)
     assert [each.count_targets(targets) for each in (whole, other)] == [3, 2]
     assert real.count_targets(targets.float()) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int64, torch.bool])
+def test_a_number_beyond_the_type_of_targets_leaves_none_out(dtype: torch.dtype) -> None:
+    """In torch -100 is 156 in a comparison with uint8, and 156 is -100 in one with int8."""
+    targets = torch.tensor([156, 3, 4]).to(dtype)
+
+    assert ArrayDataset(targets, targets).count_targets(targets) == (
+        2 if dtype == torch.int8 else 3
+    )
+    assert ArrayDataset(targets, targets, ignore_index=412).targets_per_sample == 1
+
+
+def test_tokens_of_one_byte_are_words_of_a_larger_vocabulary() -> None:
+    tokens = torch.tensor([[5, 200]], dtype=torch.uint8)
+
+    batch = replace(batches(ArrayDataset(tokens, tokens)), vocab_size=300).training(0)
+
+    assert torch.equal(batch.microbatches[0].inputs[0][:1], tokens)
 
 
 # -- Batches

@@ -72,6 +72,20 @@ def test_chunks_give_loss_and_gradients_of_whole_logits(factor: float) -> None:
     torch.testing.assert_close(ours, theirs, rtol=FP32_TOLERANCE, atol=FP32_TOLERANCE)
 
 
+@pytest.mark.parametrize("words", [200, 300])
+def test_targets_of_one_byte_are_words_like_any_other(words: int) -> None:
+    """Torch compares 8-bit integers modulo 256: -100 would be the word 156, and 300 be 44."""
+    logits = torch.randn(3, words, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([5, 156, 199])
+
+    small, large = (
+        distillation([logits], [logits], given, share=0.0, temperature=1.0)
+        for given in (targets.to(torch.uint8), targets)
+    )
+
+    assert torch.equal(small, large)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_chunks_of_half_precision_err_no_more_than_whole_logits(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
