@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,8 @@ def _bundle(arguments: argparse.Namespace) -> None:
     _pip("download", *only, *tested, *there, wanted)
     sizes = [wheel.stat().st_size for wheel in folder.glob("*.whl")]
     say(f"{len(sizes)} wheels, {format_bytes(sum(sizes))} → {folder}; where it is copied to:")
-    say(f"pip install --no-index --find-links {folder.name} '{wanted.replace('[]', '')}'")
+    name = shlex.quote(folder.resolve().name)
+    say(f"pip install --no-index --find-links {name} '{wanted.replace('[]', '')}'")
 
 
 def _pip(*words: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 import atexit
 import gc
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -185,7 +186,7 @@ def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[s
         config = configure(BUNDLED, [*model, *overrides])
         length = LONGEST
     given = {k: at for k, at in config.origins.items() if not at.startswith(f"{BUNDLED}:")}
-    asked = " ".join(f"--set {each}" for each in model)
+    asked = " ".join(f"--set {shlex.quote(each)}" for each in model)
     note = (
         f"a folder is planned by {BUNDLED}, in samples of {length} tokens; to train it, add "
         f"--config {BUNDLED} {asked}"

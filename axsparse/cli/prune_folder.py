@@ -25,7 +25,7 @@ from axsparse.cli.data import prepare_and_show
 from axsparse.cli.parser import override, say
 from axsparse.cli.prune_defaults import Work, chosen, plan_lines, rising, training_settings
 from axsparse.cli.prune_order import BLOCKWISE, FACTS, PRUNED, PruneOrder
-from axsparse.config.hf_config import read_json
+from axsparse.config.hf_config import BUNDLED, read_json
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config
 from axsparse.data.dataset import Datasets
@@ -211,7 +211,7 @@ def _announce(
         for layer in plan.profile.layers
         if any(parameter.name in names for parameter in layer.parameters)
     ]
-    if block_seconds is not None:
+    if block_seconds is not None and pruned[0]:  # an embedding multiplies nothing
         length = sample_length(plan.config)
         seconds = block_seconds / plan.config.batch.microbatch_size
         work = Work(pruned[0], len(pruned), plan.profile.flops, length, seconds, transport.size)
@@ -322,6 +322,11 @@ class Facts:
     """The validation loss of the pruned model before it was trained; None where it was not."""
 
 
+PLAIN = ("pruning.layers=[]", "pruning.distribution=uniform", "pruning.heal=none")
+"""The settings of pruning that method zeros takes at these values alone, where a configuration of
+the user's may have others."""
+
+
 def card(order: PruneOrder, config: Config, facts: Facts) -> str:
     """The model card of a pruned model, in Markdown."""
     removed = 1 - facts.kept / facts.entries
@@ -335,6 +340,8 @@ def card(order: PruneOrder, config: Config, facts: Facts) -> str:
         override("data.path", order.work / "tokens"),
         "pruning.method=zeros",
         f"pruning.sparsity={removed:.4f}",
+        *(PLAIN if str(order.config) != BUNDLED else ()),
+        *(each for each in order.settings if each.startswith(("pruning.include", "pruning.exc"))),
     )
     train = ["axsparse", "train", "--config", order.config, "--run-dir", f"{order.out}.trained"]
     return f"""\

@@ -22,7 +22,7 @@ from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import tied_names
 from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.hf_models import HfFile, full_model
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds, one_line
 from axsparse.runtime.files.paths import expanded
 from axsparse.samo.pruned_weight import (
     FEWEST_ZEROS,
@@ -88,7 +88,12 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
         )
     causal.config.dtype = torch.bfloat16
     if (folder / GENERATION_FILE).is_file():
-        causal.generation_config = type(causal.generation_config).from_pretrained(str(folder))
+        try:
+            causal.generation_config = type(causal.generation_config).from_pretrained(str(folder))
+        except (OSError, ValueError, TypeError) as reason:
+            raise DataError(
+                f"{folder / GENERATION_FILE}: is damaged ({one_line(reason)[:200]}); get it anew"
+            ) from reason
     if fewest_zeros is not None:
         finish(causal, replaced)
     return causal.eval()
@@ -122,11 +127,11 @@ def tokenizer_of(folder: Path, named: object, way: str = COPY) -> Any:
 
     load: Any = AutoTokenizer.from_pretrained
     try:
-        tokenizer = load(str(folder), local_files_only=True)
+        tokenizer = load(str(folder), local_files_only=True, trust_remote_code=False)
         if tokenizer.vocab_size:
             return tokenizer
         said = "it would have no vocabulary"
-    except (OSError, ValueError, KeyError) as reason:
+    except (OSError, ValueError, KeyError, ImportError) as reason:
         said = " ".join(str(reason).split())[:200]
     raise MissingInputError(f"{named}: transformers finds no tokenizer ({said}); {way}")
 
@@ -181,6 +186,12 @@ def continued(
         first = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if first is None else first
         ids = torch.tensor([[0 if first is None else first]])
+    rows = model.get_input_embeddings().weight.shape[0]
+    if int(ids.max()) >= rows:
+        raise ConfigError(
+            f"--prompt: has token {int(ids.max())}, and the model an embedding of {rows}; take "
+            "the tokenizer of the model"
+        )
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if room is not None and ids.shape[1] >= room:
         raise ConfigError(
@@ -189,7 +200,7 @@ def continued(
     tokens = tokens if room is None else min(tokens, room - ids.shape[1])
     show(prompt)
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {"do_sample": temperature is not None}
+    settings: dict[str, Any] = {"do_sample": temperature is not None, "num_beams": 1}
     if temperature is not None:
         settings |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
     out = model.generate(

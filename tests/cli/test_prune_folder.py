@@ -187,6 +187,16 @@ def test_the_card_has_the_zeros_that_are_there_and_its_command_trains_them(
     del transformers
     write_folder(tmp_path / "model")
 
+    (tmp_path / "mine.yaml").write_text(
+        "model: {name: hf}\ndata: {source: tokens, path: none}\n"
+        "pruning: {method: magnitude, sparsity: 0.5, heal: blocks, distribution: erk}\n"
+    )
+    erk = pruned(tmp_path, "erk", "--config", "mine.yaml", "--sparsity", "0.5", *JUDGED)
+    assert any((value == 0).any() for value in erk.values())
+    [command] = re.findall(
+        r"^axsparse train .*$", (tmp_path / "erk" / "README.md").read_text(), re.MULTILINE
+    )
+    assert "pruning.distribution=uniform" in command and "pruning.heal=none" in command
     found = pruned(tmp_path, "out", "--sparsity", "0.55", "--heal", "none", *JUDGED)
 
     matrices = [value for name, value in found.items() if "_proj" in name]

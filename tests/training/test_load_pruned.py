@@ -15,7 +15,9 @@ from support.hf import FAMILIES, hf_logits, saved_model, saved_with_pictures, wr
 from support.runs import VOCABULARY
 
 import axsparse as ax
+from axsparse.runtime.errors import EXIT_DATA, EXIT_MISSING
 from axsparse.samo.pruned_weight import PrunedWeight, multiplied_weights
+from axsparse.training.load_pruned import continued
 
 transformers = pytest.importorskip("transformers")
 KINDS: dict[str, dict[str, Any]] = {
@@ -120,3 +122,43 @@ def test_generate_says_that_a_folder_is_dense(tmp_path: Path, axsparse: Axsparse
     assert code == 0
     note = "note: accelerate: no weight has enough zeros; the model stays dense"
     assert screen.splitlines()[0] == note
+
+
+def test_generate_refuses_what_a_folder_has_damaged_and_runs_no_code_of_it(
+    axsparse: Axsparse, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    write_folder(folder)
+    words = ("generate", folder, "--prompt", "a", "--tokens", 2)
+    generation = folder / "generation_config.json"
+    generation.write_text('{"num_beams": 4}')
+    assert axsparse(*words)[0] == 0
+    generation.write_text('{"num_be')
+    code, _, said = axsparse(*words)
+    assert (code, "generation_config.json: is damaged (OSError: " in said) == (EXIT_DATA, True)
+
+    generation.unlink()
+    mark = tmp_path / "ran"
+    (folder / "planted.py").write_text(f"import os; os.mkdir({str(mark)!r})\nclass Own: pass\n")
+    auto = '{"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["planted.Own", null]}}'
+    (folder / "tokenizer_config.json").write_text(auto)
+    code, _, said = axsparse(*words)
+    assert (code, "transformers finds no tokenizer" in said) == (EXIT_MISSING, True)
+    assert not mark.exists()
+
+
+def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
+    write_folder(tmp_path / "folder")
+    model = ax.load_pruned(tmp_path / "folder", fewest_zeros=None)
+    many = {"input_ids": torch.tensor([[VOCABULARY + 900]])}
+    with pytest.raises(ax.ConfigError, match=r"^--prompt: has token \d+, and the model an embed"):
+        continued(
+            model,
+            lambda *_, **__: many,
+            "a",
+            1,
+            temperature=None,
+            top_k=None,
+            seed=0,
+            show=print,
+        )
