@@ -88,15 +88,20 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
         )
     causal.config.dtype = torch.bfloat16
     if (folder / GENERATION_FILE).is_file():
-        try:
-            causal.generation_config = type(causal.generation_config).from_pretrained(str(folder))
-        except (OSError, ValueError, TypeError) as reason:
-            raise DataError(
-                f"{folder / GENERATION_FILE}: is damaged ({one_line(reason)[:200]}); get it anew"
-            ) from reason
+        causal.generation_config = _generation_settings(folder, type(causal.generation_config))
     if fewest_zeros is not None:
         finish(causal, replaced)
     return causal.eval()
+
+
+def _generation_settings(folder: Path, kind: Any) -> Any:
+    """The folder's generation_config.json; DataError if it is damaged."""
+    try:
+        return kind.from_pretrained(str(folder))
+    except (OSError, ValueError, TypeError) as reason:
+        raise DataError(
+            f"{folder / GENERATION_FILE}: is damaged ({one_line(reason)[:200]}); get it anew"
+        ) from reason
 
 
 def _checked(file: HfFile, name: str, wanted: Tensor) -> Tensor:
