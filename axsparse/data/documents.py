@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import re
@@ -154,8 +155,17 @@ def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
 def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
     """The records of a JSON file as `datasets` reads it: a list, which is read as a whole, or one a
     line."""
-    begin = file.read(PIECE).removeprefix(BYTE_ORDER_MARK).lstrip()
-    file.seek(0)
+    # What zstd has compressed cannot be read from the beginning again.
+    ahead = io.BufferedReader(cast("io.RawIOBase", file), PIECE)
+    try:
+        yield from _json_records(ahead, ahead.peek(PIECE), reading)
+    finally:
+        ahead.detach()  # else it would close the file
+
+
+def _json_records(file: BinaryIO, begin: bytes, reading: Reading) -> Iterator[Piece]:
+    """The records of a JSON file that begins so."""
+    begin = begin.removeprefix(BYTE_ORDER_MARK).lstrip()
     first, _, rest = begin.partition(b"\n")
     is_indented = rest[:1] in (b" ", b"\t") and not first.rstrip().endswith(b"}")
     if not begin.startswith(b"[") and not is_indented and first.strip() != b"{":

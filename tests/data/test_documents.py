@@ -129,21 +129,24 @@ def test_pieces_are_the_usable_documents_however_a_file_is_cut(
 # -- JSONL ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["d.json", "D.JSON", "d.json.gz", "D.JSONL.GZ", "d.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["d.json", "D.JSON", "d.json.gz", "D.JSON.ZST", "D.JSONL.GZ", "d.jsonl"]
+)
 def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -> None:
     records = [{"text": "a"}, {"messages": [{"role": "user", "content": "b"}]}, {"id": 1}]
     lines = "\n".join(map(json.dumps, records))
     indented = [json.dumps(records, indent=indent) for indent in (0, 1)]
+    compress = {"gz": gzip.compress, "zst": by_zstd}.get(name.lower().rpartition(".")[2], bytes)
     contents = [lines] if "jsonl" in name.lower() else [lines, *indented]
     for content in contents:
         data = ("\ufeff" + content).encode()
-        (tmp_path / name).write_bytes(gzip.compress(data) if name[-1] in "zZ" else data)
+        (tmp_path / name).write_bytes(compress(data))
 
         found = pieces_of(tmp_path / name)
 
         assert [piece.text for piece in found] == ["a", "", ""]
         assert isinstance(found[1].content, Chat)
-        unit = "line" if "jsonl" in name.lower() or ".gz" in name else "row"
+        unit = "line" if "jsonl" in name.lower() or compress is not bytes else "row"
         assert found[2].place.endswith(f"{name}, {unit} 3")
     (tmp_path / "bad.json").write_text("[")
     assert [piece.problem for piece in pieces_of(tmp_path / "bad.json")] == ["malformed JSON"]
