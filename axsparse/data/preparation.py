@@ -310,9 +310,11 @@ def _finished(out: Path, key: str) -> Sidecar:
             f"--out: {out} holds tokens of other files or settings; choose another folder, or "
             "remove this one"
         )
-    for split, record in sidecar.splits():
-        path = token_path(out, split)
-        if not path.is_file() or digest_of(path) != record.digest:
+    digests = {token_path(out, split): record.digest for split, record in sidecar.splits()}
+    if sidecar.tokenizer.digest:
+        digests[out / TOKENIZER] = sidecar.tokenizer.digest
+    for path, digest in digests.items():
+        if not path.is_file() or digest_of(path) != digest:
             raise DataError(
                 f"--out: {path} is not what was prepared; remove {out} and prepare it again"
             )
