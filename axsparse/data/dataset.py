@@ -273,12 +273,12 @@ def document_starts(tokens: NDArray[np.int64], separator: int) -> NDArray[np.int
 
 def counted(targets: Tensor, ignore_index: int | None = IGNORED) -> int:
     """How many targets count in the loss; integers that are `ignore_index` do not."""
-    if ignore_index is None or not _may_be(targets.dtype, ignore_index):
+    if ignore_index is None or not may_be(targets.dtype, ignore_index):
         return targets.numel()
     return int((targets != ignore_index).sum())
 
 
-def _may_be(dtype: torch.dtype, number: int) -> bool:
+def may_be(dtype: torch.dtype, number: int) -> bool:
     """Whether whole numbers of this type include the number. Torch compares integers in their own
     type, in which one beyond its bounds becomes another number (-100 is 156 in uint8)."""
     if dtype.is_floating_point:

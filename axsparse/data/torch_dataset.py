@@ -24,10 +24,11 @@ from torch.utils.data import (
     default_collate,
 )
 
-from axsparse.data.dataset import counted, read_tensors
+from axsparse.data.dataset import counted, may_be, read_tensors
 from axsparse.runtime.canonical_form import digest_of
 from axsparse.runtime.errors import DataError, check_kinds, one_line
 from axsparse.runtime.seeds import keyed_generator, preserved_rng
+from axsparse.runtime.targets import IGNORED
 
 AT_ONCE = 4
 """Samples that `from_torch` reads together; the first of them are evenly spread."""
@@ -47,10 +48,17 @@ DRAWS = frozenset(
     (
         *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
         *("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_"),
-        *("cauchy_", "log_normal_"),
+        *("cauchy_", "log_normal_", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
     )
 )
 """The functions and methods of torch that draw random numbers and take a generator."""
+DRAWS_LIKE: dict[str, Callable[..., Tensor]] = {
+    "rand_like": Tensor.uniform_,
+    "randn_like": Tensor.normal_,
+    "randint_like": Tensor.random_,
+}
+"""Functions that draw a tensor like another one, and the methods by which they fill it: only recent
+versions of torch let these functions take a generator."""
 
 
 def from_torch(
@@ -88,27 +96,45 @@ def from_torch(
     check_kinds("from_torch", locals(), name="text", **optional)
     if isinstance(dataset, DataLoader):
         raise DataError(f"from_torch ({name}): a DataLoader makes batches; {advice_for(dataset)}")
-    has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
-    example = "such as a list of what an iterable one yields"
-    advice = f"give a data set with __len__ and __getitem__, {example}"
-    with _rejecting(f"from_torch ({name}): its length cannot be read", advice):
-        length = len(dataset) if has_members else 0
-    if not length:
-        raise DataError(f"from_torch ({name}): it has no length, or no sample; {advice}")
+    length = _length_of(dataset, name)
     samples = TorchSamples(
-        name, "", vocab_size, None, dataset, length, collate_fn, count_targets, seed
+        name, "", vocab_size, None, None, dataset, length, collate_fn, count_targets, seed
     )
     with preserved_rng():
         read = [*_compared(samples)]
     targets = read[0][-1]
-    is_complete = count_targets is None and counted(targets) == targets.numel()
-    per_sample = targets.numel() // len(targets) if is_complete else None
+    all_count = all(counted(tensors[-1]) == tensors[-1].numel() for tensors in read if tensors)
+    is_complete = count_targets is None and all_count
+    of_first = targets.numel() // len(targets) if is_complete else None
+    # A later sample may have integers that do not count.
+    per_sample = None if may_be(targets.dtype, IGNORED) else of_first
     digest = digest_of(
         ((number, place), tensor)
         for number, tensors in enumerate(read)
         for place, tensor in enumerate(tensors)
     )
-    return replace(samples, fingerprint=f"{length} {digest}", targets_per_sample=per_sample)
+    return replace(
+        samples,
+        fingerprint=f"{length} {digest}",
+        targets_per_sample=per_sample,
+        targets_of_first=of_first,
+    )
+
+
+def _length_of(dataset: Any, name: str) -> int:
+    """The number of samples; DataError if there is none, or if they have no numbers."""
+    has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
+    if getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__:  # one that raises
+        has_members = False
+    example = "such as a list of what an iterable one yields"
+    advice = f"give a data set with __len__ and __getitem__, {example}"
+    with _rejecting(f"from_torch ({name}): its length cannot be read", advice):
+        length = len(dataset) if has_members else 0
+    if not length:
+        raise DataError(
+            f"from_torch ({name}): it has no length, or gives no sample by its number; {advice}"
+        )
+    return length
 
 
 def _compared(samples: TorchSamples) -> Iterator[list[Tensor]]:
@@ -175,6 +201,8 @@ class TorchSamples:
     fingerprint: str
     vocab_size: int | None
     targets_per_sample: int | None
+    targets_of_first: int | None
+    """How many targets each of the first samples has; None if some of them do not count."""
     dataset: Any
     length: int
     collate_fn: Callable[[list[Any]], Any]
@@ -206,11 +234,12 @@ class TorchSamples:
             )
         inputs, targets = collated
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
-        each = self.targets_per_sample
-        if each is not None and counted(targets) != each * len(samples):
+        each, count = self.targets_of_first, counted(targets)
+        is_padded = self.targets_per_sample is None and count < targets.numel()
+        if each is not None and count != each * len(samples) and not is_padded:
             raise DataError(
                 f"from_torch ({self.name}): samples {', '.join(map(str, indices))} have "
-                f"{counted(targets)} targets that count, and the first samples {each} each; give "
+                f"{count} targets that count, and the first samples {each} each; give "
                 "count_targets, which says how many of a microbatch count in the loss"
             )
         return inputs, targets
@@ -251,7 +280,28 @@ class _DrawnFrom(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in DRAWS and kwargs.get("generator") is None:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        if kwargs.get("generator") is not None:
+            return func(*args, **kwargs)
+        if name in DRAWS_LIKE:
+            return _drawn_like(DRAWS_LIKE[name], self._generator, *args, **kwargs)
+        if name in DRAWS:
             kwargs = {**kwargs, "generator": self._generator}
         return func(*args, **kwargs)
+
+
+def _drawn_like(
+    fill: Callable[..., Tensor],
+    generator: torch.Generator,
+    input: Tensor,  # noqa: A002 - torch's own name
+    *bounds: int,
+    requires_grad: bool = False,
+    **options: Any,
+) -> Tensor:
+    """A tensor like `input` that a method fills with random numbers, as `torch.rand_like` and its
+    like do; `bounds` are the arguments of the method."""
+    options.pop("generator", None)
+    bounds += tuple(options.pop(name) for name in ("low", "high") if name in options)
+    return fill(torch.empty_like(input, **options), *bounds, generator=generator).requires_grad_(
+        requires_grad
+    )

@@ -55,10 +55,13 @@ def make_recorder(
     overhead, predicted = max(row[2] for row in rows), plan.prediction
     peak_bytes = None if predicted is None else predicted.memory_bytes + overhead
     sequences = config.batch.global_batch_size
+    targets = data.training.targets_per_sample
+    if targets is None:  # of a data set of torch, where some of them might not count
+        targets = getattr(data.training.dataset, "targets_of_first", None)
     figures = RunFigures(
         steps=config.train.steps,
         log_every=config.train.log_every,
-        tokens_per_step=sequences * (data.training.targets_per_sample or 1),
+        tokens_per_step=sequences * (targets or 1),
         flops_per_step=3 * profile.flops * sequences,  # backward is twice the forward
         peak_flops=sum(row[1] for row in rows),
         unit=data.unit,

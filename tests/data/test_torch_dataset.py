@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import axsparse as ax
+from axsparse.data.torch_dataset import _DrawnFrom
 from axsparse.runtime.errors import DataError
+from axsparse.runtime.seeds import keyed_generator, preserved_rng
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
@@ -38,6 +40,14 @@ DRAWS = {
     "bernoulli": lambda: torch.bernoulli(torch.full((64,), 0.5)),
     "multinomial": lambda: torch.multinomial(torch.ones(64), 9),
     "uniform_": lambda: torch.empty(3).uniform_(-1, 1),
+    "rand_like": lambda: torch.rand_like(torch.ones(3)),
+    "randn_like": lambda: torch.randn_like(torch.ones(3), dtype=torch.float64),
+    "randint_like": lambda: torch.randint_like(torch.ones(9), 5, high=10**6),
+    "randint_like to high": lambda: torch.randint_like(torch.ones(9), high=10**6),
+    "poisson": lambda: torch.poisson(torch.full((9,), 1e6)),
+    "binomial": lambda: torch.binomial(torch.full((9,), 1e6), torch.full((9,), 0.5)),
+    "beta": lambda: torch.distributions.Beta(0.2, 0.2).sample((3,)),
+    "gamma": lambda: torch.distributions.Gamma(2.0, 1.0).sample((3,)),
     "init": lambda: nn.init.trunc_normal_(torch.empty(3)),
 }
 
@@ -67,6 +77,28 @@ def test_what_torch_draws_depends_on_seed_epoch_and_sample_alone(draw: str) -> N
     assert torch.equal(torch.get_rng_state(), state), "nobody else's numbers are drawn"
 
 
+def test_a_tensor_like_another_is_drawn_as_torch_draws_it() -> None:
+    """Most versions of torch have these functions without a generator."""
+    like = torch.zeros(2, 3, dtype=torch.float64)
+    draws: list[Callable[[], Tensor]] = [
+        lambda: torch.rand_like(like),
+        lambda: torch.randn_like(input=like, dtype=torch.float32),
+        lambda: torch.randint_like(like, 5),
+        lambda: torch.randint_like(like, low=5, high=9, dtype=torch.int64),
+        lambda: torch.rand_like(like, requires_grad=True),
+    ]
+    for draw in draws:
+        with preserved_rng():
+            torch.default_generator.set_state(keyed_generator("from_torch", 1, 2, 3).get_state())
+            expected = draw()
+
+        with _DrawnFrom(1, 2, 3):
+            drawn = draw()
+
+        assert torch.equal(drawn, expected) and drawn.dtype == expected.dtype
+        assert drawn.requires_grad == expected.requires_grad
+
+
 def test_targets_that_differ_in_number_need_to_be_counted() -> None:
     ragged = [(torch.ones(1), torch.arange(1 + number // 9)) for number in range(10)]
 
@@ -80,14 +112,18 @@ def test_targets_that_differ_in_number_need_to_be_counted() -> None:
 
 
 def test_targets_that_cross_entropy_leaves_out_do_not_count() -> None:
-    """Where the first samples have none, others may not have one either."""
-    pairs = [(torch.ones(1), torch.tensor([1, -100 if number == 3 else 2])) for number in range(10)]
-    numbers, epochs = np.arange(10), np.zeros(10, int)
+    """Also where none of the samples has one that are looked at first; bytes have none."""
+    wholes = [(torch.ones(1), torch.tensor([1, 2])) for _ in range(1000)]
+    for place in (3, 333, 500):  # 333 is looked at
+        pairs = [*wholes[:place], (torch.ones(1), torch.tensor([1, -100])), *wholes[place + 1 :]]
 
-    found = ax.from_torch(pairs)
+        found = ax.from_torch(pairs)
 
-    assert found.targets_per_sample is None
-    assert found.count_targets(found.read(numbers, epochs)[1]) == 19
+        assert found.targets_per_sample is None
+        assert found.targets_of_first == (None if place == 333 else 2)
+        assert found.count_targets(found.read(np.arange(1000))[1]) == 1999
+    bytes_ = ax.from_torch([(torch.ones(1), torch.ones(3, dtype=torch.uint8))])
+    assert bytes_.targets_per_sample == 3
 
 
 def test_the_fingerprint_is_that_of_contents_and_augmentation() -> None:
