@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
 from axsparse.models.model_profile import COPIABLE, EXAMPLE
@@ -50,6 +50,7 @@ from axsparse.models.watched_forward import (
     Call,
     Name,
     Watch,
+    as_constants,
     is_recorded,
     state_of,
     tensors_of,
@@ -99,10 +100,12 @@ def from_module(
                 _set_mode(module, training=True)  # as `is_in_evaluation` has it
             watch = _watched(module, inputs)
             _set_back(modes)
-            layers, parts = _Split(module, watch, inputs).layers()
+            split = _Split(module, watch, inputs)
+            layers, parts = split.layers()
             modes += [(child, child.training) for part in parts for child in part.modules()]
             _reject_shared_changes(given, dict(zip(layers, parts, strict=True)))
             _reject_other_result(module, watch.calls, dict(zip(layers, parts, strict=True)), inputs)
+            split.is_example = False
         finally:
             _set_back(modes)
     after = OwnValues({}, module).contents()
@@ -236,6 +239,23 @@ class _Run:
     before: ExitStack
     """Is open before the segment."""
     has_gradients: bool = field(default_factory=torch.is_grad_enabled)
+    known: dict[int, tuple[Tensor, int]] = field(default_factory=dict)
+    """The inputs and all that calls are given and return, each with its version, by id."""
+    outputs: list[Any] = field(default_factory=list)
+    """The result of the last call."""
+
+    def note(self, values: Sequence[Any]) -> None:
+        """Note tensors, and the versions of all."""
+        every = [*(tensor for tensor, _ in self.known.values()), *tensors_of(values)]
+        self.known = {id(tensor): (tensor, _version(tensor)) for tensor in every}
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is among the noted ones."""
+        return id(tensor) in self.known
+
+    def has_written_to(self, tensor: Tensor) -> bool:
+        """Whether a noted tensor has been written to since."""
+        return self.known[id(tensor)][1] != _version(tensor)
 
 
 _RUN: ContextVar[_Run] = ContextVar("_RUN")
@@ -254,6 +274,18 @@ class _Split:
         except Exception as reason:
             raise _unfit(module, f"it has no copy ({one_line(reason)})", COPIABLE) from reason
         self._put_stand_ins()
+        self._metas = {mode: self._in_mode(self._meta, "", training=mode) for mode in (True, False)}
+        """The module on the meta device in training, as it was watched, and in evaluation."""
+        if any(child.training for child in module.modules()):
+            self._metas[True] = self._meta
+        self.is_example = True
+        """Whether what runs is the example: what then is other than at the watch is no matter of
+        shapes."""
+        self._harmless = set[tuple[int, str]]()
+        self._choices = dict[object, list[Any]]()
+        """The constant arguments of calls by number, mode and shapes."""
+        self._whole = set[object]()
+        """The shapes for which the forward does no more behind the last call."""
         read = {*chain(*self._used, *self._arguments)}
         self._shapes: list[list[Name]] = [
             [
@@ -271,6 +303,7 @@ class _Split:
                 self._items.append(("segment", number))
             self._items.append(("call", number))
         del self._items[-1]
+        self._segments = {number for kind, number in self._items if kind == "segment"}
         self._into = self._names_into(len(inputs))
         watch.forget()
 
@@ -323,6 +356,18 @@ class _Split:
             else:
                 self._meta = with_modules(members, stand_ins)
 
+    def _in_mode(self, module: nn.Module, path: str, *, training: bool) -> nn.Module:
+        """A view of a module in which it and all around the lists have this mode."""
+        around: dict[str, nn.Module | None] = {
+            key: self._in_mode(child, f"{path}{key}.", training=training)
+            for key, child in module._modules.items()
+            if child is not None
+            and any(f"{each}.".startswith(f"{path}{key}.") for each in self._lists)
+        }
+        view = with_modules(module, around)
+        view.training = training
+        return view
+
     def _owners(self, watch: Watch) -> list[set[str]]:
         """The names of the tensors that each segment has; the last one has what nothing reads."""
         outside: dict[int, list[str]] = {}
@@ -363,7 +408,8 @@ class _Split:
                 made = [n for n in following if n is not None and n[:2] == ("argument", number)]
             else:
                 needs.append({name for name in self._arguments[number] if name is not None})
-                if self._calls[number].has_numbers:
+                call, is_last = self._calls[number], number == len(self._calls) - 1
+                if call.has_numbers or call.has_choices or is_last:
                     needs[-1].update(sizes, *self._shapes[:number])
                 made = [
                     ("output", number, leaf) for leaf in range(len(self._calls[number].outputs))
@@ -427,9 +473,8 @@ class _Split:
     def _call(self, item: int, modules: Modules, *tensors: Tensor) -> tuple[Any, ...]:
         [member], (_, number) = modules.values(), self._items[item]
         values, call = self._values(item, tensors), self._calls[number]
-        leaves = call.leaves
-        if call.has_numbers:
-            leaves, _ = self._ran(self._meta, len(self._calls) + 1, number, values)
+        trains = member.training or not call.trains
+        leaves = self._constants(number, values, trains=trains)
         given = [
             leaf if name is None else values[name]
             for leaf, name in zip(leaves, self._arguments[number], strict=True)
@@ -437,24 +482,60 @@ class _Split:
         args, kwargs = tree_unflatten(given, call.spec)
         with torch.set_grad_enabled(call.has_gradients and torch.is_grad_enabled()):
             output = member(*args, **kwargs)
+        for leaf, one in enumerate(tree_leaves(output)[: len(call.keeps_shape)]):
+            is_kept = call.keeps_shape[leaf]
+            if is_kept and isinstance(one, Tensor) and one.shape != given[leaf].shape:
+                values["shape", number, leaf] = _shape_of(one)
         if item == len(self._items) - 1:
+            self._reject_more(values, trains=trains)
             return output if isinstance(output, tuple) else (output,)
+        self._reject_other_constants(number, output, values)
         for leaf, tensor in enumerate(tree_leaves(output)):
             values["output", number, leaf] = tensor
         for _, _, leaf in self._shapes[number]:
             values["shape", number, leaf] = _shape_of(values["output", number, leaf])
         return self._passed_on(item, values)
 
+    def _constants(
+        self, number: int, values: Mapping[Name, Tensor], *, trains: bool
+    ) -> Sequence[Any]:
+        """The arguments of a call that are no tensors, for these shapes, in their places."""
+        call, key = self._calls[number], (number, trains, *_shapes_of(values))
+        leaves: Sequence[Any] = call.leaves
+        if call.has_numbers:
+            leaves, _ = self._ran(self._metas[trains], len(self._calls) + 1, number, values)
+            return leaves
+        if call.has_choices and key not in self._choices:
+            try:
+                leaves, _ = self._ran(self._metas[trains], len(self._calls) + 1, number, values)
+            except Exception as reason:  # It may read contents, which no layer up to here needs.
+                if isinstance(reason, ConfigError):
+                    raise
+            self._choices[key] = [None if isinstance(one, Tensor) else one for one in leaves]
+        return self._choices.get(key, leaves)
+
     def _values(self, item: int, tensors: Sequence[Tensor]) -> dict[Name, Tensor]:
-        values = dict(zip(self._into[item], tensors, strict=True))
+        names = self._into[item]
+        values = dict(zip(names, tensors, strict=False))
+        for told in tensors[len(names) :]:
+            number, leaf, *shape = told.shape[1:]
+            values["shape", number, leaf] = told.new_empty((0, *shape))
         if item == 0:
             for number, tensor in enumerate(tensors):
                 values["size", number, 0] = _shape_of(tensor)
         return values
 
     def _passed_on(self, item: int, values: Mapping[Name, Tensor]) -> tuple[Tensor, ...]:
-        passed = (values[name] for name in self._into[item + 1])
-        return tuple(each.clone() if each.is_inference() else each for each in passed)
+        """What the next layer gets, and the shapes of results that had those of the arguments at
+        the watch, and have not now; such a shape comes behind the result's call and place."""
+        names = self._into[item + 1]
+        more = [
+            tensor.new_empty((0, number, leaf, *tensor.shape[1:]))
+            for (kind, number, leaf), tensor in values.items()
+            if kind == "shape" and self._calls[number].keeps_shape[leaf]
+        ]
+        passed = (values[name] for name in names)
+        return *(each.clone() if each.is_inference() else each for each in passed), *more
 
     def _ran(
         self, tree: nn.Module, first: int, stop: int, values: Mapping[Name, Tensor]
@@ -472,15 +553,22 @@ class _Split:
                     for number, dtype in enumerate(self._dtypes)
                 ]
                 seen = {("input", n, 0): each for n, each in enumerate(inputs) if each is not None}
-            token = _RUN.set(_Run(first, stop, values, seen, before))
+            run = _Run(first, stop, values, seen, before)
+            run.note(inputs)
+            token = _RUN.set(run)
             try:
-                return run_until_reached(tree, *inputs)
+                result, is_end = run_until_reached(tree, *inputs)
             finally:
                 _RUN.reset(token)
+            if first == stop + 1:  # all of it on the meta device
+                self._reject_other_end(run, result)
+            return result, is_end
 
     def _stand_in(self, number: int, member: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The result of a stand-in in the place of call `number`."""
-        run, call, leaves = _RUN.get(), self._calls[number], tree_leaves((args, kwargs))
+        run, call = _RUN.get(), self._calls[number]
+        leaves, spec = tree_flatten(as_constants((args, kwargs)))
+        self._reject_other_arguments(run, number, leaves, spec)
         if number == run.stop:
             raise Reached(leaves)
         for leaf, name in enumerate(self._arguments[number]):
@@ -498,18 +586,84 @@ class _Split:
                         value = value.view_as(value)
                     torch._C._swap_tensor_impl(run.seen[name], value)
             run.before.close()
-            outputs = [
+            results = [
                 run.values.get(("output", number, leaf), result)
                 for leaf, result in enumerate(results)
             ]
-            return tree_unflatten(outputs, call.output_spec)
-        for leaf, is_kept in enumerate(call.keeps_shape):
-            if is_kept and call.is_shapes:
-                results[leaf] = torch.empty_like(leaves[leaf], device="meta")
-        for name in self._shapes[number]:
-            shape = run.values[name]
-            results[name[2]] = torch.empty(shape.shape[1:], dtype=shape.dtype, device="meta")
+        elif call.is_shapes:
+            for leaf, is_kept in enumerate(call.keeps_shape):
+                shape = run.values.get(("shape", number, leaf))
+                if shape is not None:
+                    like = torch.empty(shape.shape[1:], dtype=shape.dtype, device="meta")
+                    results[leaf] = like
+                elif is_kept:
+                    results[leaf] = torch.empty_like(leaves[leaf], device="meta")
+        run.note([*leaves, *results])
+        run.outputs = results
         return tree_unflatten(results, call.output_spec)
+
+    # -- what other shapes change -------------------------------------------------------------
+
+    def _reject_other_arguments(
+        self, run: _Run, number: int, leaves: Sequence[Any], spec: object
+    ) -> None:
+        """ConfigError where a call is given other things than at the watch, or results of what the
+        forward then did not do."""
+        call, names = self._calls[number], self._arguments[number]
+        are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+        if spec != call.spec or are_tensors != [name is not None for name in names]:
+            self._reject(number, f"gives {call.name} other arguments", run.values)
+            return
+        for leaf, name in zip(leaves, names, strict=True):
+            if name is None or name[:2] == ("argument", number):
+                continue
+            is_written = number not in self._segments and run.has(leaf) and run.has_written_to(leaf)
+            if is_written or not run.has(leaf):
+                self._reject(number, f"computes more before {call.name}", run.values)
+
+    def _reject_other_constants(
+        self, number: int, output: object, values: Mapping[Name, Tensor]
+    ) -> None:
+        """ConfigError where a call returns others than tensors that it did not return at the watch,
+        since later layers take those."""
+        call, (leaves, spec) = self._calls[number], tree_flatten(output)
+        are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
+        constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        is_same = (spec, are_tensors) == (call.output_spec, call.is_tensor)
+        if call.is_shapes and not (is_same and constants == call.outputs):
+            self._reject(number, f"gets another kind of result from {call.name}", values)
+
+    def _reject_more(self, values: Mapping[Name, Tensor], *, trains: bool) -> None:
+        """ConfigError where the forward does more behind the last call than at the watch."""
+        key = (trains, *_shapes_of(values))
+        if key in self._whole:
+            return
+        try:
+            self._ran(self._metas[trains], len(self._calls) + 1, len(self._calls), values)
+        except Exception as reason:  # It may read contents, which no layer needs.
+            if isinstance(reason, ConfigError):
+                raise
+        self._whole.add(key)
+
+    def _reject_other_end(self, run: _Run, result: object) -> None:
+        [*results], last = tensors_of(result), self._calls[-1].name
+        is_last = len(results) == 1 and any(results[0] is each for each in run.outputs)
+        if not is_last or run.has_written_to(results[0]):
+            self._reject(len(self._calls), f"computes more behind {last}", run.values)
+
+    def _reject(self, number: int, what: str, values: Mapping[Name, Tensor]) -> None:
+        """ConfigError for what the forward does at other shapes than those of the watch."""
+        if self.is_example:
+            self._harmless.add((number, what))
+        if (number, what) in self._harmless:
+            return
+        sizes = [tuple(each.shape[1:]) for name, each in values.items() if name[0] == "size"]
+        inputs = " and ".join(map(str, sizes)) or "other shapes"
+        raise _unfit(
+            self._module,
+            f"its forward {what} for inputs of {inputs} than for the two samples by which it was "
+            "cut",
+        )
 
 
 class _Mixed(TorchFunctionMode):
@@ -551,6 +705,16 @@ class _Mixed(TorchFunctionMode):
 def _shape_of(tensor: Tensor) -> Tensor:
     """An empty tensor that tells a shape, behind a first dimension of 0."""
     return tensor.new_empty((0, *tensor.shape))
+
+
+def _shapes_of(values: Mapping[Name, Tensor]) -> list[object]:
+    """The shapes that tell what the forward does, and whether autograd records it."""
+    told = [(*name, *each.shape) for name, each in values.items() if name[0] in ("size", "shape")]
+    return [torch.is_grad_enabled(), *sorted(told)]
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
 
 
 @torch.enable_grad()

@@ -45,8 +45,12 @@ class Call:
     """Whether each output is a tensor of the shape and type of the argument in its place."""
     is_shapes: bool = False
     """Whether the result has nothing that changes with the inputs but tensors."""
+    is_tensor: list[bool] = field(default_factory=list)
+    """Whether each output is a tensor."""
     has_gradients: bool = field(default_factory=lambda: is_recorded())
     """Whether autograd records it, as it does outside `torch.no_grad()`."""
+    trains: bool = False
+    """Whether the member is in training mode."""
 
     @property
     def name(self) -> str:
@@ -57,8 +61,14 @@ class Call:
         """Whether a number is among the arguments, which may depend on the shape of the inputs."""
         return any(type(leaf) in (int, float) for leaf in self.leaves)
 
+    @property
+    def has_choices(self) -> bool:
+        """Whether a bool or a text is among the arguments, which may depend on shapes as well."""
+        return any(type(leaf) in (bool, str) for leaf in self.leaves)
+
     def end(self, result: Any) -> None:
         self.outputs, self.output_spec = tree_flatten(result)
+        self.is_tensor = [isinstance(each, Tensor) for each in self.outputs]
         self.is_shapes = all(
             isinstance(each, (Tensor, *CONSTANTS)) and type(each) not in (int, float)
             for each in self.outputs
@@ -188,10 +198,11 @@ class Watch(TorchFunctionMode):
             elif born != now:
                 self._reject_unseen(born)
 
-    def _begin(self, path: str, key: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def _begin(self, path: str, key: str, member: nn.Module, args: Any, kwargs: Any) -> None:
         if self._now is not None:
             return
         self._now = call = Call(path, key, *tree_flatten(as_constants((args, kwargs))))
+        call.trains = member.training
         self._kept += tensors_of(call.leaves)
         number, names = len(self.calls), list[Name | None]()
         if path not in self._lists:

@@ -116,13 +116,154 @@ def test_batches_may_be_larger_than_the_watched_one(
     values: Any = data().read(np.arange(5))[0]
     expected, state = whole(*values), whole.state_dict()
 
-    for layer in cut(whole, data).layers:
+    result = by_layers(cut(whole, data), state, *values)
+
+    torch.testing.assert_close(result, expected)
+
+
+def by_layers(model: Model, state: dict[str, Tensor], *values: Any) -> Tensor:
+    """The first result of the layers of a model, one after the other."""
+    for layer in model.layers:
         part = layer.build()
         own = {name: state[layer.full_name(name)] for name, _ in named_tensors(part)}
         values = torch.func.functional_call(part, own, tuple(values))
         values = values if isinstance(values, tuple) else (values,)
+    return values[0]
 
-    torch.testing.assert_close(values[0], expected)
+
+class Reader(nn.Module):
+    """Blocks for rows of any number; subclasses treat more than 4 rows in another way."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, scale: Any = None) -> Any:
+            x = x + torch.tanh(self.linear(x))
+            if isinstance(scale, Tensor):
+                return x * scale
+            return x * 2 if scale is True or scale == "long" else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+
+class ToldOfLength(Reader):
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, x.shape[1] > 4)
+        return x
+
+
+class ToldInWords(Reader):
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, "long" if x.shape[1] > 4 else "short")
+        return x.tanh()
+
+
+class Cutting(Reader):
+    """Blocks that return 4 rows at most, and a forward that counts what they return."""
+
+    class Block(Reader.Block):
+        def forward(self, x: Tensor, scale: Any = None) -> Any:
+            return super().forward(x, scale)[:, :4]
+
+    def forward(self, x: Tensor) -> Any:
+        rows = 0
+        for block in self.blocks:
+            x = block(x)
+            rows += x.shape[1]
+        return self.stem(x) * rows
+
+
+@pytest.mark.parametrize("module", [ToldOfLength, ToldInWords, Cutting])
+def test_samples_may_be_longer_than_the_watched_ones(module: type[nn.Module]) -> None:
+    whole = module()
+    model = from_module(whole, summed_loss, lambda _: (torch.ones(2, 3, 8),))
+    longer = torch.randn(3, 6, 8)
+
+    result = by_layers(model, whole.state_dict(), longer)
+
+    torch.testing.assert_close(result, whole(longer))
+
+
+class ScaledIfLong(Reader):
+    def forward(self, x: Tensor) -> Any:
+        scale = torch.full_like(x, 2.0) if x.shape[1] > 4 else None
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, scale)
+        return x.tanh()
+
+
+class ChangedBetween(Reader):
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+            if x.shape[1] > 4 and block is self.blocks[0]:
+                x = x * 1.5
+        return x.tanh()
+
+
+class WrittenBetween(Reader):
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if x.shape[1] > 4 and number == 0:
+                x.mul_(1.5)
+        return x.tanh()
+
+
+class ChangedAtTheEnd(Reader):
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return x * 1.5 if x.shape[1] > 4 else x
+
+
+class Answering(Reader):
+    class Block(Reader.Block):
+        def forward(self, x: Tensor, scale: Any = None) -> Any:
+            return super().forward(x, scale), x.shape[1] > 4
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x, is_long = block(x)
+        return x * 2 if is_long else x.tanh()
+
+
+REFUSED_IF_LONG: dict[str, type[nn.Module]] = {
+    "a tensor that was None": ScaledIfLong,
+    "computing between blocks": ChangedBetween,
+    "writing between blocks": WrittenBetween,
+    "computing behind the blocks": ChangedAtTheEnd,
+    "another answer": Answering,
+}
+
+
+@pytest.mark.parametrize(("case", "module"), REFUSED_IF_LONG.items())
+def test_a_forward_that_shapes_change_is_refused_at_the_first_such_samples(
+    case: str, module: type[nn.Module]
+) -> None:
+    whole = module()
+    model = from_module(whole, summed_loss, lambda _: (torch.ones(2, 3, 8),))
+    state = whole.state_dict()
+    short = torch.ones(3, 4, 8)
+    torch.testing.assert_close(by_layers(model, state, short), whole(short))
+
+    found = refusal(lambda: by_layers(model, state, torch.ones(3, 6, 8)), ConfigError)
+
+    assert found == lines_beside(__file__)[case]
 
 
 class Twice(nn.Module):
@@ -290,9 +431,11 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
 @pytest.mark.filterwarnings("ignore:Full backward hook")
-@pytest.mark.parametrize(("case", "line"), lines_beside(__file__).items())
-def test_a_forward_of_another_form_is_refused_by_name(case: str, line: str) -> None:
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_forward_of_another_form_is_refused_by_name(case: str) -> None:
     module, data = REFUSED[case]
     torch.manual_seed(1)
 
-    assert refusal(lambda: cut(module(), data), ConfigError) == line
+    line = refusal(lambda: cut(module(), data), ConfigError)
+
+    assert line == lines_beside(__file__)[case]
