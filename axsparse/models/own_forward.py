@@ -108,6 +108,9 @@ def from_module(
             split.is_example = False
         finally:
             _set_back(modes)
+    for layer, part in zip(layers, parts, strict=True):
+        for slot in slots(part):  # which was cut while the buffers had copies in their places
+            slot.put(module.get_buffer(layer.full_name(slot.name)))
     after = OwnValues({}, module).contents()
     changed = [name for name in after if after[name] != before.get(name)]
     tensors = {

@@ -121,14 +121,19 @@ def test_batches_may_be_larger_than_the_watched_one(
     torch.testing.assert_close(result, expected)
 
 
-def by_layers(model: Model, state: dict[str, Tensor], *values: Any) -> Tensor:
-    """The first result of the layers of a model, one after the other."""
+def by_layers(
+    model: Model, state: dict[str, Tensor], *values: Any, trains: bool | None = None
+) -> Tensor:
+    """The first result of the layers of a model, one after the other; `trains` is their mode."""
     for layer in model.layers:
         part = layer.build()
+        if trains is not None:
+            part.train(trains)
         own = {name: state[layer.full_name(name)] for name, _ in named_tensors(part)}
         values = torch.func.functional_call(part, own, tuple(values))
         values = values if isinstance(values, tuple) else (values,)
-    return values[0]
+    result: Tensor = values[0]
+    return result
 
 
 class Reader(nn.Module):
@@ -143,7 +148,7 @@ class Reader(nn.Module):
             x = x + torch.tanh(self.linear(x))
             if isinstance(scale, Tensor):
                 return x * scale
-            return x * 2 if scale is True or scale == "long" else x
+            return x * 2 if scale in (True, 2, "long") else x
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,6 +196,73 @@ def test_samples_may_be_longer_than_the_watched_ones(module: type[nn.Module]) ->
     result = by_layers(model, whole.state_dict(), longer)
 
     torch.testing.assert_close(result, whole(longer))
+
+
+class ToldOfMode(Reader):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x, self.training)
+        return self.stem(x)
+
+
+class ScaledInTraining(Reader):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x, 2 if self.training else 1)
+        return self.stem(x)
+
+
+@pytest.mark.parametrize("module", [ToldOfMode, ScaledInTraining])
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_arguments_may_depend_on_the_mode(
+    module: type[nn.Module], given: bool, trains: bool
+) -> None:
+    whole, x = module().train(given), torch.randn(3, 4, 8)
+    model = from_module(whole, summed_loss, lambda _: (torch.ones(2, 3, 8),))
+
+    result = by_layers(model, whole.state_dict(), x, trains=trains)
+
+    torch.testing.assert_close(result, whole.train(trains)(x))
+
+
+class Counting(Reader):
+    """Writes to a buffer of its own in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        self.get_buffer("calls").add_(1)
+        return x.tanh()
+
+
+def test_a_buffer_that_the_watched_forward_writes_to_starts_as_given() -> None:
+    module = Counting()
+    model = from_module(module, summed_loss, lambda _: (torch.ones(2, 3, 8),))
+
+    assert model.start is not None
+    assert model.start.read("calls") == module.get_buffer("calls") == 0
+    assert Snapshot(model).change(lambda *_: False, lambda *_: False) is None
+
+
+class OfItsKind(Reader):
+    """Looks at the classes of its blocks."""
+
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x) if isinstance(block, Reader.Block) else -block(x)
+        return self.stem(x)
+
+
+def test_a_forward_may_look_at_the_classes_of_its_blocks() -> None:
+    model = from_module(OfItsKind(), summed_loss, lambda _: (torch.ones(2, 3, 8),))
+
+    assert [layer.name for layer in model.layers] == ["blocks.0", "blocks.1", "head"]
 
 
 class ScaledIfLong(Reader):
