@@ -108,9 +108,7 @@ def from_module(
             split.is_example = False
         finally:
             _set_back(modes)
-    for layer, part in zip(layers, parts, strict=True):
-        for slot in slots(part):  # which was cut while the buffers had copies in their places
-            slot.put(module.get_buffer(layer.full_name(slot.name)))
+    _put_buffers(module, dict(zip(layers, parts, strict=True)))
     after = OwnValues({}, module).contents()
     changed = [name for name in after if after[name] != before.get(name)]
     tensors = {
@@ -132,6 +130,13 @@ def from_module(
         start=OwnValues(tensors, module, [n for n in changed if isinstance(after[n], PLAIN)]),
         container=module,
     )
+
+
+def _put_buffers(module: nn.Module, layers: Mapping[Layer, nn.Module]) -> None:
+    """Give the layers the module's buffers, in whose places copies were when it was cut."""
+    for layer, part in layers.items():
+        for slot in slots(part):
+            slot.put(module.get_buffer(layer.full_name(slot.name)))
 
 
 def _set_mode(module: nn.Module, *, training: bool) -> None:
