@@ -90,30 +90,13 @@ def from_module(
     reject_unfit(module)
     start_training(module)
     inputs = _as_wide(example(2), module)
-    modes = [(child, child.training) for child in module.modules()]
-    given = [(slot, slot.tensor) for slot in slots(module)]
-    buffers = [(slot, tensor.clone()) for slot, tensor in given]
     before = OwnValues({}, module).contents()
-    with torch.no_grad(), preserved_rng(), replaced(buffers):
-        try:
-            if not any(mode for _, mode in modes):
-                _set_mode(module, training=True)  # as `is_in_evaluation` has it
-            watch = _watched(module, inputs)
-            _set_back(modes)
-            split = _Split(module, watch, inputs)
-            layers, parts = split.layers()
-            modes += [(child, child.training) for part in parts for child in part.modules()]
-            _reject_shared_changes(given, dict(zip(layers, parts, strict=True)))
-            _reject_other_result(module, watch.calls, dict(zip(layers, parts, strict=True)), inputs)
-            split.is_example = False
-        finally:
-            _set_back(modes)
-    _put_buffers(module, dict(zip(layers, parts, strict=True)))
+    cut = _cut(module, inputs)
     after = OwnValues({}, module).contents()
     changed = [name for name in after if after[name] != before.get(name)]
     tensors = {
         layer.full_name(name): tensor
-        for layer, part in zip(layers, parts, strict=True)
+        for layer, part in cut.items()
         for name, tensor in named_tensors(part)
     }
     order = {name: number for number, name in enumerate(tensors)}
@@ -121,7 +104,7 @@ def from_module(
         sorted(pair, key=order.__getitem__) for pair in tied_names(module) if {*pair} <= {*order}
     ]
     return Model(
-        layers,
+        [*cut],
         loss,
         ties=[Tie(*pair) for pair in ties],
         name=type(module).__name__.lower(),
@@ -132,11 +115,47 @@ def from_module(
     )
 
 
-def _put_buffers(module: nn.Module, layers: Mapping[Layer, nn.Module]) -> None:
-    """Give the layers the module's buffers, in whose places copies were when it was cut."""
-    for layer, part in layers.items():
+def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> dict[Layer, PartModule]:
+    """The layers of a module with their modules; the module is left as it was."""
+    modes = [(child, child.training) for child in module.modules()]
+    attributes = [(child, dict(vars(child))) for child in module.modules()]
+    given = [(slot, slot.tensor) for slot in slots(module)]
+    buffers = [(slot, tensor.clone()) for slot, tensor in given]
+    with torch.no_grad(), preserved_rng(), replaced(buffers):
+        try:
+            if not any(mode for _, mode in modes):
+                _set_mode(module, training=True)  # as `is_in_evaluation` has it
+            watch = _watched(module, inputs)
+            _set_back(modes)
+            _drop_graphs(attributes)
+            split = _Split(module, watch, inputs)
+            layers = dict(zip(*split.layers(), strict=True))
+            for part in layers.values():
+                within = [*part.modules(), *vars(part)["_parts"].values()]
+                modes += [(child, child.training) for child in within]
+                attributes += [(child, dict(vars(child))) for child in within]
+            _reject_shared_changes(given, layers)
+            _reject_other_result(module, watch.calls, layers, inputs)
+            split.is_example = False
+        finally:
+            _set_back(modes)
+            _drop_graphs(attributes)
+    for layer, part in layers.items():  # which have the copies of buffers
         for slot in slots(part):
             slot.put(module.get_buffer(layer.full_name(slot.name)))
+    return layers
+
+
+def _drop_graphs(attributes: Sequence[tuple[nn.Module, Mapping[str, object]]]) -> None:
+    """Put attributes back in which a forward has left tensors of its graph, which have no copy."""
+    for child, before in attributes:
+        for name, value in [*vars(child).items()]:
+            if value is before.get(name) or all(one.grad_fn is None for one in tensors_of(value)):
+                continue
+            if name in before:
+                vars(child)[name] = before[name]
+            else:
+                del vars(child)[name]
 
 
 def _set_mode(module: nn.Module, *, training: bool) -> None:
@@ -287,8 +306,7 @@ class _Split:
         if any(child.training for child in module.modules()):
             self._metas[True] = self._meta
         self.is_example = True
-        """Whether what runs is the example: what then is other than at the watch is no matter of
-        shapes."""
+        """Whether the example runs, in which no difference from the watch is due to shapes."""
         self._harmless = set[tuple[int, str]]()
         self._choices = dict[object, list[Any]]()
         """The constant arguments of calls by number, mode and shapes."""
@@ -534,8 +552,8 @@ class _Split:
         return values
 
     def _passed_on(self, item: int, values: Mapping[Name, Tensor]) -> tuple[Tensor, ...]:
-        """What the next layer gets, and the shapes of results that had those of the arguments at
-        the watch, and have not now; such a shape comes behind the result's call and place."""
+        """The tensors for the next layer, and the shapes of results that had the shapes of the
+        arguments at the watch, and have not now; before such a shape are call and place."""
         names = self._into[item + 1]
         more = [
             tensor.new_empty((0, number, leaf, *tensor.shape[1:]))
@@ -660,7 +678,7 @@ class _Split:
             self._reject(len(self._calls), f"computes more behind {last}", run.values)
 
     def _reject(self, number: int, what: str, values: Mapping[Name, Tensor]) -> None:
-        """ConfigError for what the forward does at other shapes than those of the watch."""
+        """ConfigError for what the forward does at shapes that the watch did not have."""
         if self.is_example:
             self._harmless.add((number, what))
         if (number, what) in self._harmless:

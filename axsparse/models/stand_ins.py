@@ -56,7 +56,7 @@ class StandIn(nn.Module):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """The class of a layer of the user's, for an `isinstance` around its call. Those of torch
+        """The class of a layer of the user's, for an `isinstance` around its call. Classes of torch
         stay out: torch's own forwards choose ways by them that look into the layer."""
         kind = type(vars(self)["_layer"])
         others = [base for base in kind.__mro__ if base is not nn.Module]

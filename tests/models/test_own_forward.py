@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -248,6 +249,35 @@ def test_a_buffer_that_the_watched_forward_writes_to_starts_as_given() -> None:
     assert model.start is not None
     assert model.start.read("calls") == module.get_buffer("calls") == 0
     assert Snapshot(model).change(lambda *_: False, lambda *_: False) is None
+
+
+class Keeping(Reader):
+    """Keeps what it computes, as attention maps are kept for pictures."""
+
+    class Block(Reader.Block):
+        kept: Any = None
+
+        def forward(self, x: Tensor, scale: Any = None) -> Any:
+            self.kept = {"map": super().forward(x, scale)}
+            return self.kept["map"]
+
+    def forward(self, x: Tensor) -> Any:
+        self.features = x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        self.result = [x.tanh()]
+        return self.result[0]
+
+
+def test_a_forward_may_keep_what_it_computes() -> None:
+    module, x = Keeping(), torch.randn(3, 4, 8)
+    first: Any = module.blocks[0]
+    first.kept = "nothing"
+    model = from_module(module, summed_loss, lambda _: (torch.ones(2, 3, 8),))
+
+    assert not hasattr(copy.deepcopy(module), "features")
+    assert first.kept == "nothing"
+    torch.testing.assert_close(by_layers(model, module.state_dict(), x), module(x))
 
 
 class OfItsKind(Reader):
