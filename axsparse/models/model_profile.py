@@ -56,8 +56,8 @@ MULTIPLYING = (
     nn.MultiheadAttention,
 )
 """Modules whose weights are matrices that multiply their inputs; these are pruned by default. A
-module with an attribute `multiplies` says so by itself, and one with an attribute `input_dim` which
-dimension of its matrices has the inputs (see `ParameterInfo`)."""
+module with an attribute `axsparse_multiplies` says so by itself, and one with an attribute
+`axsparse_input_dim` which dimension of its matrices has the inputs (see `ParameterInfo`)."""
 
 
 @dataclass(frozen=True)
@@ -399,8 +399,8 @@ def _profile_layer(
     weights, input_dims = set[int](), dict[int, int]()
     for child in module.modules():
         is_of_torch = isinstance(child, MULTIPLYING)
-        multiplies = getattr(child, "multiplies", is_of_torch)
-        input_dim: Any = getattr(child, "input_dim", None)
+        multiplies = getattr(child, "axsparse_multiplies", is_of_torch)
+        input_dim: Any = getattr(child, "axsparse_input_dim", None)
         for name, parameter in child.named_parameters(recurse=False):
             # Further parameters of a linear layer, such as factors of low rank, are not its weight.
             if multiplies and "bias" not in name and ("weight" in name or not is_of_torch):

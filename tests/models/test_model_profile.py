@@ -44,6 +44,20 @@ def test_parameters_have_global_names_shapes_and_say_whether_they_are_trained() 
     ]
 
 
+def test_attributes_of_a_users_module_say_nothing_about_its_matrices() -> None:
+    class Owned(nn.Conv1d):
+        def __init__(self) -> None:
+            super().__init__(3, 4, 5)
+            self.input_dim, self.multiplies = (4, 8), 0
+
+    owned, plain = (
+        profile(model(Layer("a", build))).layers[0].parameters
+        for build in (Owned, lambda: nn.Conv1d(3, 4, 5))
+    )
+
+    assert owned == plain
+
+
 def test_buffers_have_global_names_shapes_types_and_say_whether_they_are_state() -> None:
     class Buffered(nn.Module):
         def __init__(self) -> None:

@@ -19,17 +19,17 @@ def mark_what_multiplies(layers: nn.Module) -> None:
 
     for parent in layers.modules():
         if isinstance(parent, Conv1D):
-            parent.multiplies, parent.input_dim = True, 0  # type: ignore[assignment]
+            parent.axsparse_multiplies, parent.axsparse_input_dim = True, 0  # type: ignore[assignment]
         if isinstance(parent, nn.Conv1d) and parent.groups == parent.in_channels > 1:
-            parent.multiplies = False  # type: ignore[assignment]
+            parent.axsparse_multiplies = False  # type: ignore[assignment]
         for child, number in _experts_of(parent):
-            child.multiplies = True  # type: ignore[assignment]
+            child.axsparse_multiplies = True  # type: ignore[assignment]
             # Of a transposed stack (experts, inputs, outputs) transformers' decorator says so.
             transposed = getattr(child, "is_transposed", False)
-            child.input_dim = 1 if transposed else 2  # type: ignore[assignment]
+            child.axsparse_input_dim = 1 if transposed else 2  # type: ignore[assignment]
             for gate in parent.children():
                 if isinstance(gate, nn.Linear) and gate.out_features in (1, number):
-                    gate.multiplies = False  # type: ignore[assignment]
+                    gate.axsparse_multiplies = False  # type: ignore[assignment]
 
 
 def _experts_of(parent: nn.Module) -> Iterator[tuple[nn.Module, int]]:

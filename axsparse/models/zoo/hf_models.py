@@ -227,7 +227,7 @@ class SplitModel:
             parent = layer.get_submodule(path.rpartition(".")[0])
             if style is not None and kinds[0] not in OF_ALL_FEATURES:
                 sizes = (getattr(parent, name, None) for name in ("head_dim", "head_size"))
-                of_experts = ROW if getattr(parent, "input_dim", 0) else 1
+                of_experts = ROW if getattr(parent, "axsparse_input_dim", 0) else 1
                 style = replace(style, unit=next(filter(None, sizes), of_experts))
             if getattr(parent, "is_transposed", False):
                 style = None  # outputs and inputs are in other places than we shard
