@@ -89,9 +89,18 @@ def from_sequential(
         metrics=metrics,
         start=OwnValues(named, modules if isinstance(modules, nn.Module) else layers.values()),
         example=example,
-        vocab_size=first.num_embeddings if isinstance(first, nn.Embedding) else None,
+        vocab_size=None if first is None else _words_of(first),
         container=_container(modules),
     )
+
+
+def _words_of(first: nn.Module) -> int | None:
+    """The size of the vocabulary, if the first module looks up the ids as they are given: a class
+    or a hook of the user may map others into it."""
+    if not isinstance(first, nn.Embedding) or type(first).forward is not nn.Embedding.forward:
+        return None
+    is_changed = "forward" in vars(first) or bool(first._forward_pre_hooks)
+    return None if is_changed else first.num_embeddings
 
 
 def _reject_more(modules: nn.Sequential) -> None:

@@ -18,6 +18,7 @@ from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config, sample_length
 from axsparse.models.layer import Layer, Model
 from axsparse.models.losses import distillation, linear_cross_entropy, summed_cross_entropy
+from axsparse.models.sequential import structure
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
 from axsparse.runtime.errors import ConfigError, check_kind
 
@@ -52,6 +53,15 @@ def _frozen(layer: Layer) -> nn.Module:
     return layer.build().requires_grad_(requires_grad=False)
 
 
+def _vocabulary(model: Model) -> int | None:
+    """The size of the model's vocabulary; also of one whose embedding, of a class of the user, may
+    map larger ids into it, so that its inputs are not bounded."""
+    build = model.layers[0].build if model.layers else None
+    if model.vocab_size is None and isinstance(build, partial) and build.func is structure:
+        return getattr(build.args[0], "num_embeddings", None)
+    return model.vocab_size
+
+
 def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) -> Model:
     """The model with the teacher that `train.teacher` names; the same model if none is named.
 
@@ -73,11 +83,12 @@ def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) ->
         raise no_folder(where, folder)
     found = {"sequence_length": length, **model_settings(path), "from": folder}
     settings = FAMILIES[found["name"]].model_validate(found)
-    if settings.vocab_size != model.vocab_size:
+    words = _vocabulary(model)
+    if settings.vocab_size != words:
         raise ConfigError(
             f"{where}: {folder!r} has a vocabulary of {settings.vocab_size}, and the model one of "
-            f"{model.vocab_size}; take a teacher of the same tokenizer, whose embedding has as "
-            f"many rows (transformers' resize_token_embeddings({model.vocab_size}) changes padding)"
+            f"{words}; take a teacher of the same tokenizer, whose embedding has as "
+            f"many rows (transformers' resize_token_embeddings({words}) changes padding)"
         )
     if settings.sequence_length < length:
         raise ConfigError(

@@ -15,7 +15,7 @@ from support.runs import on_ranks, summed_loss, train_in_process, vector_data
 from torch import Tensor, nn
 
 import axsparse as ax
-from axsparse.data.dataset import Datasets
+from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.models.layer import Layer
 from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential, structure
@@ -60,6 +60,38 @@ def test_layers_have_names_or_numbers_and_kinds(modules: Any, kinds: Any, layers
     assert ", ".join(f"{layer.name} {layer.kind}" for layer in found) == layers
     if layers.startswith("first"):
         assert [p.name for p in found[3].parameters] == ["second.0.weight", "second.0.bias"]
+
+
+class Hashed(nn.Embedding):
+    """Maps any whole number to one of its words."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids % self.num_embeddings)
+
+
+def hooked() -> nn.Embedding:
+    embedding = nn.Embedding(9, 4)
+    embedding.register_forward_pre_hook(lambda _, inputs: (inputs[0] % 9,))
+    return embedding
+
+
+@pytest.mark.parametrize(
+    ("embedding", "words"),
+    [(nn.Embedding(9, 4), 9), (Hashed(9, 4), None), (hooked(), None)],
+    ids=["torch's own", "a class", "a hook"],
+)
+def test_the_ids_of_an_embedding_that_maps_them_are_not_bounded(
+    embedding: nn.Embedding, words: int | None
+) -> None:
+    after = [nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 5)]
+    model = from_sequential([embedding, *after], summed_loss)
+    assert model.vocab_size == words
+    if words is None:
+        ids = ArrayDataset(torch.arange(60).view(30, 2), torch.zeros(30, dtype=torch.long))
+
+        [(_, trace)] = train_in_process(1, 1, model, image_config(), ids)
+
+        assert len(trace.losses) == image_config().train.steps
 
 
 def test_it_starts_at_the_modules_values_and_leaves_the_modules_alone() -> None:

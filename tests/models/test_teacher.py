@@ -25,11 +25,13 @@ from support.runs import (
     token_data,
     train_in_process,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 import axsparse as ax
 from axsparse.config.schema import Config
+from axsparse.models.losses import summed_cross_entropy
 from axsparse.models.model_profile import profile
+from axsparse.models.sequential import from_sequential
 from axsparse.models.teacher import with_teacher
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.layer_runner import LayerRunner
@@ -84,6 +86,23 @@ class PlainDistillation(Oracle):
             return (1 - share) * own + share * warmth**2 * apart
 
         self.loss = loss
+
+
+def test_a_model_that_begins_with_an_embedding_of_a_users_class_has_its_vocabulary(
+    folder: Path,
+) -> None:
+    class Scaled(nn.Embedding):
+        def forward(self, ids: Tensor) -> Tensor:
+            return super().forward(ids) * 2
+
+    modules = [Scaled(VOCABULARY, 8), nn.Linear(8, VOCABULARY)]
+    model = from_sequential(modules, summed_cross_entropy)
+
+    assert with_teacher(model, taught(folder)).teacher is not None
+    with pytest.raises(ConfigError, match="a vocabulary of 64, and the model one of 63"):
+        with_teacher(
+            from_sequential([Scaled(63, 8), modules[1]], summed_cross_entropy), taught(folder)
+        )
 
 
 @pytest.mark.parametrize("tied", by_default([True], [False, True]))
