@@ -90,7 +90,9 @@ class Job:
         self.where = f"rank {transport.rank}"
         """Names this rank in messages; "rank 3 (stage 1, replica 1)" once there is a grid."""
         self.run_dir: Path | None = None
-        """The file for tracebacks of internal errors; None until there is a run directory."""
+        """The absolute path of the run directory, for tracebacks; None until there is one."""
+        self.shown_run_dir: Path | None = None
+        """The run directory as messages name it."""
         self.kept = ""
         """The work that an interruption of this command leaves, for its message."""
         self.saved = "nothing was saved"
@@ -417,11 +419,11 @@ def _describe(failure: BaseException, kept: str = "nothing was saved") -> tuple[
 def _keep_traceback(job: Job, failure: BaseException) -> str:
     """Write the traceback to the run directory and return words that name it, or to stderr."""
     text = "".join(traceback.format_exception(failure))
-    if job.run_dir is not None:
-        path = job.run_dir / TRACEBACK_FILE.format(job.transport.rank)
+    if job.run_dir is not None and job.shown_run_dir is not None:
+        name = TRACEBACK_FILE.format(job.transport.rank)
         try:
-            path.write_text(text, encoding="utf-8", errors="replace")
-            return f"; traceback in {os.fspath(path)}"
+            (job.run_dir / name).write_text(text, encoding="utf-8", errors="replace")
+            return f"; traceback in {os.fspath(job.shown_run_dir / name)}"
         except OSError:
             pass  # the disk may be what failed, so the traceback goes to stderr
     sys.stderr.write(text)

@@ -332,7 +332,7 @@ def open_run_directory(
     if transport.rank == 0:
         for line in (*resumed.notes, *changes):
             Console(sys.stdout, bar=False).line(f"axsparse: {line}")  # no recorder is there yet
-    job.run_dir = opened.path
+    job.run_dir, job.shown_run_dir = opened.folder, opened.path
     job.stop.listen()
     return opened
 

@@ -72,15 +72,23 @@ class RunDir:
     """Keeps other jobs out of the directory; None on ranks other than 0, and without one."""
     made: Path | None = None
     """The new directory, once `open_run_dir` has made it."""
+    absolute: Path | None = None
+    """The absolute path of the directory, once `open_run_dir` has it."""
     overwrites: bool = False
     """Whether `begin` removes what another run has left in the new directory."""
 
     @property
     def path(self) -> Path:
-        """The directory, once it is open."""
+        """The directory as messages name it, once it is open."""
         path = self.found or self.made
         assert path is not None, "`open_run_dir` comes first"
         return path
+
+    @property
+    def folder(self) -> Path:
+        """The directory to read and write, also once the program has changed its working one."""
+        assert self.absolute is not None, "`open_run_dir` comes first"
+        return self.absolute
 
     @property
     def progress(self) -> Progress | None:
@@ -102,16 +110,17 @@ class RunDir:
 
         Only rank 0 calls this. OutputError if the directory cannot be written.
         """
-        facts: dict[str, object] = {"at": str(self.path.resolve())}
+        folder = self.folder
+        facts: dict[str, object] = {"at": str(folder.resolve())}
         if self.found is None:
             began_from = self.checkpoint and str(self.checkpoint.path.resolve())
             facts |= {"saved": False, "from": began_from}
-        RunMark.of(self.path).note(**facts)
-        save_config(config.model_copy(update={"run_dir": str(self.path)}), self.path)
-        metrics, checkpoints = self.path / METRICS_FILE, self.path / CHECKPOINTS
+        RunMark.of(folder).note(**facts)
+        save_config(config.model_copy(update={"run_dir": str(self.path)}), folder)
+        metrics, checkpoints = folder / METRICS_FILE, folder / CHECKPOINTS
         with writing(f"{checkpoints}:", OTHER_RUN_DIR):
             if self.overwrites:
-                _clear(self.path)
+                _clear(folder)
             checkpoints.mkdir(exist_ok=True)
         with writing(f"{metrics}:", OTHER_RUN_DIR):
             rewind_metrics(metrics, self.progress)
@@ -192,7 +201,7 @@ def open_run_dir(
     raised on all of them.
     """
     if run.found is not None:
-        return run
+        return replace(run, absolute=run.found.absolute())
 
     def make() -> tuple[Path, RunLock] | None:
         return make_run_dir(config, overwrite=overwrite) if transport.rank == 0 else None
@@ -200,7 +209,7 @@ def open_run_dir(
     made = together(transport, make)
     path = Path(text_of_first(transport, "" if made is None else str(made[0])))
     lock = None if made is None else made[1]
-    return replace(run, made=path, lock=lock, overwrites=overwrite)
+    return replace(run, made=path, absolute=path.absolute(), lock=lock, overwrites=overwrite)
 
 
 # -- a new directory ------------------------------------------------------------------------

@@ -107,7 +107,7 @@ def make_recorder(
         pruned = pruning_lines(profile, plan.targets, config.pruning, saved)
     for line in (*placement.table, *lines, *notes, *pruned):
         console.line(line)
-    file = open_records(config, run_dir, run_dir / METRICS_FILE)
+    file = open_records(config, run_dir.absolute(), run_dir / METRICS_FILE)
     return Recorder(transport.world, transport.backoff, figures, file, console, slow)
 
 

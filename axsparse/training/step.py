@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -48,6 +47,7 @@ from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, saved_st
 from axsparse.training.layer_check import check_layers, is_checked
 from axsparse.training.plan import RunPlan
 from axsparse.training.progress import FirstBad, Progress
+from axsparse.training.run_directory import RunDir
 
 PATIENCE = 10
 """Skipped steps in a row at the lowest loss scale, which bf16 and fp32 always have, after which the
@@ -73,7 +73,7 @@ class Step:
     offload: Offload | None
     transport: Transport
     phases: Phases
-    run_dir: Path | None
+    run_dir: RunDir | None
     says: Callable[[str], None]
 
     def __post_init__(self) -> None:
@@ -400,7 +400,7 @@ class SkippedSteps:
     """Counts the skipped steps, and gives up once there are too many in a row."""
 
     plan: RunPlan
-    run_dir: Path | None
+    run_dir: RunDir | None
     progress: Progress
     reason: str | None = None
     """Why the last step updated nothing; None if it did update."""
@@ -437,12 +437,12 @@ class SkippedSteps:
         assert first is not None, "steps were skipped"
         way = "lower optimizer.learning_rate, or look at the data"
         # A later checkpoint may hold ruined weights, from which a run would end again at once.
-        steps = [] if run is None else saved_steps(run / CHECKPOINTS)
+        steps = [] if run is None else saved_steps(run.folder / CHECKPOINTS)
         before = next((step for step in steps if step < progress.last_good), None)
-        if before is not None:
+        if run is not None and before is not None:
             way += (
                 f"; weights were good up to step {before}: go on from there by --resume "
-                f"{run}/{CHECKPOINTS}/step-{before} (in Python resume=) in {ANOTHER_RUN_DIR}"
+                f"{run.path}/{CHECKPOINTS}/step-{before} (in Python resume=) in {ANOTHER_RUN_DIR}"
             )
         raise everywhere(
             TrainingError(

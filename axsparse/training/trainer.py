@@ -218,7 +218,7 @@ class Trainer:
         together(
             job.transport, lambda: reject_arguments(given.config, optimizer, learning_rate, starts)
         )
-        job.run_dir = None
+        job.run_dir = job.shown_run_dir = None
         config = check_settings(job, given.config, given.model)
         own = {"learning rate": learning_rate, "optimizer": optimizer}
         in_place = [f"the {name} of the program" for name, one in own.items() if one is not None]
@@ -257,7 +257,7 @@ class Trainer:
             directory = open_run_directory(job, plan, config, found, overwrite=overwrite)
             self._locks.append(directory.lock)
         shown = None if directory is None else directory.path
-        self.run_dir: Path | None = None if shown is None else shown.absolute()
+        self.run_dir: Path | None = None if directory is None else directory.folder
         """The directory that the run writes to; None of a quiet one."""
 
         # The layers of the stage, and what computes them.
@@ -361,7 +361,7 @@ class Trainer:
             offload=self.offload,
             transport=transport,
             phases=self.phases,
-            run_dir=shown,
+            run_dir=directory,
             says=self.recorder.say,
         )
         self._is_stopped = self._closed = False

@@ -110,6 +110,44 @@ assert trainer.run_dir.is_dir()
     assert not [*(tmp_path / "other").iterdir()]
 
 
+def test_a_run_that_overwrites_begins_where_it_was_made_though_the_program_goes_elsewhere(
+    tmp_path: Path,
+) -> None:
+    """Also where a run of the same name is; skipped steps and tracebacks belong to the first."""
+    program = """
+def trainer(steps, run_dir="run", **more):
+    return ax.Trainer(
+        mlp(), vector_data(), {"samo.enabled": False}, precision="fp32", run_dir=run_dir,
+        steps=steps, global_batch_size=4, microbatch_size=2, **more,
+    )
+
+os.chdir("other")
+trainer(5).train()
+os.chdir("..")
+trainer(5).train()
+second = trainer(2, overwrite=True)
+os.chdir("other")
+second.train()
+assert second._step.skips.run_dir.folder == second.run_dir
+for step in trainer(3, "third"):
+    os.chdir("..")
+    raise ValueError("a mistake of the user's")
+"""
+    (tmp_path / "other").mkdir()
+
+    done = ended(tmp_path, program)
+
+    assert done.errors == [
+        "axsparse: error: rank 0 (stage 0, replica 0): ValueError: a mistake of the user's; "
+        "traceback in third/traceback-rank-0.txt"
+    ]
+    for folder, steps in ((tmp_path, 2), (tmp_path / "other", 5)):
+        records, checkpoints = left(folder / "run")
+        assert max(record["step"] for record in records) == steps
+        assert [*checkpoints] == [f"step-{steps}"]
+    assert (tmp_path / "other" / "third" / "traceback-rank-0.txt").exists()
+
+
 def same(ours: Path, reference: Path, *, steps: set[str]) -> None:
     records, checkpoints = left(ours)
     expected, saved = left(reference)

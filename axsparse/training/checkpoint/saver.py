@@ -97,7 +97,7 @@ class Saver:
         """
         self.shown = run_dir.path / folders.CHECKPOINTS
         """The folder of the checkpoints, as messages name it."""
-        self.folder = self.shown.absolute()  # a program may change its working directory
+        self.folder = run_dir.folder / folders.CHECKPOINTS
         checkpoint = run_dir.checkpoint
         self.last_step = None if checkpoint is None else checkpoint.step
         """The step of the newest checkpoint that was begun here or gone on from; None without."""
