@@ -22,7 +22,7 @@ from axsparse.cli.parser import (
     share,
 )
 from axsparse.config.hf_config import BUNDLED, CONFIG_FILE, is_gpt2, read_json, reject_other_heads
-from axsparse.config.load import configure
+from axsparse.config.load import bundled_source, configure
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.section import counted
 from axsparse.config.validate import check_config
@@ -179,17 +179,18 @@ def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[s
     model = [override("model.from", folder)]
     if is_gpt2(path, theirs):
         model.append("model.name=gpt")  # which needs no transformers
-    config = configure(BUNDLED, [*model, *overrides])
+    bundled = bundled_source()
+    config = configure(bundled, [*model, *overrides])
     length = sample_length(config)
     if config.data.sequence_length == "auto" and length > LONGEST:
         model.append(f"data.sequence_length={LONGEST}")
-        config = configure(BUNDLED, [*model, *overrides])
+        config = configure(bundled, [*model, *overrides])
         length = LONGEST
     given = {k: at for k, at in config.origins.items() if not at.startswith(f"{BUNDLED}:")}
     asked = " ".join(f"--set {shlex.quote(each)}" for each in model)
     note = (
         f"a folder is planned by {BUNDLED}, in samples of {length} tokens; to train it, add "
-        f"--config {BUNDLED} {asked}"
+        f"--config {shlex.quote(bundled)} {asked}"
     )
     return config.with_origins(folder.resolve().name, given), [note]
 

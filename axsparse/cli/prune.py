@@ -21,8 +21,8 @@ from axsparse.cli.parser import (
     run_command,
     say,
 )
-from axsparse.config.hf_config import BUNDLED, FROM
-from axsparse.config.load import configure
+from axsparse.config.hf_config import FROM
+from axsparse.config.load import bundled_source, configure
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 
@@ -136,7 +136,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         *arguments.overrides,
     ]
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    arguments.config = arguments.config or BUNDLED
+    arguments.config = arguments.config or bundled_source()
     reject_early(arguments, [override(FROM, arguments.source), *settings], is_part=True)
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.job import run

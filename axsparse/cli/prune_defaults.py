@@ -173,8 +173,9 @@ def rising(config: Config) -> list[str]:
 
 
 def _is_free(config: Config, key: str) -> bool:
-    """Whether nobody has given a setting: the bundled configuration counts as nobody."""
-    return config.origins.get(key, BUNDLED).startswith(BUNDLED)
+    """Whether nobody has given a setting: the bundled configuration counts as nobody, another file
+    of its name does not."""
+    return config.origins.get(key, f"{BUNDLED}:").startswith(f"{BUNDLED}:")
 
 
 def _width(config: Config) -> int | None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from axsparse.cli.parser import override
-from axsparse.config.hf_config import BUNDLED, read_json
-from axsparse.config.load import configure
+from axsparse.config.hf_config import read_json
+from axsparse.config.load import bundled_source, configure
 from axsparse.config.messages import shorten
 from axsparse.config.schema import Config, final_sparsity, prunes, sample_length
 from axsparse.data.documents import Reading
@@ -122,7 +122,7 @@ class PruneOrder:
         """The settings that the order gives unless they are given: as many held-out as calibration
         samples, in steps of `batch`, and the length of samples."""
         implied = []
-        if self.config == BUNDLED:
+        if self.config == bundled_source():
             batches = -(-config.pruning.calibration_samples // batch)
             implied.append(f"train.eval_steps={batches}")
         if config.data.sequence_length == "auto" and self.heal != "train":

@@ -20,7 +20,7 @@ import yaml
 from pydantic import ValidationError
 from yaml.reader import ReaderError
 
-from axsparse.config.hf_config import HF, with_folder
+from axsparse.config.hf_config import BUNDLED, HF, with_folder
 from axsparse.config.messages import Setting, refusal, show, unknown_key
 from axsparse.config.schema import FIELDS, SECTIONS, Config
 from axsparse.runtime.errors import ConfigError, MissingInputError, check_kind, one_line, reading
@@ -259,6 +259,18 @@ def packaged_folder(name: str) -> Path:
     return PACKAGE / name if (PACKAGE / name).is_dir() else PACKAGE.parent / name
 
 
+def bundled_source() -> str:
+    """The source by which `configure` reads the bundled file `BUNDLED`: its name, or its path where
+    a file of the user's has the same name."""
+    return str(packaged_folder("configs") / BUNDLED) if _is_own(Path(BUNDLED)) else BUNDLED
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file that has the name of `BUNDLED` is another one, of the user's."""
+    bundled = packaged_folder("configs") / BUNDLED
+    return path.name == BUNDLED and path.is_file() and not path.samefile(bundled)
+
+
 def find_file(kind: str, source: str, folder: Path) -> Path:
     """The file that a user names by its path, or a bundled one in `folder` by its name.
 
@@ -294,7 +306,8 @@ def read_text(kind: str, path: Path) -> str:
 
 
 def _read_file(path: Path) -> Iterator[tuple[str, Setting]]:
-    file = path.name
+    # The name alone is an origin of the bundled file's settings, which count as nobody's.
+    file = f"{path.parent}/{path.name}" if _is_own(path) else path.name
     root = compose(read_text("config", path), lambda line: f"{file}:{line}")
     if root is None or root.tag == f"{YAML_TAG}null":
         return

@@ -116,6 +116,21 @@ def test_a_folder_is_planned_like_the_bundled_configuration_of_its_model(
     assert "no batch is given: planned with 128 samples a step" in notes
 
 
+def test_a_folder_is_planned_by_the_bundled_file_also_next_to_one_of_its_name(
+    axsparse: Axsparse, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("--gpus", "4", "--memory", "24", "--json")
+    usual = json.loads(axsparse("plan", llama, *asked)[1])
+    monkeypatch.chdir(tmp_path)
+    Path("prune_llama.yaml").write_text("model: {name: hf}\nbatch: {global_batch_size: 8}\n")
+
+    hidden = json.loads(axsparse("plan", llama, *asked)[1])
+
+    assert hidden["plans"] == usual["plans"]
+    bundled = packaged_folder("configs") / "prune_llama.yaml"
+    assert f"--config {bundled} --set" in "\n".join(hidden["notes"])
+
+
 def test_short_forms_are_settings_and_many_devices_have_a_sample_each(
     axsparse: Axsparse, llama: Path
 ) -> None:

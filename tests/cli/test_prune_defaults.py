@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.hf import write_llama
 
+from axsparse.cli import prune
 from axsparse.cli.parser import reject_early
 from axsparse.cli.prune_defaults import (
     RULES,
@@ -20,6 +22,7 @@ from axsparse.cli.prune_defaults import (
     training_settings,
 )
 from axsparse.cli.prune_order import PruneOrder
+from axsparse.config.load import bundled_source, packaged_folder
 from axsparse.config.validate import check_config
 from axsparse.runtime.errors import ConfigError
 
@@ -82,6 +85,35 @@ def test_what_is_said_wins(order: PruneOrder, tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("data: {source: tokens, path: x}\npruning: {method: random, sparsity: 0.7}\n")
     assert chosen(replace(order, config=str(own))).configured().pruning.method == "random"
+
+
+def test_a_file_that_has_the_name_of_the_bundled_one_is_the_users_own(
+    order: PruneOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its path, from its folder as well; without --config, it is not read."""
+    text = (packaged_folder("configs") / "prune_llama.yaml").read_text()
+    assert bundled_source() == "prune_llama.yaml"
+    usual = chosen(order).configured()
+    implied = order.implied(usual, 8)
+    monkeypatch.chdir(tmp_path)
+    own = Path("prune_llama.yaml")
+    own.write_text(text.replace("method: magnitude", "method: random"))
+    for source in (own, own.absolute()):
+        config = chosen(replace(order, config=str(source))).configured()
+        assert config.pruning.method == "random"
+        assert config.where("pruning.method").startswith(f"pruning.method ({source.parent}/prune_l")
+        assert not replace(order, config=str(source), heal="train").implied(config, 8)
+
+    asked: list[str] = []
+    monkeypatch.setattr(prune, "reject_early", lambda given, *_, **__: asked.append(given.config))
+    monkeypatch.setattr("axsparse.runtime.job.run", lambda _: sys.exit(0))
+    with pytest.raises(SystemExit):
+        prune.main(["--from", "model", "--data", "texts", "--out", "out"])
+
+    hidden = replace(order, config=asked[0])
+
+    assert chosen(hidden).configured() == usual
+    assert hidden.implied(usual, 8) == implied
 
 
 def test_outliers_spread_what_inputs_decide_and_no_other_setting_spreads(order: PruneOrder) -> None:
