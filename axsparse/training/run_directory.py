@@ -414,9 +414,13 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
             f"resume: {resume!r} should be 'auto', the folder of a run or of a checkpoint, or None"
         )
     if resume == AUTO:
-        return last_run(config.run_dir, config.name), None
+        last = last_run(config.run_dir, config.name)
+        if last is not None:
+            _finish_replacing(last)
+        return last, None
     named = run_of(Path(expanded(resume)))
     if is_marked(named):
+        _finish_replacing(named)
         steps = steps_in(named)
         newest = str(path_of(named / CHECKPOINTS, steps[0])) if steps else _began_from(named)
         if not newest:
@@ -434,6 +438,19 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
     if is_own and (setting == "auto" or Path(setting).resolve() == run):
         return (run if setting == "auto" else Path(setting)), named
     return None, named
+
+
+def _finish_replacing(run_dir: Path) -> None:
+    """Give a checkpoint its name that a killed run left without, unless a job uses the run."""
+    checkpoints = run_dir / CHECKPOINTS
+    if checkpoint_folder.replacing(checkpoints):
+        with contextlib.suppress(OutputError), writing(f"{checkpoints}:", OTHER_RUN_DIR):
+            lock = RunLock(run_dir)
+            try:
+                if lock.is_exclusive:
+                    checkpoint_folder.finish_replacing(checkpoints)
+            finally:
+                lock.release()
 
 
 def _began_from(run_dir: Path) -> str:

@@ -524,6 +524,58 @@ def test_auto_without_a_directory_means_the_last_run_of_the_name(
     lock.release()
 
 
+@pytest.mark.parametrize("resume", ["auto", "run", "branch"])
+@pytest.mark.parametrize("killed", ["before the new one has its name", "after that"])
+def test_a_run_that_is_killed_while_it_replaces_its_only_checkpoint_has_one(
+    killed: str, resume: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        checkpoint_folder.remove(checkpoint(run, step))
+    RunMark.of(run).note(saved=True)
+    written = shutil.copytree(checkpoint(run, 5), run / "checkpoints" / "step-5.tmp")
+    manifest = (written / "manifest.json").read_bytes()
+    (written / "manifest.json").unlink()
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if killed == "after that":
+            patch.setattr(checkpoint_folder, "_delete", kill)
+        else:
+            rename = Path.rename
+            patch.setattr(
+                Path, "rename", lambda a, b: kill() if a.suffix == ".tmp" else rename(a, b)
+            )
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint_folder.commit(written, manifest)
+    assert (run / "checkpoints" / "step-5.old").is_dir()
+
+    config = loaded(tmp_path / "other" if resume == "branch" else run)
+    if resume != "auto":
+        resume = str(run)
+    found = opened(config, resume)
+
+    assert found.checkpoint is not None and found.checkpoint.path == checkpoint(run, 5)
+    assert not written.exists()
+
+
+def test_while_another_job_replaces_a_checkpoint_nobody_finishes_that(
+    run: Path, tmp_path: Path
+) -> None:
+    for step in (2, 4):
+        checkpoint_folder.remove(checkpoint(run, step))
+    checkpoint(run, 5).rename(run / "checkpoints" / "step-5.tmp")
+    (run / "checkpoints" / "step-5.old").mkdir()
+    lock = RunLock(run)
+
+    with pytest.raises(MissingInputError, match="has saved checkpoints, and"):
+        opened(loaded(tmp_path / "other"), str(run))
+
+    lock.release()
+    assert not checkpoint(run, 5).exists()
+
+
 def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path, tmp_path: Path) -> None:
     (checkpoint(run, 5) / "0003-head.safetensors").unlink()
     os.truncate(checkpoint(run, 4) / "0000-embed.safetensors", 8)

@@ -247,16 +247,44 @@ def begin(folder: Path, step: int) -> Path:
 def commit(partial: Path, manifest: bytes) -> Path:
     """Give a checkpoint whose files are on the disk its manifest and its name.
 
-    It replaces a checkpoint of the same step.
+    It replaces a checkpoint of the same step, which is removed once this one has its name; where a
+    run is killed between the two, `finish_replacing` gives it the name.
     """
     write_new(partial / MANIFEST_FILE, manifest)
     sync_folder(partial)
     final = partial.with_name(partial.name.removesuffix(UNFINISHED))
-    if final.exists():
-        remove(final)
+    gone = _set_aside(final) if final.exists() else None
     partial.rename(final)
     sync_folder(final.parent)
+    if gone is not None:
+        if not gone.is_symlink():
+            (gone / MANIFEST_FILE).unlink(missing_ok=True)
+        _delete_aside(gone, final)
     return final
+
+
+def replacing(folder: Path) -> list[Path]:
+    """The complete checkpoints that a killed run left without their names, after it had set the
+    checkpoints aside that they replace."""
+    return [
+        path
+        for path in unfinished(folder)
+        if path.suffix == UNFINISHED
+        and (path / MANIFEST_FILE).is_file()
+        and not os.path.lexists(path.with_suffix(""))
+        and any(
+            each.name.startswith(f"{path.stem}{REMOVED}") and _REMAINS.fullmatch(each.name)
+            for each in _folders(folder)
+        )
+    ]
+
+
+def finish_replacing(folder: Path) -> None:
+    """Give the checkpoints of `replacing` their names; the replaced ones stay aside, since a user's
+    copy may have such a name as well."""
+    for path in replacing(folder):
+        path.rename(path.with_suffix(""))
+        sync_folder(folder)
 
 
 def remove(path: Path) -> None:
@@ -264,11 +292,22 @@ def remove(path: Path) -> None:
     part of it is ever taken for a checkpoint."""
     if not path.is_symlink():
         (path / MANIFEST_FILE).unlink(missing_ok=True)
+    gone = _set_aside(path)
+    sync_folder(path.parent)
+    _delete_aside(gone, path)
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a checkpoint to a free name of one that is being removed, and return that."""
     gone, number = path.with_name(path.name + REMOVED), 2
     while os.path.lexists(gone):  # files that no run has written stay under such a name
         gone, number = path.with_name(f"{path.name}{REMOVED}-{number}"), number + 1
     path.rename(gone)
-    sync_folder(path.parent)
+    return gone
+
+
+def _delete_aside(gone: Path, path: Path) -> None:
+    """Delete a checkpoint that was set aside from `path`, with a warning if files stay."""
     _delete(gone)
     if gone.is_dir():
         write_line(f"warning: {gone}: was {path.name}, and has files that no run has written")
