@@ -200,13 +200,15 @@ def graphs_compute_the_same(part: str, found: Mapping[str, Mapping[str, Any]]) -
     is replayed on memory of another layer or microbatch trains, but to other losses."""
     rows = []
     for size, graphed in found.get(GRAPHED, {}).items():
-        other = found.get(PRUNED, {}).get(size)
-        if other is not None and "losses" in graphed:
-            pairs = zip(graphed["losses"], other["losses"], strict=False)
-            apart = max(abs(ours - its) / its for ours, its in pairs)
-            check = f"{GRAPHED}, microbatches of {size}: losses"
-            said, aim = f"{apart:.1e} apart", f"<= {LOSS_TOLERANCE}"
-            rows.append(judged(part, check, said, aim, good=apart <= LOSS_TOLERANCE))
+        losses = [run.get("losses", []) for run in (graphed, found.get(PRUNED, {}).get(size, {}))]
+        if not all(losses):
+            continue
+        pairs = [*zip(*losses, strict=False)]
+        same = all(abs(ours - its) <= LOSS_TOLERANCE * its for ours, its in pairs)
+        last, other = pairs[-1]
+        check = f"{GRAPHED}, microbatches of {size}: losses"
+        said, aim = f"{last:.4f} at last, {other:.4f} without", f"{LOSS_TOLERANCE} apart"
+        rows.append(judged(part, check, said, aim, good=same))
     return rows
 
 

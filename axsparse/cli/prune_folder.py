@@ -322,7 +322,7 @@ class Facts:
     """The validation loss of the pruned model before it was trained; None where it was not."""
 
 
-PLAIN = ("pruning.layers=[]", "pruning.distribution=uniform", "pruning.heal=none")
+ZEROS_ALONE = ("pruning.layers=[]", "pruning.distribution=uniform", "pruning.heal=none")
 """The settings of pruning that method zeros takes at these values alone, where a configuration of
 the user's may have others."""
 
@@ -340,7 +340,7 @@ def card(order: PruneOrder, config: Config, facts: Facts) -> str:
         override("data.path", order.work / "tokens"),
         "pruning.method=zeros",
         f"pruning.sparsity={removed:.4f}",
-        *(PLAIN if str(order.config) != BUNDLED else ()),
+        *(ZEROS_ALONE if str(order.config) != BUNDLED else ()),
         *(each for each in order.settings if each.startswith(("pruning.include", "pruning.exc"))),
     )
     train = ["axsparse", "train", "--config", order.config, "--run-dir", f"{order.out}.trained"]

@@ -561,7 +561,7 @@ def _caches(path: Path, names: Collection[PurePath]) -> set[PurePath]:
         try:
             listed = json.loads((path / state).read_bytes())["_data_files"]
             own = {state.parent / each["filename"] for each in listed}
-        except (OSError, ValueError, LookupError, TypeError):  # another program's file
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # another's file
             continue
         beside = (name for name in names if name.parent == state.parent)
         found |= {name for name in beside if _format(name) == ".arrow"} - own

@@ -24,6 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from axsparse.config.hf_config import CONFIG_FILE
 from axsparse.models.layer import StartValues, as_tuple
+from axsparse.models.module_buffers import set_mode
 from axsparse.models.stand_ins import PartModule
 from axsparse.runtime.communication import NO_SUM, Sums
 from axsparse.runtime.errors import ConfigError, one_line
@@ -219,7 +220,8 @@ class Tracer:
         """
         if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             module = copy.deepcopy(module)  # The module may be the user's.
-        module = module.to(device=self.device or "meta", dtype=self._dtype).train()
+        module = module.to(device=self.device or "meta", dtype=self._dtype)
+        set_mode(module, training=True)
         weights = {_storage(p) for p in (*module.parameters(), *module.buffers())}
         inputs = {_storage(tensor) for tensor in self._flow}
         if self._counter is not None:

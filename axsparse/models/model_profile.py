@@ -42,7 +42,10 @@ from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
 EXAMPLE = "give a function of a number of samples, such as lambda n: (inputs[:n],)"
-COPIABLE = "give a module that copy.deepcopy can copy"
+COPIABLE = (
+    "give a module that copy.deepcopy can copy; if it has hooks of weight_norm, call "
+    "remove_weight_norm before"
+)
 FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
 products. Assumed: between a CPU with matrix units (60) and a data-centre GPU (200)."""

@@ -118,11 +118,9 @@ def has_own_train(module: nn.Module) -> bool:
 def _is_mode(module: nn.Module) -> bool:
     """Whether the `train` of a module sets its mode."""
     first = next(iter(inspect.signature(module.train).parameters.values()), None)
-    return first is not None and (
-        first.name == "mode"
-        or isinstance(first.default, bool)
-        or first.kind is first.VAR_POSITIONAL
-    )
+    if first is None or first.kind is first.KEYWORD_ONLY:
+        return False
+    return first.name in ("mode", "on", "training") or first.kind is first.VAR_POSITIONAL
 
 
 def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -11,25 +11,19 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Ties, on_meta
 from axsparse.models.module_buffers import (
     has_own_train,
     named_tensors,
+    set_mode,
     slots,
     start_training,
     unfilled_attribute,
 )
 from axsparse.runtime.canonical_form import bytes_of, digest_of
 from axsparse.runtime.errors import ConfigError, check_kind
-
-REPARAMETRIZING = {
-    "torch.nn.utils.prune": 'call prune.remove(MODULE, "weight") before',
-    "torch.nn.utils.weight_norm": "take torch.nn.utils.parametrizations.weight_norm",
-    "torch.nn.utils.spectral_norm": "take torch.nn.utils.parametrizations.spectral_norm",
-}
-"""The modules of torch with hooks that set a plain tensor, of which no copy can be made, and a way
-without such hooks."""
 
 
 def from_sequential(
@@ -333,10 +327,11 @@ def reject_unfit(module: nn.Module) -> None:
                 "checkpoints keep tensors only; put it into a buffer, and leave get_extra_state out"
             )
         for hook in child._forward_pre_hooks.values():
-            if (way := REPARAMETRIZING.get(type(hook).__module__)) is not None:
+            if isinstance(hook, BasePruningMethod):
                 raise ConfigError(
-                    f"model: {type(child).__name__} has a hook of {type(hook).__module__}, which "
-                    f"replaces a weight before each forward; {way}"
+                    f"model: {type(child).__name__} has a hook of torch.nn.utils.prune, which "
+                    f"replaces its {hook._tensor_name} before each forward; call prune.remove("
+                    f'MODULE, "{hook._tensor_name}") before'
                 )
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         raise ConfigError(
@@ -500,7 +495,8 @@ def filled_modules(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> d
             for key, parameter in child._parameters.items():
                 if parameter is not None:
                     child._parameters[key] = filled[id(parameter)]
-        made[layer.name] = module.eval()
+        set_mode(module, training=False)
+        made[layer.name] = module
     return made
 
 
@@ -517,7 +513,8 @@ def plain_model(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> nn.M
         return plain.eval()
     own = copy.copy(own)
     vars(own)["_modules"] = plain._modules
-    return own.eval()
+    set_mode(own, training=False)
+    return own
 
 
 def _filled_copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
@@ -530,4 +527,6 @@ def _filled_copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     filled.update(
         (id(slot.tensor), tensors[slot.name]) for slot in slots(module) if slot.name in tensors
     )
-    return copy.deepcopy(module, filled).eval()
+    copied: nn.Module = copy.deepcopy(module, filled)
+    set_mode(copied, training=False)
+    return copied

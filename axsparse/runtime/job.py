@@ -55,6 +55,7 @@ ALIKE_SECONDS = 0.5
 """How long a rank that fails waits for rank 0 to fail likewise, and to speak for both."""
 INTERRUPT_SECONDS = 0.05
 """How soon an interrupt comes again that Python has dropped."""
+NOTHING_SAVED = "nothing was saved"
 
 
 class HasTransport(Protocol):
@@ -95,7 +96,7 @@ class Job:
         """The run directory as messages name it."""
         self.kept = ""
         """The work that an interruption of this command leaves, for its message."""
-        self.saved = "nothing was saved"
+        self.saved = NOTHING_SAVED
         """The work that an interruption of the run leaves, where the command leaves none."""
         self.reworded: Callable[[str], str] = str
         """Has a line about this job name the options of the command that runs it."""
@@ -399,7 +400,7 @@ def _last_words(job: Job, failure: BaseException) -> NoReturn:
     job.transport.abort(code)
 
 
-def _describe(failure: BaseException, kept: str = "nothing was saved") -> tuple[int, str]:
+def _describe(failure: BaseException, kept: str = NOTHING_SAVED) -> tuple[int, str]:
     """The exit code of a failure, and one line about it; `kept` is what an interruption leaves."""
     if isinstance(failure, AxsparseError):
         return failure.exit_code, str(failure)

@@ -8,7 +8,6 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import yaml
@@ -142,6 +141,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         path, named = _locate(config, resume)
         if path is not None:
             locks.append(RunLock(path))
+            _reject_other_checkpoints(path, "resume")
             if named is not None:
                 _reject_older(path, named)
         steps = steps_in(path) if path else []
@@ -161,7 +161,6 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
                 began_from = together(transport, lambda: _began_from(Path(path)))
                 origin = text_of_first(transport, began_from)
                 checkpoint = verify_together(transport, Path(origin)) if origin else None
-        together(transport, partial(_reject_other_run, path, checkpoint))
     except BaseException:
         for lock in locks:
             lock.release()
@@ -176,20 +175,6 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
     there = None if path is None else Path(path)
     return RunDir(there, checkpoint, tuple(steps), tuple(notes), locks[0] if locks else None)
-
-
-def _reject_other_run(run_dir: str | None, checkpoint: Checkpoint | None) -> None:
-    """ConfigError for a checkpoint in the directory of a run that another run has written, such as
-    behind a link of both: the run would remove the other one's."""
-    if run_dir is None or checkpoint is None or checkpoint.path.parent.name != CHECKPOINTS:
-        return
-    is_there = checkpoint.path.parent.parent.resolve() == Path(run_dir).resolve()
-    if is_there and checkpoint.manifest.run != RunMark.of(Path(run_dir)).identifier:
-        raise ConfigError(
-            f"resume: {checkpoint.path} is another run's checkpoint, and {run_dir} has none of its "
-            "own that is as new; put its own back, or continue from that one in "
-            f"{ANOTHER_RUN_DIR} (--resume {checkpoint.path})"
-        )
 
 
 def open_run_dir(
@@ -257,14 +242,18 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
                 f"{where}: {path} is not a directory; choose {ANOTHER_RUN_DIR}"
             ) from reason
         _reject_foreign(path, where)
-        if overwrite:
-            _reject_other_checkpoints(path, where)
         if overwrite or not _contains_run(path):  # otherwise not even a lock file is left there
             _reject_broken_link(path / CHECKPOINTS, where)
             lock = RunLock(path)
-            RunMark.of(path)
-            if _take(path, lock) or overwrite:
-                return lock
+            try:
+                RunMark.of(path)
+                if overwrite:
+                    _reject_other_checkpoints(path, where)
+                if _take(path, lock) or overwrite:
+                    return lock
+            except BaseException:
+                lock.release()
+                raise
             lock.release()
     raise _TakenError(
         f"{where}: {path} holds another run's records or checkpoints, which would be mixed up; "
@@ -321,7 +310,7 @@ def _reject_other_checkpoints(run_dir: Path, where: str) -> None:
             if manifest.run != identifier:
                 raise OutputError(
                     f"{where}: {path} is another run's checkpoint, which would be removed; put it "
-                    f"elsewhere, or choose {ANOTHER_RUN_DIR}"
+                    f"elsewhere, or choose {ANOTHER_RUN_DIR} (--resume {path} continues from it)"
                 )
 
 

@@ -55,7 +55,7 @@ from axsparse.runtime.errors import (
 from axsparse.runtime.exchange import meet, sum_by_owner, sum_of, together
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import RESUME_AUTO, RunLock
-from axsparse.runtime.job import Job, own_job
+from axsparse.runtime.job import NOTHING_SAVED, Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
 from axsparse.runtime.process import exit_in_c, flush_streams, write_line
 from axsparse.samo.gradient_hooks import GradientCollector
@@ -342,7 +342,8 @@ class Trainer:
                 transport=transport,
                 note_progress=self.activity.note_progress,
             )
-            self._note_saved(self._saver.resumed_step)
+        job.saved = NOTHING_SAVED
+        self._note_saved(self._saver.resumed_step if self._saver is not None else None)
         self._watchdog = open_watchdog(
             resolved.watchdog,
             self.run_dir,
@@ -961,8 +962,9 @@ class Trainer:
 
     def _note_saved(self, step: int | None) -> None:
         """Have an interruption name a checkpoint of this run; None if it has none yet."""
-        if step is not None:
-            self._job.saved = f"the checkpoint of step {step} is kept, and {RESUME_AUTO} goes on"
+        if step is not None and self._saver is not None:
+            folder = path_of(self._saver.shown, step)
+            self._job.saved = f"{folder} is kept, and {RESUME_AUTO} goes on"
 
     @property
     def _evaluates(self) -> bool:

@@ -58,8 +58,10 @@ def test_graphs_are_judged_by_the_losses_of_a_run_without_them() -> None:
         rows = gpu_beside.judged_rows("beside", found)
         return [(row.outcome, row.measured) for row in rows if "losses" in row.check]
 
-    assert checked([10.001, 9.5]) == [("fail", "5.6e-02 apart")]
-    assert checked([10.001, 9.001]) == [("pass", "1.1e-04 apart")]
+    assert checked([10.001, 9.5]) == [("fail", "9.5000 at last, 9.0000 without")]
+    assert checked([10.001, 9.001]) == [("pass", "9.0010 at last, 9.0000 without")]
+    assert checked([10.0, float("nan")])[0][0] == "fail"
+    assert checked([]) == []
 
 
 PAGE = ROOT / "docs/howto/use-pruned.md"

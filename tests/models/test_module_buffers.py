@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.module_buffers import set_mode, start_training, switch_mode
+from axsparse.models.module_buffers import (
+    has_own_train,
+    set_mode,
+    start_training,
+    switch_mode,
+)
 from axsparse.runtime.errors import ConfigError
 
 
@@ -66,3 +71,20 @@ def test_a_train_that_is_a_loop_over_data_is_not_called() -> None:
 
     set_mode(module, training=False)
     assert not any(child.training for child in module.modules())
+
+
+@pytest.mark.parametrize(
+    ("train", "is_mode"),
+    [
+        (lambda self, mode=True: None, True),
+        (lambda self, on=True: None, True),
+        (lambda self, *modes: None, True),
+        (lambda self, verbose=False: None, False),
+        (lambda self, *, mode=True: None, False),
+        (lambda self: None, False),
+    ],
+)
+def test_a_train_of_a_modules_own_is_a_mode_by_its_parameter(train: object, is_mode: bool) -> None:
+    module = type("Own", (nn.Module,), {"train": train})()
+
+    assert has_own_train(module) is is_mode

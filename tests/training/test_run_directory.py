@@ -286,11 +286,9 @@ def test_a_branch_begins_again_where_it_began_until_it_has_a_checkpoint(
     mark = RunMark.of(branch)
     checkpoint(run, 5).rename(checkpoint(branch, 5))
     mark.note(saved=True)
-    for resume in ("auto", str(checkpoint(branch, 5))):
-        with pytest.raises(ConfigError, match="step-5 is another run's checkpoint, and "):
-            opened(config, resume)
-    with pytest.raises(OutputError, match="step-5 is another run's checkpoint, which would be"):
-        opened(config, None, overwrite=True)
+    for resume in ("auto", str(checkpoint(branch, 5)), None):
+        with pytest.raises(OutputError, match="step-5 is another run's checkpoint, which would be"):
+            opened(config, resume, overwrite=resume is None)
     write_run(checkpoint(branch, 5), mark.identifier)
     own = opened(config)
     assert own.checkpoint is not None and own.checkpoint.path == checkpoint(branch, 5)

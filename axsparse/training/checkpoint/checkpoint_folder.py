@@ -34,7 +34,7 @@ from axsparse.runtime.process import write_line
 from axsparse.training.progress import Count, Progress
 
 MANIFEST_FILE = "manifest.json"
-FORMAT: Literal[1] = 1
+FORMAT: Literal[2] = 2
 """The version of the format of checkpoints; any other is refused."""
 MAX_BYTES = 256_000_000
 """The largest manifest that is read; a usual one has some 150 bytes for each tensor."""
@@ -89,7 +89,7 @@ class DataEntry(_Strict):
 class CheckpointManifest(_Strict):
     """The contents of a checkpoint, apart from its tensors."""
 
-    format: Literal[1]
+    format: Literal[2]
     run: str
     """The identifier in the mark of the run that wrote it."""
     progress: Progress

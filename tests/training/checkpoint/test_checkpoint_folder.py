@@ -176,7 +176,7 @@ HASH = "0123456789abcdef" * 2
 
 def values() -> dict[str, Any]:
     return {
-        "format": 1,
+        "format": 2,
         "run": "0123",
         "progress": {
             **{"step": 4, "updates": 3, "schedule_start": 1, "masks_changed": None},
@@ -235,7 +235,7 @@ def test_no_flipped_bit_goes_unseen() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("format", 2, "format: "),
+        ("format", 3, "format: "),
         ("progress/step", -1, "progress.step: "),
         ("progress/step", True, "progress.step: "),
         ("progress/loss_scale", float("nan"), "progress.loss_scale: |it: "),
