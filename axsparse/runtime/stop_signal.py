@@ -16,6 +16,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from axsparse.runtime.process import exit_at_once, speaks, write_line
@@ -42,6 +43,8 @@ class StopRequest:
         self._rests = False
         self._leave = leave
         self._pipe: tuple[int, int] | None = None
+        self._outer: tuple[int, os.stat_result] | None = None
+        """The descriptor to which signals were written before, such as asyncio's, if any."""
         self._thread: threading.Thread | None = None
         self._before: dict[int, Any] = {}
         self._given_back: dict[int, Any] = {}
@@ -90,7 +93,8 @@ class StopRequest:
             or (handler := signal.getsignal(number)) in free[number]
             or isinstance(getattr(handler, "__self__", None), StopRequest)
         }
-        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        outer = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        self._outer = None if outer == -1 else (outer, os.fstat(outer))
         reader = self._pipe[0]
         self._thread = threading.Thread(
             target=lambda: self._read(reader), name="axsparse signals", daemon=True
@@ -101,13 +105,23 @@ class StopRequest:
         """Give the signals back to the handlers that they had before, and forget that one came."""
         if self._pipe is None or threading.current_thread() is not threading.main_thread():
             return
-        signal.set_wakeup_fd(-1)
+        current = signal.set_wakeup_fd(self._open_outer(), warn_on_full_buffer=False)
+        if current != self._pipe[1]:  # the program has set its own since
+            signal.set_wakeup_fd(current, warn_on_full_buffer=False)
         self._give_back(SIGNALS)
         if self._thread is not None and self._thread.is_alive():  # it is not in a fork
             os.write(self._pipe[1], b"\0")  # this ends the thread, which closes the other end
             self._thread.join()
         os.close(self._pipe[1])
-        self._pipe = self.reason = self._received_at = None
+        self._pipe = self._outer = self.reason = self._received_at = None
+
+    def _open_outer(self) -> int:
+        """The descriptor of `_outer`; -1 without one, and where it is another file's by now."""
+        with suppress(OSError):
+            if self._outer is not None:
+                number, opened = self._outer
+                return number if os.path.samestat(os.fstat(number), opened) else -1
+        return -1
 
     def rest(self) -> None:
         """Give the signals `idle` back until `listen` is called again; what came stays noted."""
@@ -151,9 +165,18 @@ class StopRequest:
         remove_own()
         self._leave(128 + number)
 
+    def _pass_on(self, number: int) -> None:
+        """Write a signal of the program's to the descriptor that had it before."""
+        outer = self._open_outer()
+        if outer != -1:
+            with suppress(OSError):  # of a full buffer
+                os.write(outer, bytes([number]))
+
     def _read(self, reader: int) -> None:
         """Receive every signal that the interpreter writes to the pipe, until a 0 comes."""
         while 0 not in (numbers := os.read(reader, 64)):
             for number in numbers:
+                if signal.getsignal(number) != self._note:
+                    self._pass_on(number)
                 self.receive(number)
         os.close(reader)

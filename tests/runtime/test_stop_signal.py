@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import mmap
 import os
 import signal
@@ -202,6 +203,56 @@ def test_signals_with_a_handler_of_the_program_stay_its_own(
     stop.release()
     assert signal.getsignal(number) is handler
     assert signal.getsignal(signal.SIGUSR1) is handler
+
+
+def test_a_loop_of_asyncio_has_its_signals_while_a_run_listens_and_after_it(
+    stop: StopRequest,
+) -> None:
+    async def main() -> list[str]:
+        heard: list[str] = []
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, heard.append, "SIGTERM")
+        for change in (stop.listen, stop.rest, stop.release):
+            change()
+            os.kill(os.getpid(), signal.SIGTERM)
+            before = len(heard)
+            for _ in range(100):
+                if len(heard) == before:
+                    await asyncio.sleep(0.02)
+        return heard
+
+    assert asyncio.run(main()) == ["SIGTERM"] * 3
+    assert not stop.is_set
+
+
+@pytest.mark.parametrize("end", ["closed", "another file's"])
+def test_a_descriptor_that_was_closed_meanwhile_gets_no_signals(
+    end: str, stop: StopRequest
+) -> None:
+    (reader, writer), (others_reader, other) = (os.pipe2(os.O_NONBLOCK) for _ in range(2))
+    signal.set_wakeup_fd(writer)
+    stop.listen()
+    if end == "closed":
+        os.close(writer)
+    else:
+        os.dup2(other, writer)
+
+    stop.release()
+
+    assert signal.set_wakeup_fd(-1) == -1
+    for number in (reader, others_reader, other, *([] if end == "closed" else [writer])):
+        os.close(number)
+
+
+def test_a_descriptor_that_the_program_sets_while_a_run_listens_stays(stop: StopRequest) -> None:
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    stop.listen()
+    signal.set_wakeup_fd(writer)
+
+    stop.release()
+
+    assert signal.set_wakeup_fd(-1) == writer
+    os.close(reader)
+    os.close(writer)
 
 
 def test_a_run_takes_the_signals_of_one_that_was_left_open(stop: StopRequest) -> None:
