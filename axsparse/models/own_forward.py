@@ -11,8 +11,9 @@ segment reads beside it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,7 +35,7 @@ from axsparse.models.module_buffers import (
     slots,
     start_training,
 )
-from axsparse.models.sequential import PLAIN, OwnValues, reject_unfit, structure
+from axsparse.models.sequential import PLAIN, OwnValues, holds_module, reject_unfit, structure
 from axsparse.models.stand_ins import (
     Modules,
     PartModule,
@@ -126,10 +127,11 @@ def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> dict[Layer, PartModule]
         try:
             if not any(mode for _, mode in modes):
                 _set_mode(module, training=True)  # as `is_in_evaluation` has it
-            watch = _watched(module, inputs)
+            with _recorders(module) as recorders:
+                watch = _watched(module, inputs)
             _set_back(modes)
             _drop_graphs(attributes)
-            split = _Split(module, watch, inputs)
+            split = _Split(module, watch, inputs, recorders)
             layers = dict(zip(*split.layers(), strict=True))
             for part in layers.values():
                 within = [*part.modules(), *vars(part)["_parts"].values()]
@@ -145,6 +147,48 @@ def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> dict[Layer, PartModule]
         for slot in slots(part):
             slot.put(module.get_buffer(layer.full_name(slot.name)))
     return layers
+
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@contextmanager
+def _recorders(module: nn.Module) -> Iterator[Set[tuple[str, str, int]]]:
+    """The hooks that return nothing and write nothing to their module in what runs meanwhile, by
+    path, kind and number; hooks that hold a module may write there."""
+    found = [
+        ((path, kind, key), vars(child)[kind], hook)
+        for path, child in module.named_modules()
+        for kind in HOOKS
+        for key, hook in vars(child)[kind].items()
+        if not holds_module(hook)
+    ]
+    recorders, others = set[tuple[str, str, int]](), set[tuple[str, str, int]]()
+
+    def call(
+        name: tuple[str, str, int], hook: Callable[..., Any], child: nn.Module, *given: Any
+    ) -> Any:
+        before = dict(vars(child))
+        result = hook(child, *given)
+        now = vars(child)
+        is_same = now.keys() == before.keys() and all(now[key] is before[key] for key in now)
+        (recorders if result is None and is_same else others).add(name)
+        recorders.difference_update(others)
+        return result
+
+    for name, hooks, hook in found:
+        hooks[name[2]] = partial(call, name, hook)
+    try:
+        yield recorders
+    finally:
+        for name, hooks, hook in found:
+            if name[2] in hooks:
+                hooks[name[2]] = hook
+
+
+def _with_contents(hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
+    """The result of a hook, which is not called with tensors on the meta device."""
+    return None if any(each.is_meta for each in tensors_of(given)) else hook(module, *given)
 
 
 def _drop_graphs(attributes: Sequence[tuple[nn.Module, Mapping[str, object]]]) -> None:
@@ -293,8 +337,14 @@ _RUN: ContextVar[_Run] = ContextVar("_RUN")
 class _Split:
     """A module, and the layers that it is cut into."""
 
-    def __init__(self, module: nn.Module, watch: Watch, inputs: Sequence[Tensor]) -> None:
-        self._module = module
+    def __init__(
+        self,
+        module: nn.Module,
+        watch: Watch,
+        inputs: Sequence[Tensor],
+        recorders: Set[tuple[str, str, int]],
+    ) -> None:
+        self._module, self._recorders = module, recorders
         self._calls, self._arguments, self._used = watch.calls, watch.arguments, watch.used
         self._dtypes = [tensor.dtype for tensor in inputs]
         self._lists = {call.path for call in self._calls}
@@ -302,6 +352,8 @@ class _Split:
             self._meta = structure(module).requires_grad_(requires_grad=False)
         except Exception as reason:
             raise _unfit(module, f"it has no copy ({one_line(reason)})", COPIABLE) from reason
+        for path, child in self._meta.named_modules():
+            self._spare_recorders(child, path)
         self._put_stand_ins()
         self._metas = {mode: self._in_mode(self._meta, "", training=mode) for mode in (True, False)}
         """The module on the meta device in training, as it was watched, and in evaluation."""
@@ -454,6 +506,7 @@ class _Split:
     def _tree(self, module: nn.Module, meta: nn.Module, own: set[str], prefix: str) -> nn.Module:
         """A copy of a module with these tensors; all others are attributes on the meta device."""
         view = copy.copy(module)
+        self._spare_recorders(view, prefix.rstrip("."))
         for kind in ("_parameters", "_buffers"):
             mine = {}
             for key, tensor in vars(module)[kind].items():
@@ -478,12 +531,26 @@ class _Split:
                 children[key] = other  # which runs over its members
             elif path in self._lists or (names and not names & own and not has_list):
                 vars(view)[key] = other
-            elif names <= own and not has_list:
+            elif names <= own and not has_list and (names or not self._is_recorded(path)):
                 children[key] = child
             else:
                 children[key] = self._tree(child, other, own, f"{path}.")
         vars(view)["_modules"] = children
         return view
+
+    def _spare_recorders(self, module: nn.Module, path: str) -> None:
+        """Do not call the recorders of a copy of a module with tensors on the meta device."""
+        for kind in HOOKS:
+            hooks = OrderedDict(vars(module)[kind])
+            mine = [key for key in hooks if (path, kind, key) in self._recorders]
+            for key in mine:
+                hooks[key] = partial(_with_contents, hooks[key])
+            if mine:
+                vars(module)[kind] = hooks
+
+    def _is_recorded(self, path: str) -> bool:
+        """Whether a module or one in it has a recorder."""
+        return any(f"{each}.".startswith(f"{path}.") for each, *_ in self._recorders)
 
     # -- what they do -------------------------------------------------------------------------
 

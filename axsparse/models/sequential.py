@@ -248,7 +248,7 @@ def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
     for buffer in module.buffers():
         empty[id(buffer)] = buffer.detach().to("meta")
         vars(empty[id(buffer)]).update(vars(buffer))
-    shared = {id(hook): hook for hook in _hooks(module) if not _holds_module(hook)}
+    shared = {id(hook): hook for hook in _hooks(module) if not holds_module(hook)}
     made: nn.Module = copy.deepcopy(module, {**empty, **shared})
     return made.requires_grad_(requires_grad=False) if is_frozen else made
 
@@ -297,10 +297,10 @@ def _hooks(module: nn.Module) -> Iterator[object]:
             yield from vars(child)[f"{kind}_hooks"].values()
 
 
-def _holds_module(hook: object) -> bool:
+def holds_module(hook: object) -> bool:
     """Whether a hook may read a module, as a method of it does: its copy then reads the copy."""
     if isinstance(hook, partial):
-        return any(map(_holds_module, (hook.func, *hook.args, *hook.keywords.values())))
+        return any(map(holds_module, (hook.func, *hook.args, *hook.keywords.values())))
     owner = getattr(hook, "__self__", hook)
     return any(
         isinstance(each, nn.Module) for each in (owner, *getattr(owner, "__dict__", {}).values())

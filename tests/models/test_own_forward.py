@@ -280,6 +280,36 @@ def test_a_forward_may_keep_what_it_computes() -> None:
     torch.testing.assert_close(by_layers(model, module.state_dict(), x), module(x))
 
 
+class Rowed(Reader):
+    """Blocks that are told the number of rows, which a hook of a module has counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Sequential(nn.Dropout(0.0))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.drop(self.stem(x))
+        rows: Any = self.stem.rows
+        for block in self.blocks:
+            x = block(x, rows)
+        return x.tanh()
+
+
+def test_hooks_that_record_get_contents_and_others_work_everywhere() -> None:
+    module, seen, longer = Rowed(), list[float](), torch.randn(3, 2, 8)
+    module.stem.register_forward_hook(lambda stem, _, x: setattr(stem, "rows", x.shape[1]))
+    module.stem.register_forward_hook(lambda _, __, x: seen.append(x.sum().item()))
+    module.drop[0].register_forward_hook(lambda _, __, x: seen.append(x.sum().item()))
+    module.register_forward_pre_hook(lambda _, x: seen.append(x[0].sum().item()))
+    model = from_module(module, summed_loss, lambda _: (torch.ones(2, 3, 8),))
+    seen.clear()
+
+    result = by_layers(model, module.state_dict(), longer)
+
+    assert len(seen) == 3
+    torch.testing.assert_close(result, module(longer))
+
+
 class OfItsKind(Reader):
     """Looks at the classes of its blocks."""
 
