@@ -285,7 +285,7 @@ class Rowed(Reader):
 
     def __init__(self) -> None:
         super().__init__()
-        self.drop = nn.Sequential(nn.Dropout(0.0))
+        self.drop = nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Any:
         x = self.drop(self.stem(x))
@@ -299,7 +299,7 @@ def test_hooks_that_record_get_contents_and_others_work_everywhere() -> None:
     module, seen, longer = Rowed(), list[float](), torch.randn(3, 2, 8)
     module.stem.register_forward_hook(lambda stem, _, x: setattr(stem, "rows", x.shape[1]))
     module.stem.register_forward_hook(lambda _, __, x: seen.append(x.sum().item()))
-    module.drop[0].register_forward_hook(lambda _, __, x: seen.append(x.sum().item()))
+    module.drop.register_forward_hook(lambda _, __, x: seen.append(x.sum().item()))
     module.register_forward_pre_hook(lambda _, x: seen.append(x[0].sum().item()))
     model = from_module(module, summed_loss, lambda _: (torch.ones(2, 3, 8),))
     seen.clear()
