@@ -99,6 +99,7 @@ def test_ctrl_c_says_what_happens_and_once_more_leaves_at_once(
 
 def test_released_signals_are_whose_they_were(stop: StopRequest) -> None:
     before = [*map(signal.getsignal, SIGNALS)]
+    signal.set_wakeup_fd(-1)  # as a trainer of another test may have left it, which still listens
 
     stop.listen()
     assert [*map(signal.getsignal, SIGNALS)] != before
