@@ -25,7 +25,8 @@ from axsparse.cli.data import prepare_and_show
 from axsparse.cli.parser import override, say
 from axsparse.cli.prune_defaults import Work, chosen, plan_lines, rising, training_settings
 from axsparse.cli.prune_order import BLOCKWISE, FACTS, PRUNED, PruneOrder
-from axsparse.config.hf_config import BUNDLED, read_json
+from axsparse.config.hf_config import read_json
+from axsparse.config.load import bundled_source
 from axsparse.config.schema import Config, sample_length
 from axsparse.config.validate import check_config
 from axsparse.data.dataset import Datasets
@@ -326,6 +327,9 @@ ZEROS_ALONE = ("pruning.layers=[]", "pruning.distribution=uniform", "pruning.hea
 """The settings of pruning that method zeros takes at these values alone, where a configuration of
 the user's may have others."""
 
+WHICH = ("pruning.include=", "pruning.exclude=")
+"""The settings that say which matrices are pruned."""
+
 
 def card(order: PruneOrder, config: Config, facts: Facts) -> str:
     """The model card of a pruned model, in Markdown."""
@@ -340,8 +344,8 @@ def card(order: PruneOrder, config: Config, facts: Facts) -> str:
         override("data.path", order.work / "tokens"),
         "pruning.method=zeros",
         f"pruning.sparsity={removed:.4f}",
-        *(ZEROS_ALONE if str(order.config) != BUNDLED else ()),
-        *(each for each in order.settings if each.startswith(("pruning.include", "pruning.exc"))),
+        *(ZEROS_ALONE if str(order.config) != bundled_source() else ()),
+        *(each for each in order.settings if each.startswith(WHICH)),
     )
     train = ["axsparse", "train", "--config", order.config, "--run-dir", f"{order.out}.trained"]
     return f"""\

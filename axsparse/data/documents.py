@@ -563,8 +563,8 @@ def _caches(path: Path, names: Collection[PurePath]) -> set[PurePath]:
             own = {state.parent / each["filename"] for each in listed}
         except (OSError, ValueError, LookupError, TypeError, RecursionError):  # another's file
             continue
-        beside = (name for name in names if name.parent == state.parent)
-        found |= {name for name in beside if _format(name) == ".arrow"} - own
+        tables = {name for name in names if _format(name) == ".arrow"}
+        found |= {name for name in tables if name.parent == state.parent} - own
     return found
 
 

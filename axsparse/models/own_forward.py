@@ -150,6 +150,7 @@ def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> dict[Layer, PartModule]
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+"""The attributes of a module that have the hooks of its forward."""
 
 
 @contextmanager
@@ -612,9 +613,9 @@ class _Split:
     def _values(self, item: int, tensors: Sequence[Tensor]) -> dict[Name, Tensor]:
         names = self._into[item]
         values = dict(zip(names, tensors, strict=False))
-        for told in tensors[len(names) :]:
-            number, leaf, *shape = told.shape[1:]
-            values["shape", number, leaf] = told.new_empty((0, *shape))
+        for tensor in tensors[len(names) :]:
+            number, leaf, *shape = tensor.shape[1:]
+            values["shape", number, leaf] = tensor.new_empty((0, *shape))
         if item == 0:
             for number, tensor in enumerate(tensors):
                 values["size", number, 0] = _shape_of(tensor)
@@ -804,8 +805,8 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 def _shapes_of(values: Mapping[Name, Tensor]) -> list[object]:
     """The shapes that tell what the forward does, and whether autograd records it."""
-    told = [(*name, *each.shape) for name, each in values.items() if name[0] in ("size", "shape")]
-    return [torch.is_grad_enabled(), *sorted(told)]
+    shapes = [(*name, *each.shape) for name, each in values.items() if name[0] in ("size", "shape")]
+    return [torch.is_grad_enabled(), *sorted(shapes)]
 
 
 def _version(tensor: Tensor) -> int:
