@@ -506,15 +506,14 @@ def plain_model(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> nn.M
     own = model.container
     if own is not None and not (isinstance(own, nn.Sequential) and runs_in_order(own)):
         return _filled_copy(own, tensors)
-    plain = PlainModel()
+    plain: nn.Module = PlainModel()
     for name, module in filled_modules(model, ties, tensors).items():
         plain.add_module(name, module)
-    if own is None:
-        return plain.eval()
-    own = copy.copy(own)
-    vars(own)["_modules"] = plain._modules
-    set_mode(own, training=False)
-    return own
+    if own is not None:
+        modules, plain = plain._modules, copy.copy(own)
+        vars(plain)["_modules"] = modules
+    plain.training = False  # as the modules are
+    return plain
 
 
 def _filled_copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

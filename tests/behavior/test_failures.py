@@ -267,7 +267,7 @@ WAYS_OUT = [
         "trainer.save()\nif trainer.rank: raise KeyboardInterrupt",
         (
             130,
-            "interrupted; the checkpoint of step 2 is kept, and --resume auto (in Python "
+            "interrupted; run/checkpoints/step-2 is kept, and --resume auto (in Python "
             'resume="auto") goes on',
         ),
     ),

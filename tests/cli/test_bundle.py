@@ -18,6 +18,7 @@ printf 12345 > "$(dirname "{log}")/wheels/$3.whl"
 
 def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str = "nothing") -> Path:
     """Takes another Python, whose pip notes its words; where it notes them."""
+    tmp_path.mkdir(exist_ok=True)
     python, log = tmp_path / "python", tmp_path / "log"
     python.write_text(PIP.format(log=log, fails=fails))
     python.chmod(0o755)
@@ -57,6 +58,16 @@ def test_an_older_torch_is_left_to_pip(
 
     assert axsparse("bundle", tmp_path / "wheels", "--extra", "cuda12")[0] == 0
     assert "--constraint" not in log.read_text() and "--platform" not in log.read_text()
+
+
+def test_the_command_that_installs_has_the_name_of_the_folder(
+    axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(tmp_path / "my wheels", monkeypatch)
+    (tmp_path / "my wheels" / "wheels").mkdir()
+    monkeypatch.chdir(tmp_path / "my wheels")
+
+    assert "pip install --no-index --find-links 'my wheels' " in axsparse("bundle", ".")[1]
 
 
 @pytest.mark.parametrize("step", ["wheel", "download"])

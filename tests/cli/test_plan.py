@@ -121,6 +121,9 @@ def test_a_folder_is_planned_by_the_bundled_file_also_next_to_one_of_its_name(
 ) -> None:
     asked = ("--gpus", "4", "--memory", "24", "--json")
     usual = json.loads(axsparse("plan", llama, *asked)[1])
+    (tmp_path / "my model").symlink_to(llama)
+    noted = json.loads(axsparse("plan", tmp_path / "my model", *asked)[1])["notes"]
+    assert f"--set 'model.from={tmp_path}/my model'" in "\n".join(noted)
     monkeypatch.chdir(tmp_path)
     Path("prune_llama.yaml").write_text("model: {name: hf}\nbatch: {global_batch_size: 8}\n")
 

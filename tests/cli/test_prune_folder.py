@@ -55,6 +55,7 @@ FEW = (
 )
 JUDGED = ("--set", "train.eval_steps=1")
 """One batch is evaluated, which are fewer samples than calibrate."""
+ALL = ("--set", "pruning.include=all", "--set", "pruning.exclude=[lm_head.weight]")
 
 
 def pruned(cwd: Path, out: str, *more: str, ranks: int = 1) -> dict[str, torch.Tensor]:
@@ -191,12 +192,13 @@ def test_the_card_has_the_zeros_that_are_there_and_its_command_trains_them(
         "model: {name: hf}\ndata: {source: tokens, path: none}\n"
         "pruning: {method: magnitude, sparsity: 0.5, heal: blocks, distribution: erk}\n"
     )
-    erk = pruned(tmp_path, "erk", "--config", "mine.yaml", "--sparsity", "0.5", *JUDGED)
+    erk = pruned(tmp_path, "erk", "--config", "mine.yaml", "--sparsity", "0.5", *JUDGED, *ALL)
     assert any((value == 0).any() for value in erk.values())
     [command] = re.findall(
         r"^axsparse train .*$", (tmp_path / "erk" / "README.md").read_text(), re.MULTILINE
     )
-    assert "pruning.distribution=uniform" in command and "pruning.heal=none" in command
+    for each in ("distribution=uniform", "heal=none", "include=all"):
+        assert f"--set pruning.{each}" in command
     found = pruned(tmp_path, "out", "--sparsity", "0.55", "--heal", "none", *JUDGED)
 
     matrices = [value for name, value in found.items() if "_proj" in name]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from support.runs import summed_loss, tiny_config, vector_data
 from torch import Tensor, nn
 
+import axsparse as ax
 from axsparse.models.module_buffers import (
     has_own_train,
     set_mode,
@@ -63,6 +65,19 @@ class Fitted(nn.Sequential):
         raise AssertionError("trains")
 
 
+class Row(nn.Module):
+    """Runs its members in their order."""
+
+    def __init__(self, members: nn.ModuleList) -> None:
+        super().__init__()
+        self.members = members
+
+    def forward(self, x: Tensor) -> Tensor:
+        for member in self.members:
+            x = member(x)
+        return x
+
+
 def test_a_train_that_is_a_loop_over_data_is_not_called() -> None:
     inner = Fitted(nn.Dropout(), Freezing(1, 1))
     module = Fitted(inner, nn.Dropout())
@@ -71,6 +86,24 @@ def test_a_train_that_is_a_loop_over_data_is_not_called() -> None:
 
     set_mode(module, training=False)
     assert not any(child.training for child in module.modules())
+
+
+@pytest.mark.parametrize("kind", [list, nn.Sequential, nn.ModuleList])
+def test_a_model_of_such_modules_trains_and_comes_back(kind: type) -> None:
+    blocks = [nn.Sequential(nn.Linear(16, 16), Fitted(nn.Dropout())), nn.Linear(16, 5)]
+    given = kind(blocks) if kind is not nn.Sequential else nn.Sequential(*blocks)
+    trainer = ax.Trainer(
+        Row(given) if kind is nn.ModuleList else ax.from_sequential(given, summed_loss),
+        vector_data(),
+        tiny_config(train={"steps": 1}),
+        loss=summed_loss if kind is nn.ModuleList else None,
+        quiet=True,
+    )
+    trainer.train()
+
+    back = trainer.model()
+
+    assert back is not None and not any(child.training for child in back.modules())
 
 
 @pytest.mark.parametrize(

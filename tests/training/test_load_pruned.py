@@ -125,8 +125,9 @@ def test_generate_says_that_a_folder_is_dense(tmp_path: Path, axsparse: Axsparse
 
 
 def test_generate_refuses_what_a_folder_has_damaged_and_runs_no_code_of_it(
-    axsparse: Axsparse, tmp_path: Path
+    axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # to transformers' question
     folder = tmp_path / "folder"
     write_folder(folder)
     words = ("generate", folder, "--prompt", "a", "--tokens", 2)
