@@ -455,6 +455,11 @@ def _first_masks(
         calibration = _calibration(plan, own, options, transport, data, held_out)
         healed = _healed_layers(plan, data, run_dir / HEALED) if heals and run_dir else None
         says: Callable[[str], None] = partial(print, flush=True) if is_shown else lambda _: None
+        if pruning.calibration_samples > data.training.num_samples:
+            says(
+                f"warning: pruning.calibration_samples: {pruning.calibration_samples} are more "
+                f"than the {data.training.num_samples} samples of the data; some count repeatedly"
+            )
         drawn = _calibrated(transport, replace(calibration, says=says, healed=healed))
         for before, after in [drawn.losses] if drawn.losses else []:
             says(

@@ -371,6 +371,21 @@ def test_experts_that_no_token_met_are_said_once(
     ]
 
 
+def test_it_says_that_the_data_have_fewer_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(**settings(calibration_samples=100), run_dir=str(tmp_path / "run"))
+    datasets = ax.Datasets(token_data(), None)
+
+    build(job_alone(), named_model(config), lambda: datasets, config).close()
+
+    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
+    assert warnings == [
+        "warning: pruning.calibration_samples: 100 are more than the 40 samples of the data; some "
+        "count repeatedly"
+    ]
+
+
 def test_it_says_how_far_it_is_and_what_the_pruning_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

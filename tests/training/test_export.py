@@ -292,7 +292,8 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     (start / "tokenizer.json").write_text("words")
     (start / "additional_chat_templates").mkdir()
     (start / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
-    (start / "vocab.txt").write_text("words")
+    for name in ("vocab.txt", "vocab.bin"):
+        (start / name).write_text("words")
     (start / "modeling_own.py").write_text("raise SystemExit")
     (start / "LICENSE").write_text("copies have to carry it")
     (start / "README.md").write_text("---\nlicense: mit\n---\n![a](assets/a.png)\n")
@@ -303,7 +304,8 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     left = ("onnx/model.onnx", "onnx/config.json", ".git/HEAD", "checkpoint-5/trainer_state.json")
     (start / "checkpoint-5" / "global_step5" / "deep.txt").symlink_to(start / "LICENSE")
     (start / "onnx" / "again").symlink_to(start, target_is_directory=True)
-    others = ("flax_model.msgpack", "pytorch_model.bin", "model.safetensors.index.json")
+    others = ("flax_model.msgpack", "pytorch_model-00001-of-00002.bin", "training_args.bin")
+    others += ("model.safetensors.index.json",)
     for name in (*left, *others, "checkpoint-5/global_step5/mp_rank_00_model_states.pt"):
         (start / name).write_text("{}")
     config = config_of(
@@ -321,7 +323,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     templates = "additional_chat_templates"
     there = [".gitattributes", "LICENSE", "README.md", templates, "assets", "checkpoint-5"]
     there += ["config.json", "model.safetensors", "modeling_own.py", "onnx"]
-    there += ["tokenizer.json", "vocab.txt"]
+    there += ["tokenizer.json", "vocab.bin", "vocab.txt"]
     assert written() == there
     below = {path.name for path in (*out.glob("checkpoint-5/**/*"), *out.glob("onnx/**/*"))}
     assert below == {"config.json", "deep.txt", "global_step5", "trainer_state.json"}
