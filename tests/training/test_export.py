@@ -305,7 +305,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     (start / "checkpoint-5" / "global_step5" / "deep.txt").symlink_to(start / "LICENSE")
     (start / "onnx" / "again").symlink_to(start, target_is_directory=True)
     others = ("flax_model.msgpack", "pytorch_model-00001-of-00002.bin", "training_args.bin")
-    others += ("model.safetensors.index.json",)
+    others = (*others, "model.safetensors.index.json")
     for name in (*left, *others, "checkpoint-5/global_step5/mp_rank_00_model_states.pt"):
         (start / name).write_text("{}")
     config = config_of(
