@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from yaml.reader import ReaderError
 
 from axsparse.config.hf_config import BUNDLED, HF, with_folder
-from axsparse.config.messages import Setting, refusal, show, unknown_key
+from axsparse.config.messages import Setting, quoted_argument, refusal, show, unknown_key
 from axsparse.config.schema import FIELDS, SECTIONS, Config
 from axsparse.runtime.errors import ConfigError, MissingInputError, check_kind, one_line, reading
 from axsparse.runtime.files.paths import expanded
@@ -67,8 +67,12 @@ YamlDumper.add_representer(
 )
 
 
-def compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
-    """The root node, or None for an empty text; `at(line)` names the place of an error."""
+QUOTES = "a text that begins with * or & stands in quotes, such as '*.bias=0'"
+
+
+def compose(text: str, at: Callable[[int], str], quotes: str = QUOTES) -> yaml.Node | None:
+    """The root node, or None for an empty text; `at(line)` names the place of an error, and
+    `quotes` is the suggestion for a text that YAML takes for an alias or an anchor."""
     try:
         loader = YamlLoader(text)
     except ReaderError as error:
@@ -83,7 +87,7 @@ def compose(text: str, at: Callable[[int], str]) -> yaml.Node | None:
         problem = ", ".join(part for part in (error.context, error.problem) if part)
         suggestion = "correct it there"
         if "alias" in problem or "anchor" in problem:
-            suggestion = "a text that begins with * or & stands in quotes, such as '*.bias=0'"
+            suggestion = quotes
         raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; {suggestion}") from None
     except (ValueError, OverflowError, RecursionError) as error:
         # PyYAML does not catch these, such as escapes beyond Unicode.
@@ -337,7 +341,8 @@ def _read_override(override: str) -> tuple[str, Setting]:
         )
     if key not in FIELDS:
         raise unknown_key(key, "--set")
-    node = compose(text, lambda _: f"{key} (--set)")
+    quotes = f"write {quoted_argument(key, text.strip())}"
+    node = compose(text, lambda _: f"{key} (--set)", quotes)
     return key, Setting(None, "--set") if node is None else _setting(key, "--set", node)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -125,12 +127,12 @@ def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigEr
     for problem in error.errors(include_url=False):
         problems.setdefault(_key_of(problem), []).append(problem)
     key, first = next(iter(problems.items()))
-    origin = settings[key].origin if key in settings else "default"
+    setting = settings.get(key, Setting(None, "default"))
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return ConfigError(f"{key} ({origin}): {_said(first)}{more}")
+    return ConfigError(f"{key} ({setting.origin}): {_said(first, setting)}{more}")
 
 
-def _said(problems: list[Any]) -> str:
+def _said(problems: list[Any], setting: Setting) -> str:
     """The value of a key and pydantic's texts about it; a union has one for each of its types."""
     if (rule := _broken_rule(problems[0])) is not None:
         return rule.said
@@ -143,13 +145,14 @@ def _said(problems: list[Any]) -> str:
         return f"{show(list(value))} is too short; give more entries"
     texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)
     texts = dict.fromkeys(text.replace("a valid tuple", "a list") for text in texts)
-    suggestion = _suggestion(kind, value, FIELDS.get(_key_of(problems[0]), {}))
+    suggestion = _suggestion(kind, value, _key_of(problems[0]), setting)
     shown = show(list(value) if isinstance(value, tuple) else value)
     return f"{shown} should {' or '.join(texts)}{suggestion}"
 
 
-def _suggestion(kind: str, value: object, field: Mapping[str, Any]) -> str:
+def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
     """The suggestion for pydantic's type of error, where pydantic's text has none."""
+    field = FIELDS.get(key, {})
     off, default = SWITCHES_OFF.search(field.get("description", "")), field.get("default")
     if off is not None and show(value) in OFF:
         return f"; {' '.join(off[1].split())}"
@@ -157,14 +160,37 @@ def _suggestion(kind: str, value: object, field: Mapping[str, Any]) -> str:
         return f"; leave it out for {show(default)}"
     if kind == "tuple_type" and isinstance(default, list) and default:
         return f" such as {default}"
+    by_option = setting.origin == "--set"
     if kind == "tuple_type" and isinstance(value, str):
-        entries = re.split(r",\s*", value)
-        return f"; write [{', '.join(e if NUMBER.fullmatch(e) else repr(e) for e in entries)}]"
+        if value.startswith("[") and value.endswith("]"):
+            return f"; write {argument(key, value) if by_option else 'it without quotes'}"
+        return f"; write {argument(key, _as_list(value)) if by_option else _as_list(value)}"
     if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
         return "; write it without quotes"
     if kind == "string_type" and type(value) in (int, float):
-        return "; write it in quotes"
+        whole = setting.value
+        texts = json.dumps([*map(str, whole)] if isinstance(whole, list) else str(whole))
+        return f"; write {argument(key, texts) if by_option else 'it in quotes'}"
     return "; write true or false" if kind == "bool_type" and default != "auto" else ""
+
+
+def argument(key: str, text: str) -> str:
+    """The option that sets a key, as it is written in a shell."""
+    return f"--set {shlex.quote(f'{key}={text}')}"
+
+
+def quoted_argument(key: str, text: str) -> str:
+    """The option that sets a key to a text, or to a list of texts, which begin with * or &."""
+    if not isinstance(FIELDS[key].get("default"), list):
+        return argument(key, json.dumps(text, ensure_ascii=False))
+    return argument(key, _as_list(text[1:-1] if text.startswith("[") else text))
+
+
+def _as_list(text: str) -> str:
+    """A list of entries that commas separate, each in quotes unless it is a number."""
+    entries = (entry.strip("'\" ") for entry in text.split(","))
+    shown = (e if NUMBER.fullmatch(e) else json.dumps(e, ensure_ascii=False) for e in entries)
+    return f"[{', '.join(shown)}]"
 
 
 def _of_another_family(name: str, leaf: str) -> str:

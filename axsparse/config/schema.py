@@ -130,6 +130,10 @@ class LayoutConfig(Section):
     """A cluster file (`benchmarks/calibrate.py` measures one), or the name of a bundled one: its
     constants predict the time of a step. null predicts memory only."""
 
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        if self.split == ():
+            yield "split", "[] has no stages; choose the layers of each stage, or auto"
+
 
 class PipelineConfig(Section):
     """In which order a stage works."""
@@ -308,7 +312,8 @@ class PruningConfig(Section):
             yield (
                 "initial_sparsity",
                 f"{initial:g} is not below pruning.sparsity {self.sparsity:g}, to which gradual "
-                "rises; choose less, or pruning.method zeros, which keeps the masks",
+                "rises; choose less, or pruning.method zeros, which keeps the masks, without "
+                "pruning.initial_sparsity",
             )
         if draws and isinstance(rewind, int) and rewind > at:
             yield (

@@ -263,22 +263,28 @@ def check_rounds(loaded: Config, config: Config) -> None:
     """
     pruning, where = config.pruning, loaded.where("pruning.interval")
     begin, until, every = pruning.at_step, pruning.until_step, pruning.interval
+    steps = config.train.steps
     assert until != "auto"
     end = f"pruning.until_step {until}"
     often = "step" if every == 1 else f"{every} steps"
     if loaded.pruning.until_step == "auto":
-        end += f" (auto, by train.steps {config.train.steps})"
+        end += f" (auto, by train.steps {steps})"
     if pruning.method in ("gradual", "iterative") and begin + every > until:
+        way = f"choose at most {until - begin}"
+        if until == begin:
+            way = "choose a smaller pruning.at_step or more train.steps"
+            if begin + 1 < steps:
+                way += f", or a pruning.until_step between {begin} and {steps}"
         raise ConfigError(
-            f"{where}: {every} steps do not fit between pruning.at_step {begin} and "
-            f"{end}; choose at most {max(until - begin, 1)}"
+            f"{where}: an interval of {counted(every, 'step')} does not fit between "
+            f"pruning.at_step {begin} and {end}; {way}"
         )
     first = max(begin, config.schedule.warmup_steps)
     last = first + DISTANCES * every
     if pruning.method == "early-bird" and last > until:
         most, least = (until - first) // DISTANCES, first + DISTANCES
         way = f"set pruning.interval to 1 and pruning.until_step to {least}"
-        if least >= config.train.steps:
+        if least >= steps:
             way += f", and train.steps to at least {least + 1}"
         raise ConfigError(
             f"{where}: {DISTANCES + 1} looks, one every {often} from step {first} on (after "
