@@ -23,7 +23,7 @@ Train a pruned network over pipeline stages, their tensor-parallel ranks and rep
 
 Start it by itself, or on many ranks with an MPI launcher:
 
-  axsparse train --config quickstart.yaml
+  axsparse train --config quickstart.yaml --set layout.g_inter=1
   mpirun -n 4 axsparse train --config quickstart.yaml
   mpirun -n 512 axsparse train --config my_run.yaml --set layout.g_inter=8
 """

@@ -44,6 +44,7 @@ PAGE_SECONDS = 900.0
 SMALL = """\
 model: {name: gpt, num_layers: 2, hidden_size: 32, num_heads: 4, sequence_length: 32}
 batch: {global_batch_size: 8, microbatch_size: 4}
+layout: {g_inter: 2}
 schedule: {warmup_steps: 5}
 train: {steps: 60, eval_every: 30, eval_steps: 1, peak_flops: 1e12}
 """
@@ -110,6 +111,25 @@ def test_commands_have_the_options_that_they_are_given() -> None:
         keys = [pair.partition("=")[0] for pair in getattr(arguments, "overrides", [])]
         if block.codes == (0,):
             assert set(keys) <= FIELDS.keys(), str(block)
+
+
+def test_training_has_the_ranks_that_its_configuration_needs() -> None:
+    """On pages and in help texts; how many layers and samples there are is not looked at."""
+    commands = [command for block in ALL if block.language in SHELL for command in block.commands]
+    for parser in all_parsers().values():
+        commands += [line.strip() for line in (parser.description or "").splitlines()]
+    trained = 0
+    for command in commands:
+        launched = re.match(
+            r"(?:mpirun -n (\d+) )?axsparse train --config quickstart\.yaml", command
+        )
+        if launched is not None:
+            overrides = all_parsers()["train"].parse_args(own_words(command)[1:]).overrides
+            layout = configure("quickstart.yaml", overrides).layout
+            stages = 1 if layout.g_inter == "auto" else layout.g_inter
+            assert int(launched[1] or 1) % (stages * layout.g_tensor) == 0, command
+            trained += 1
+    assert trained > 10
 
 
 def test_settings_in_yaml_are_settings(tmp_path: Path) -> None:
