@@ -66,7 +66,8 @@ NUMBER = re.compile(r"\d+")
 def parser() -> CommandParser:
     arguments = CommandParser(prog="axsparse prune", description=DESCRIPTION, epilog=EPILOG)
     add = arguments.add_argument
-    add("--dry-run", action="store_true", help="prune nothing, and say what a run would prune")
+    text = "prune nothing, and say what a run would prune, whatever its texts and its healing"
+    add("--dry-run", action="store_true", help=text)
     add("--from", metavar="FOLDER", dest="source", type=Path, help="the model to prune")
     add("--data", metavar="INPUT", nargs="+", type=Path, help="files and folders of text")
     text = "the token after each document (default: the tokenizer's eos_token)"
@@ -120,21 +121,19 @@ def main(argv: Sequence[str]) -> NoReturn:
             "configuration would prune"
         )
     heal = arguments.heal
-    teacher = arguments.source if arguments.teacher == SOURCE else arguments.teacher
     trains = (key for key in ("train.steps", "train.teacher") if _sets(arguments, key))
-    asked = {"--steps": arguments.steps, "--teacher": teacher, **dict.fromkeys(trains, True)}
+    asked = {
+        "--steps": arguments.steps,
+        "--teacher": arguments.teacher,
+        **dict.fromkeys(trains, True),
+    }
     for option, given in asked.items():
         if given is not None and heal in ("none", "blocks"):
             reject(f"{option}: --heal {heal} makes no step; choose --heal train")
     for key in DECIDED:
         if _sets(arguments, key):
             reject(f"--set: {key} is what --from and --out say; leave it out")
-    settings = [
-        *([] if arguments.sparsity is None else [f"pruning.sparsity={arguments.sparsity}"]),
-        *([] if arguments.steps is None else [f"train.steps={arguments.steps}"]),
-        *([] if teacher is None else [override("train.teacher", Path(teacher))]),
-        *arguments.overrides,
-    ]
+    settings = _settings(arguments)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     arguments.config = arguments.config or bundled_source()
     reject_early(arguments, [override(FROM, arguments.source), *settings], is_part=True)
@@ -168,10 +167,32 @@ def _sets(arguments: argparse.Namespace, key: str) -> bool:
     return any(each.startswith(f"{key}=") for each in arguments.overrides)
 
 
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    """The options that are short for `--set`, and `--set`, as KEY=VALUE."""
+    teacher = arguments.source if arguments.teacher == SOURCE else arguments.teacher
+    return [
+        *([] if arguments.sparsity is None else [f"pruning.sparsity={arguments.sparsity}"]),
+        *([] if arguments.steps is None else [f"train.steps={arguments.steps}"]),
+        *([] if teacher is None else [override("train.teacher", Path(teacher))]),
+        *arguments.overrides,
+    ]
+
+
 def _say_what(arguments: argparse.Namespace) -> None:
-    config = configure(arguments.config, arguments.overrides)
-    check_config(config)
-    say("\n".join(lines(config)))
+    if arguments.distribution == "owl":
+        reject(
+            "--distribution: owl is by the activations of samples, which a dry run does not read; "
+            "leave it out"
+        )
+    config, settings = arguments.config, _settings(arguments)
+    if arguments.method is not None:
+        settings.append(f"pruning.method={arguments.method}")
+    if arguments.source is not None:
+        config = config or bundled_source()
+        settings.append(override(FROM, arguments.source))
+    asked = configure(config, settings)
+    check_config(asked)
+    say("\n".join(lines(asked)))
 
 
 def lines(config: Config) -> Iterator[str]:
