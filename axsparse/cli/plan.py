@@ -72,7 +72,7 @@ def parser() -> CommandParser:
     _add_request(add)
     text = (
         "a bundled cluster (summit, selene-a100, dgx-h100, …: docs/howto/plan.md) or a file "
-        f"(default {DEFAULT_CLUSTER}, with --memory {GPU_CLUSTER})"
+        f"(default layout.cluster, else {DEFAULT_CLUSTER}, with --memory {GPU_CLUSTER})"
     )
     add("--cluster", metavar="NAME", help=text)
     text = "print the file of a bundled cluster, to begin one of your own with, and end"
@@ -117,17 +117,24 @@ class PrintCluster(argparse.Action):
 
 
 def _plan(arguments: argparse.Namespace) -> None:
-    # Who says how much memory a device has means a GPU.
-    usual = DEFAULT_CLUSTER if arguments.memory is None else GPU_CLUSTER
-    cluster = load_cluster(arguments.cluster or usual)
     _spare_collections()
     config, notes = _read(arguments)
     check_config(config)
+    arguments.cluster = arguments.cluster or config.layout.cluster
+    # Who says how much memory a device has means a GPU.
+    usual = DEFAULT_CLUSTER if arguments.memory is None else GPU_CLUSTER
+    cluster = load_cluster(arguments.cluster or usual)
     # Imported late, so that --help and mistakes of the user do not load torch.
-    from axsparse.planner.plan_model import planned_model
+    from axsparse.planner.plan_model import BATCH, planned_model
     from axsparse.planner.what_fits import DoesNotFitError
 
     asked = planned_model(config, cluster)
+    sizes, batch = arguments.microbatch_size, asked.batch(min(arguments.gpus))
+    if sizes and min(sizes) > batch:
+        raise ConfigError(
+            f"--microbatch-size: {min(sizes)} is above the batch of {batch} samples ("
+            f"{BATCH}); choose at most {batch}"
+        )
     answers, refusals = [], []
     for gpus, method in product(arguments.gpus, arguments.compare or ["start"]):
         try:

@@ -287,7 +287,10 @@ def _try_size(
     microbatches = request.microbatches(size)
     if microbatches < grid.g_data:
         reason = f"microbatches of {size} make too few of a batch of {request.global_batch_size}"
-        way = "choose smaller microbatches (batch.microbatch_size), more stages, or a larger batch"
+        way = (
+            "choose smaller microbatches (batch.microbatch_size; of axsparse plan "
+            "--microbatch-size), more stages, or a larger batch"
+        )
         return Rejection(grid.g_inter, grid.g_data, size, reason, way)
     split, cluster = request.split_backward, request.cluster
     is_split = grid.g_inter > 1 if split is None else split
