@@ -47,7 +47,7 @@ def parser() -> CommandParser:
     add(
         "--temperature",
         metavar="T",
-        type=decimal("number above 0, such as 0.8", lambda value: value > 0),
+        type=decimal("number from 1e-9 on, such as 0.8", lambda value: value >= 1e-9),
         help="draw; below 1 likely tokens become likelier (default 1 with --top-k; without both, "
         "the most likely tokens follow)",
     )

@@ -312,8 +312,7 @@ class PruningConfig(Section):
             yield (
                 "initial_sparsity",
                 f"{initial:g} is not below pruning.sparsity {self.sparsity:g}, to which gradual "
-                "rises; choose less, or pruning.method zeros, which keeps the masks, without "
-                "pruning.initial_sparsity",
+                "rises; choose less, or 0 and pruning.method zeros, which keeps the masks",
             )
         if draws and isinstance(rewind, int) and rewind > at:
             yield (
