@@ -113,7 +113,7 @@ class RunDir:
         facts: dict[str, object] = {"at": str(folder.resolve())}
         if self.found is None:
             began_from = self.checkpoint and str(self.checkpoint.path.resolve())
-            facts |= {"saved": False, "from": began_from}
+            facts |= {"saved": False, "from": began_from, "name": config.name}
         RunMark.of(folder).note(**facts)
         save_config(config.model_copy(update={"run_dir": str(self.path)}), folder)
         metrics, checkpoints = folder / METRICS_FILE, folder / CHECKPOINTS

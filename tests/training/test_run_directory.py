@@ -522,6 +522,26 @@ def test_auto_without_a_directory_means_the_last_run_of_the_name(
     lock.release()
 
 
+def test_auto_leaves_the_run_of_a_configuration_whose_name_ends_in_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    first, second = loaded(), loaded().with_origins("quick-2", {})
+    opened(second).begin(second)
+
+    found = opened(first)
+
+    assert (found.path, found.found) == (Path("runs/quick"), None)
+    found.begin(first)
+    assert opened(first).found == Path("runs/quick")
+    (tmp_path / "runs" / "quick" / "metrics.jsonl").write_text("of quick")
+    third = opened(first, None)
+    assert third.path == Path("runs/quick-3")
+    assert opened(second).found == Path("runs/quick-2")
+    (tmp_path / "runs" / "quick").rename(tmp_path / "runs" / "other")
+    assert opened(loaded().with_origins("other", {})).found == Path("runs/other")
+
+
 @pytest.mark.parametrize("resume", ["auto", "run", "branch"])
 @pytest.mark.parametrize("killed", ["before the new one has its name", "after that"])
 def test_a_run_that_is_killed_while_it_replaces_its_only_checkpoint_has_one(

@@ -29,8 +29,8 @@ from axsparse.runtime.process import write_line
 
 MARK_FILE = "run.json"
 """The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was, "from": the
-checkpoint of another run that it began from, or null, "at": its path when it last began}. A folder
-behind a link in it has the mark as well."""
+checkpoint of another run that it began from, or null, "name": its configuration's name, "at": its
+path when it last began}. A folder behind a link in it has the mark as well."""
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 TRACEBACK_FILE = "traceback-rank-{}.txt"
@@ -47,14 +47,24 @@ _KEY = "axsparse run"
 
 def automatic_run_dirs(name: str) -> Iterator[Path]:
     """runs/NAME, runs/NAME-2, runs/NAME-3 and so on without an end, from the last run on that is
-    there, since those before it may have been removed."""
-    named = (
-        (re.fullmatch(r"-([1-9]\d*)", path.name.removeprefix(name)), path)
+    there, since those before it may have been removed. Runs of a configuration whose own name ends
+    in a number are left out."""
+    marked = (
+        path
         for path in Path("runs").glob(f"{glob.escape(name)}-*")
+        if _read(path) and not _is_of_other(path, name)
     )
-    last = max((int(match[1]) for match, path in named if match and _read(path)), default=1)
-    for number in itertools.count(last):
-        yield Path("runs") / (name if number == 1 else f"{name}-{number}")
+    matches = (re.fullmatch(r"-([1-9]\d*)", path.name.removeprefix(name)) for path in marked)
+    for number in itertools.count(max((int(match[1]) for match in matches if match), default=1)):
+        path = Path("runs") / (name if number == 1 else f"{name}-{number}")
+        if not _is_of_other(path, name):
+            yield path
+
+
+def _is_of_other(path: Path, name: str) -> bool:
+    """Whether an automatic directory has a run of a configuration of another name."""
+    other = str((_read(path) or {}).get("name", name))
+    return other != name and bool(re.fullmatch(rf"{re.escape(other)}(-[1-9]\d*)?", path.name))
 
 
 def last_run(setting: str, name: str) -> Path | None:
