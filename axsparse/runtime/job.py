@@ -70,6 +70,8 @@ class Run(Protocol):
 
     is_idle: bool
     """Whether no loop is under way and the last call was no step."""
+    run_dir: Path | None
+    """The directory that it saves to; None of a quiet one, which no signal stops."""
 
     def close(self) -> None: ...
 
@@ -309,7 +311,8 @@ def _leave(job: Job) -> None:
             trainer.close()
         except StoppedError as reason:  # noqa: PERF203
             stopped.append(reason)
-    if not stopped and sum_of(job.transport, [float(job.stop.is_set)]) != [0.0]:
+    asked = job.stop.is_set and job.stop.is_listening  # not in the last step of the last run
+    if not stopped and sum_of(job.transport, [float(asked)]) != [0.0]:
         stopped.append(StoppedError("stopped by a signal, with nothing to save; start it again"))
     if stopped:
         raise stopped[0]

@@ -102,7 +102,8 @@ class StopRequest:
         self._thread.start()
 
     def release(self) -> None:
-        """Give the signals back to the handlers that they had before, and forget that one came."""
+        """Give the signals back to the handlers that they had before. What came stays noted for the
+        next run, but signals that the program has while none is under way (`idle`)."""
         if self._pipe is None or threading.current_thread() is not threading.main_thread():
             return
         current = signal.set_wakeup_fd(self._open_outer(), warn_on_full_buffer=False)
@@ -113,7 +114,13 @@ class StopRequest:
             os.write(self._pipe[1], b"\0")  # this ends the thread, which closes the other end
             self._thread.join()
         os.close(self._pipe[1])
-        self._pipe = self._outer = self.reason = self._received_at = None
+        self._pipe = self._outer = None
+        if self.reason in [number.name for number in self.idle]:
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget that a signal came, once a run has stopped for it."""
+        self.reason = self._received_at = None
 
     def _open_outer(self) -> int:
         """The descriptor of `_outer`; -1 without one, and where it is another file's by now."""

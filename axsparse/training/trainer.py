@@ -688,7 +688,8 @@ class Trainer:
             self._job.in_progress.remove(self)
         if self._saver is not None:
             self._saver.close()
-            self._stop.release()
+            if all(run.run_dir is None for run in self._job.in_progress):
+                self._stop.release()
         self._step.close()
         self.collector.close()
         self.recorder.close()
@@ -1055,6 +1056,7 @@ class Trainer:
         assert saver is not None, "signals are taken where there is a place to save"
         saver.finish()
         self._announce_checkpoints()
+        self._stop.forget()
         if self.steps_done == 0:
             raise StoppedError(
                 "stopped before the first step, with nothing to save; start it again"

@@ -252,6 +252,54 @@ for number, _ in enumerate(trained, 1):
     assert [*(tmp_path / "trained" / "checkpoints").glob("step-*")]
 
 
+@pytest.mark.parametrize("when", ["within", "after"])
+def test_a_signal_of_a_run_that_is_over_stops_the_run_in_progress(
+    when: str, tmp_path: Path
+) -> None:
+    program = """
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def made(name, steps):
+    return ax.Trainer(mlp(), vector_data(), global_batch_size=12, steps=steps, run_dir=name)
+
+trained = made("trained", 9)
+trained.step()
+made("other", 1).train(stop if sys.argv[1] == "within" else None)
+if sys.argv[1] == "after":
+    stop()
+for _ in trained:
+    trained.step()
+"""
+    done = ended(tmp_path, program, when)
+
+    assert done.returncode == 75, done
+    assert [*(tmp_path / "trained" / "checkpoints").glob("step-*")]
+
+
+def test_a_signal_in_the_last_step_of_a_run_stops_the_next_one_alone(tmp_path: Path) -> None:
+    program = """
+def stop(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def trained(name, on_step=None):
+    given = mlp(), vector_data()
+    ax.Trainer(*given, global_batch_size=12, steps=1, run_dir=name).train(on_step)
+
+trained("first", stop)
+try:
+    trained("second")
+except ax.StoppedError as reason:
+    print(reason)
+trained("third", stop)
+"""
+    done = ended(tmp_path, program)
+
+    assert done.returncode == 0, done
+    assert done.stdout.count("stopped before the first step") == 1
+    assert (tmp_path / "third" / "checkpoints" / "step-1").is_dir()
+
+
 @pytest.mark.parametrize(
     ("how", "hook"),
     by_default(
