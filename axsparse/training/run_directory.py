@@ -14,6 +14,7 @@ import yaml
 
 from axsparse.config.load import to_yaml
 from axsparse.config.schema import Config, token_sources
+from axsparse.observe.metrics import WANDB_ID
 from axsparse.observe.trace_file import TRACE_FILE, TRACES
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.runtime.communication import Transport
@@ -110,11 +111,12 @@ class RunDir:
         Only rank 0 calls this. OutputError if the directory cannot be written.
         """
         folder = self.folder
-        facts: dict[str, object] = {"at": str(folder.resolve())}
+        facts: dict[str, object] = {"at": str(folder.resolve()), "overwrites": self.overwrites}
         if self.found is None:
             began_from = self.checkpoint and str(self.checkpoint.path.resolve())
             facts |= {"saved": False, "from": began_from, "name": config.name}
-        RunMark.of(folder).note(**facts)
+        mark = RunMark.of(folder)
+        mark.note(**facts)
         save_config(config.model_copy(update={"run_dir": str(self.path)}), folder)
         metrics, checkpoints = folder / METRICS_FILE, folder / CHECKPOINTS
         with writing(f"{checkpoints}:", OTHER_RUN_DIR):
@@ -123,6 +125,8 @@ class RunDir:
             checkpoints.mkdir(exist_ok=True)
         with writing(f"{metrics}:", OTHER_RUN_DIR):
             rewind_metrics(metrics, self.progress)
+        if self.overwrites:
+            mark.note(overwrites=False)
 
 
 def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir:
@@ -144,6 +148,9 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
             _reject_other_checkpoints(path, "resume")
             if named is not None:
                 _reject_older(path, named)
+            elif RunMark.of(path).is_overwriting:  # it was killed meanwhile
+                with writing(f"{path / CHECKPOINTS}:", OTHER_RUN_DIR):
+                    _clear(path)
         steps = steps_in(path) if path else []
         notes = remains(path) if path and not named else []
         return json.dumps([path and str(path), named and str(named), steps, notes])
@@ -324,13 +331,14 @@ def _reject_broken_link(path: Path, where: str) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove the checkpoints, traces and masks of a run."""
+    """Remove the checkpoints, traces and masks of a run, and the name of its curves at W&B."""
     for checkpoint in (path / CHECKPOINTS).glob("*"):
         if step_of(checkpoint) is not None:
             checkpoint_folder.remove(checkpoint)
     if (path / TRACES).is_dir():
         delete_own(path / TRACES, TRACE_FILE)
-    (path / MASK_FILE).unlink(missing_ok=True)
+    for name in (MASK_FILE, WANDB_ID):
+        (path / name).unlink(missing_ok=True)
 
 
 def _take(path: Path, lock: RunLock) -> bool:

@@ -20,7 +20,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
 from axsparse.runtime.files.run_folder import RunLock, RunMark
 from axsparse.training.checkpoint import checkpoint_folder
-from axsparse.training.checkpoint.verification import checkpoint_of, open_checkpoint
+from axsparse.training.checkpoint.verification import checkpoint_of, open_checkpoint, steps_in
 from axsparse.training.progress import BestEntry, Progress
 from axsparse.training.run_directory import (
     RunDir,
@@ -126,7 +126,8 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(
     (steps / "of the user").mkdir()
     (run / "trace").mkdir()
     notes = [folder / "notes.txt" for folder in (run, run / "trace", steps / "step-2")]
-    for path in (*notes, run / "mask.safetensors", run / "trace" / "steps-2-3.json"):
+    names = ("mask.safetensors", "wandb-id", "trace/steps-2-3.json")
+    for path in (*notes, *(run / name for name in names)):
         path.touch()
     lock = RunLock(run)
     with pytest.raises(OutputError, match=rf"^{run}: is in use by a Trainer of this"):
@@ -152,6 +153,32 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(
     assert [one.name for one in gone.iterdir()] == ["notes.txt"]
     checkpoint_folder.begin(steps, 2)
     assert (gone / "notes.txt").exists()
+
+
+def test_a_run_that_is_killed_while_it_overwrites_another_begins_anew(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = checkpoint_folder.remove
+
+    def remove_and_kill(path: Path) -> None:
+        remove(path)
+        raise KeyboardInterrupt
+
+    config = loaded(run)
+    overwriting = opened(config, None, overwrite=True)
+    monkeypatch.setattr(checkpoint_folder, "remove", remove_and_kill)
+    with pytest.raises(KeyboardInterrupt):
+        overwriting.begin(config)
+    monkeypatch.undo()
+    left = max(steps_in(run))
+    assert opened(config, str(checkpoint(run, left))).checkpoint is not None, "the user names it"
+
+    found = opened(config)
+
+    assert found.notes == (f"{run} has no checkpoint; starts from the beginning",)
+    found.begin(config)
+    assert not (run / "metrics.jsonl").read_text()
+    assert not RunMark.of(run).is_overwriting
 
 
 @pytest.mark.parametrize(

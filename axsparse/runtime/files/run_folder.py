@@ -30,7 +30,8 @@ from axsparse.runtime.process import write_line
 MARK_FILE = "run.json"
 """The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was, "from": the
 checkpoint of another run that it began from, or null, "name": its configuration's name, "at": its
-path when it last began}. A folder behind a link in it has the mark as well."""
+path when it last began, "overwrites": whether files of a run before it are still to be removed}. A
+folder behind a link in it has the mark as well."""
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 TRACEBACK_FILE = "traceback-rank-{}.txt"
@@ -153,6 +154,11 @@ class RunMark:
     @property
     def has_saved(self) -> bool:
         return bool(self._content.get("saved"))
+
+    @property
+    def is_overwriting(self) -> bool:
+        """Whether files of a run before it are still to be removed."""
+        return bool(self._content.get("overwrites"))
 
     @property
     def began_from(self) -> str | None:
