@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -59,6 +61,14 @@ DRAWS_LIKE: dict[str, Callable[..., Tensor]] = {
 }
 """Functions that draw a tensor like another one, and the methods by which they fill it: only recent
 versions of torch let these functions take a generator."""
+SEEDS_OF_GPUS = ("manual_seed", "manual_seed_all", "set_rng_state")
+"""Functions of torch.cuda that seed GPUs; `torch.manual_seed` and `torch.random.fork_rng` call
+them."""
+READING = threading.RLock()
+"""Held while samples are read: data sets of torch are made for one thread, and the parts of a
+`random_split` have one in common."""
+OF_BATCHES = torch.Generator()
+"""The random numbers of `collate_fn`: where it does not seed them, batches read again differ."""
 
 
 def from_torch(
@@ -80,8 +90,9 @@ def from_torch(
     Random numbers that `dataset` draws by torch for a sample (crops, flips and noise of
     torchvision, for example) come from a generator that is keyed by `seed`, epoch and sample: they
     change from epoch to epoch, and are the same in every layout and after a resumption. Evaluations
-    draw as in epoch 0. Random numbers of Python, of numpy and of custom generators are rejected,
-    since several threads read, and so are draws of `collate_fn`.
+    draw as in epoch 0. `torch.manual_seed` in `dataset` seeds this generator. Random numbers of
+    Python, of numpy and of custom generators are rejected, and so are draws of `collate_fn` that it
+    does not seed. One thread at a time reads.
 
     `name` appears in the banner and in messages. `vocab_size` is for samples of tokens, whose ids
     are all below it. `count_targets` says how many targets of a microbatch count in the loss; by
@@ -220,10 +231,12 @@ class TorchSamples:
         epoch 0 without any."""
         epochs = np.zeros_like(indices) if epochs is None else epochs
         samples = []
-        for sample, epoch in zip(indices.tolist(), epochs.tolist(), strict=True):
-            with _DrawnFrom(self.seed, epoch, sample):
-                samples.append(self.dataset[sample])
-        collated = self._collated(samples, indices)
+        with READING:
+            for sample, epoch in zip(indices.tolist(), epochs.tolist(), strict=True):
+                with _DrawnFrom(keyed_generator("from_torch", self.seed, epoch, sample)):
+                    samples.append(self.dataset[sample])
+            with _DrawnFrom(OF_BATCHES):
+                collated = self._collated(samples, indices)
         if not isinstance(collated, (tuple, list)) or len(collated) != 2:
             names: set[str] = {*getattr(collated, "keys", tuple)()}
             shown = f" (for next tokens {SHIFTED})" if {"input_ids", "labels"} <= names else ""
@@ -271,11 +284,32 @@ def _rejecting(what: str, advice: str) -> Iterator[None]:
 
 
 class _DrawnFrom(TorchFunctionMode):
-    """Lets torch draw from a generator of a key, in this thread and within the block."""
+    """Lets torch draw from a generator, and seed it, in this thread and within the block.
 
-    def __init__(self, *key: int) -> None:
+    The default generators, which dropout draws from in another thread, are left alone:
+    `torch.manual_seed`, `torch.get_rng_state` and their like are no functions that a mode sees, and
+    find the generator in their module. `READING` is held.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
-        self._generator = keyed_generator("from_torch", *key)
+        self._generator = generator
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> _DrawnFrom:
+        thread, places = threading.get_ident(), [(torch.cuda, name) for name in SEEDS_OF_GPUS]
+        places.append((torch.random, "default_generator"))
+        self._before = [(module, name, getattr(module, name)) for module, name in places]
+        for module, name, value in self._before[:-1]:
+            setattr(module, name, partial(_seed_elsewhere, thread, value))
+        setattr(*places[-1], _ThreadGenerator(thread, self._generator))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        for module, name, value in self._before:
+            setattr(module, name, value)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -288,6 +322,23 @@ class _DrawnFrom(TorchFunctionMode):
         if name in DRAWS:
             kwargs = {**kwargs, "generator": self._generator}
         return func(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _ThreadGenerator:
+    """torch's default generator for all threads but one, which has its own."""
+
+    thread: int
+    own: torch.Generator
+
+    def __getattr__(self, name: str) -> Any:
+        is_own = threading.get_ident() == self.thread
+        return getattr(self.own if is_own else torch.default_generator, name)
+
+
+def _seed_elsewhere(thread: int, seed: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    if threading.get_ident() != thread:
+        seed(*args, **kwargs)
 
 
 def _drawn_like(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import axsparse as ax
-from axsparse.data.torch_dataset import _DrawnFrom
+from axsparse.data.torch_dataset import READING, _DrawnFrom
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.seeds import keyed_generator, preserved_rng
 
@@ -92,11 +93,85 @@ def test_a_tensor_like_another_is_drawn_as_torch_draws_it() -> None:
             torch.default_generator.set_state(keyed_generator("from_torch", 1, 2, 3).get_state())
             expected = draw()
 
-        with _DrawnFrom(1, 2, 3):
+        with _DrawnFrom(keyed_generator("from_torch", 1, 2, 3)):
             drawn = draw()
 
         assert torch.equal(drawn, expected) and drawn.dtype == expected.dtype
         assert drawn.requires_grad == expected.requires_grad
+
+
+def drawn_after(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    return torch.rand(3)
+
+
+def seeded_twice() -> Tensor:
+    seed = int(torch.randint(2**31, ()))
+    return torch.stack([drawn_after(seed), drawn_after(seed)])
+
+
+def restored() -> Tensor:
+    state = torch.get_rng_state()
+    image = torch.rand(3)
+    torch.set_rng_state(state)
+    return torch.stack([image, torch.rand(3)])
+
+
+def forked() -> Tensor:
+    with torch.random.fork_rng():
+        image = torch.rand(3)
+    return torch.stack([image, torch.rand(3)])
+
+
+@pytest.mark.parametrize("draw", [seeded_twice, restored, forked])
+def test_seeds_that_a_sample_sets_are_its_own(
+    draw: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Image and mask are cropped alike, and dropout draws on from where it was."""
+    of_gpus: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", of_gpus.append)
+    data = ax.from_torch(Noisy(draw))
+    state = torch.get_rng_state()
+
+    pair = read(data, [3], [1])[0]
+
+    assert torch.equal(*pair) and not torch.equal(pair, read(data, [3], [0])[0])
+    assert torch.equal(torch.get_rng_state(), state) and not of_gpus
+
+
+def test_samples_of_a_seed_are_the_same_in_each_epoch() -> None:
+    """Also where a batch is made so; another thread seeds torch as ever."""
+    with ThreadPoolExecutor(1) as other:
+
+        def seeded() -> Tensor:
+            other.submit(torch.manual_seed, 9).result()
+            return drawn_after(3)
+
+        def collated(samples: list[Any]) -> Any:
+            return torch.stack([x for x, _ in samples]) + seeded(), torch.zeros(len(samples))
+
+        with preserved_rng():
+            data = ax.from_torch(Noisy(seeded), collated)
+            there, back = read(data, [3, 4], [0, 0]), read(data, [4, 3], [1, 1])
+            drawn, later = torch.rand(3), drawn_after(9)
+
+    expected = 2 * torch.rand(3, generator=torch.Generator().manual_seed(3))
+    assert torch.allclose(there - torch.tensor([[3.0], [4.0]]), expected, atol=1e-6)
+    assert torch.equal(there, back.flip(0)) and torch.equal(drawn, later)
+
+
+def test_one_thread_at_a_time_reads_samples() -> None:
+    """Two parts of a data set may have one file between them."""
+    is_free: list[bool] = []
+
+    def asked() -> Tensor:
+        is_free.append(other.submit(READING.acquire, False).result())
+        return torch.zeros(1)
+
+    with ThreadPoolExecutor(1) as other:
+        ax.from_torch(Noisy(asked), lambda some: (asked().expand(len(some)), torch.ones(len(some))))
+
+    assert not any(is_free)
 
 
 def test_targets_that_differ_in_number_need_to_be_counted() -> None:
