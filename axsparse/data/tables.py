@@ -4,6 +4,7 @@ dependency."""
 from __future__ import annotations
 
 import io
+import json
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -63,7 +64,32 @@ def _rows(pyarrow: Any, batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
             for column in columns:
                 column.validate(full=True)
             rows = pyarrow.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
+            for field in filter(_has_json, batch.schema):
+                for row in rows:
+                    row[field.name] = _parsed(row[field.name], field)
         yield from rows
+
+
+def _is_json(field: Any) -> bool:
+    """Whether values have the type `Json` of `datasets`; a pyarrow before 19 has texts of them."""
+    extension = (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    return bool(getattr(field.type, "extension_name", extension) == "arrow.json")
+
+
+def _has_json(field: Any) -> bool:
+    parts = [field.type.field(number) for number in range(field.type.num_fields)]
+    return _is_json(field) or any(map(_has_json, parts))
+
+
+def _parsed(value: Any, field: Any) -> Any:
+    """A value of a field as `datasets` gives it: all JSON in it is read."""
+    if value is None or not _has_json(field):
+        return value
+    if _is_json(field):
+        return json.loads(value)
+    if isinstance(value, dict):
+        return {part.name: _parsed(value[part.name], part) for part in field.type}
+    return [_parsed(one, field.type.field(0)) for one in value]
 
 
 @contextmanager
@@ -71,7 +97,14 @@ def _damaged() -> Iterator[None]:
     """OSError for pyarrow's errors about a damaged file."""
     try:
         yield
-    except (ValueError, KeyError, TypeError, NotImplementedError, MemoryError) as reason:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        NotImplementedError,
+        MemoryError,
+        RecursionError,
+    ) as reason:
         raise OSError(0, " ".join(str(reason).split())) from reason
 
 

@@ -32,6 +32,7 @@ from axsparse.data.documents import (
     read_text,
 )
 from axsparse.data.preparation import Request
+from axsparse.data.tables import _rows
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 
@@ -397,6 +398,42 @@ def test_keys_that_other_messages_have_are_not_none_in_a_table(tmp_path: Path) -
 
     assert isinstance(chat, Chat)
     assert chat.messages == messages
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["type", "texts"])
+def test_json_in_a_table_is_read_as_datasets_reads_it(is_known: bool) -> None:
+    """Also by a pyarrow before 19, which knows the name of the type alone."""
+    pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
+
+    def json_field(name: str) -> Any:
+        named = {"ARROW:extension:name": "arrow.json"}
+        return pyarrow.field(name, pyarrow.string(), metadata=named)
+
+    call = pyarrow.struct([pyarrow.field("name", pyarrow.string()), json_field("arguments")])
+    columns = {
+        json_field("whole"): ['{"a":[1,null]}', None],
+        pyarrow.field("messages", pyarrow.list_(json_field("item"))): [['{"role":"user"}'], []],
+        pyarrow.field("calls", pyarrow.list_(call)): [
+            [{"name": "f", "arguments": '{"n":1}'}, None],
+            [{"name": "g", "arguments": None}],
+        ],
+        pyarrow.field("text", pyarrow.string()): ['{"a":1}', None],
+    }
+    arrays = [pyarrow.array(values, field.type) for field, values in columns.items()]
+    batch = pyarrow.record_batch(arrays, schema=pyarrow.schema([*columns]))
+    if is_known:
+        file = io.BytesIO(batch.schema.serialize().to_pybytes() + batch.serialize().to_pybytes())
+        batch = pyarrow.ipc.open_stream(file).read_next_batch()
+
+    assert [*_rows(pyarrow, iter([batch]))] == [
+        {
+            "whole": {"a": [1, None]},
+            "messages": [{"role": "user"}],
+            "calls": [{"name": "f", "arguments": {"n": 1}}, None],
+            "text": b'{"a":1}',
+        },
+        {"whole": None, "messages": [], "calls": [{"name": "g", "arguments": None}], "text": None},
+    ]
 
 
 def test_tables_need_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
