@@ -44,12 +44,18 @@ an ending of data, or of texts: not its card, its licence or its scripts, as `da
 STATE_FILE = "state.json"
 METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE)
 """Files of save_to_disk of `datasets`, next to its .arrow files, that are no documents."""
+SPLITS = "train(?:ing)?|val|valid|validation|dev|test|testing|eval|evaluation"
 SPLIT = re.compile(
     r"(?:^|/)(?:(\w*(?:train|valid|test|dev|eval)\w*)(?=-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.)"
-    r"|(train(?:ing)?|val|valid|validation|dev|test|testing|eval|evaluation)(?=[-_.]?\d*[./]))"
+    rf"|({SPLITS})(?=[-_.]?\d*[./]))"
 )
-"""Finds the split in the path of a file of a data set, as `datasets` and the hub name it: in the
-name of the file or of one of its folders."""
+"""Finds the split in the path of a file of a data set, as the hub names it: it begins the name of
+the file or of one of its folders."""
+SPLIT_WORD = re.compile(rf"(?<![^-._ 0-9/])(?:{SPLITS})(?=[-._ 0-9/])")
+"""Finds splits elsewhere in a path, as `datasets` does: `gsm8k_train.jsonl`, `wiki.test.txt`."""
+TEXTS = (".txt", ".raw", ".tokens")
+"""Endings of texts that are asked for splits too, unless files of other endings are next to them:
+in a folder of code the words mean something else."""
 UNREADABLE = "unreadable"
 NO_DATA = "no data (next to files of data; name it to take it)"
 CACHE = "a cache, which state.json does not name (name it to take it)"
@@ -539,11 +545,15 @@ def _files(
             names = [name for name in names if name not in others]
             left_out.extend((str(path / name), NO_DATA) for name in others)
         taken = sorted(names, key=PurePath.as_posix)
-        data = (name.as_posix() for name in taken if _format(name) in (*DATA_SETS, ".json"))
-        found = [match for name in data if (match := SPLIT.search(name))]
-        splits = sorted({match[match.lastindex or 0] for match in found})
-        if len(splits) > 1:
-            text, end = found[-1].string, found[-1].end()
+        asked = {*DATA_SETS, ".json"}
+        if {*map(_format, taken)} <= {*asked, *TEXTS, ".md", ""}:
+            asked.update(TEXTS)
+        data = (name.as_posix() for name in taken if _format(name) in asked)
+        found = [matches for name in data if (matches := _split_words(name))]
+        words = {frozenset(match[match.lastindex or 0] for match in matches) for matches in found}
+        if len(words) > 1:
+            splits = sorted(frozenset.union(*words))
+            text, end = found[-1][-1].string, found[-1][-1].end()
             after = text[end] if text[end] in "-_." else ""
             begin = f"{path}/{text[:end]}{'' if text[end] == '/' else f'{after}*'}"
             raise ConfigError(
@@ -551,6 +561,12 @@ def _files(
                 f"as {begin}, and by --validation those that are held out"
             )
         yield from (path / name for name in taken)
+
+
+def _split_words(name: str) -> list[re.Match[str]]:
+    """The words in a path that name its split."""
+    first = SPLIT.search(name)
+    return [first] if first else [*SPLIT_WORD.finditer(name)]
 
 
 def _caches(path: Path, names: Collection[PurePath]) -> set[PurePath]:

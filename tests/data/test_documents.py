@@ -156,7 +156,10 @@ def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     "files",
     [
-        ["train/a.txt", "test/b.txt"],
+        ["train/a.py", "train/names.txt", "test/b.py", "test/names.txt"],
+        ["my_train_data.jsonl", "b.jsonl", "contest_a.jsonl", "a_latest.jsonl", "c_trains.json"],
+        ["the dev set/a.jsonl", "the dev set/b.jsonl"],
+        ["train/a_test.jsonl", "train/b.jsonl"],
         ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
         ["arxiv-00000-of-00001.parquet", "books-00000-of-00001.parquet"],
         ["train/a.jsonl", "train/b.jsonl", "latest.jsonl", "evaluations/a.jsonl"],
