@@ -36,20 +36,27 @@ from support.hf import (
 )
 from support.images import write_safetensors
 from support.resuming import train_and_save
-from support.runs import VOCABULARY, assert_bitwise, tiny_config, token_data, train_in_process
+from support.runs import (
+    VOCABULARY,
+    assert_bitwise,
+    summed_loss,
+    tiny_config,
+    token_data,
+    train_in_process,
+)
 from torch import Tensor, nn
 
 from axsparse.config.load import configure
 from axsparse.config.schema import PruningConfig
 from axsparse.data.dataset import TokenDataset
 from axsparse.models import model_profile
-from axsparse.models.layer import Model, as_tuple
+from axsparse.models.layer import Layer, Model, as_tuple
 from axsparse.models.layer_cost import Tracer
 from axsparse.models.model_profile import profile
 from axsparse.models.sequential import filled_modules
+from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.hf_models import Part, SplitModel
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.pruning.targets import what_is_pruned
 from axsparse.runtime.errors import AxsparseError, ConfigError
 from axsparse.runtime.files.safetensors import SafetensorsFile
 
@@ -200,14 +207,46 @@ def test_a_model_that_is_its_own_teacher_learns_nothing(transformers: Any, tmp_p
     assert abs(first.losses[0]) < 1e-5
 
 
-def test_routers_stay_dense_and_experts_are_pruned(transformers: Any, tmp_path: Path) -> None:
-    make(transformers, "mixtral", tmp_path)
-    config = settings_of(tmp_path, "mixtral", samo={"enabled": True}, pruning={"sparsity": 0.5})
-    targets = what_is_pruned(config, profile(named_model(config)))
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+ROUTERS: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "mixtral": ({"num_local_experts": 4}, {"mlp.gate"}),
+    "qwen2_moe": (EXPERTS, {"mlp.gate", "mlp.shared_expert_gate"}),
+    "afmoe": ({**EXPERTS, "num_dense_layers": 0, "num_shared_experts": 1}, {"mlp.router.gate"}),
+    "hunyuan_v1_moe": ({**EXPERTS, "head_dim": 12, "moe_topk": 2}, {"mlp.gate.wg"}),
+    "gemma4_text": (
+        {**EXPERTS, "enable_moe_block": True, "top_k_experts": 2, "head_dim": 12},
+        {"router.proj"},
+    ),
+    "zaya": (
+        {**EXPERTS, "num_experts_per_tok": 1, "head_dim": 12, "router_hidden_size": 12},
+        {
+            *("mlp.gate.down_proj", "mlp.gate.router_mlp.fc1", "mlp.gate.router_mlp.fc2"),
+            *("mlp.gate.router_mlp.out_proj", "self_attn.qkv_proj.conv_qk_depthwise"),
+        },
+    ),
+    "longcat_flash": (
+        {
+            **{"n_routed_experts": 4, "zero_expert_num": 4, "moe_topk": 2, "num_layers": 3},
+            **{"ffn_hidden_size": 20, "expert_ffn_hidden_size": 16},
+        },
+        {"mlp.router.classifier", "mlp.experts.gate_up_proj", "mlp.experts.down_proj"},
+    ),
+}
+"""Mixtures of experts, and their matrices that stay dense."""
 
-    assert targets is not None
-    assert "model.layers.0.mlp.experts.down_proj" in targets.shapes
-    assert not [name for name in targets.shapes if "gate.weight" in name or "router" in name]
+
+@pytest.mark.parametrize("family", ROUTERS)
+def test_routers_stay_dense_and_experts_are_pruned(transformers: Any, family: str) -> None:
+    changed, dense = ROUTERS[family]
+    settings = transformers.AutoConfig.for_model(family, **{**SIZES, **changed})
+    with torch.device("meta"):
+        layers = transformers.AutoModelForCausalLM.from_config(settings).model.layers
+
+    mark_what_multiplies(layers)
+
+    profiled = profile(Model([Layer("layers", lambda: layers)], summed_loss))
+    found = {p.name for p in profiled.layers[0].parameters if len(p.shape) > 1 and not p.multiplies}
+    assert {name.split(".", 2)[2].removesuffix(".weight") for name in found} == dense
 
 
 def tensors_of(model: Model) -> dict[str, Tensor]:
