@@ -7,6 +7,7 @@ next one is read, so that the dense model is never in memory.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,18 +56,23 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
             f"load_pruned: {folder} has no {CONFIG_FILE}; name a folder that axsparse prune, "
             "axsparse export --to sparse or save_pretrained wrote"
         )
-    opened, causal = open_weights(folder), full_model(read_json(folder / CONFIG_FILE))
+    settings = {**read_json(folder / CONFIG_FILE), "dtype": "bfloat16"}
+    opened, causal = open_weights(folder), full_model(settings)
     file = HfFile(opened, causal)
     places = {name: (module, turned) for module, name, _, turned in multiplied_weights(causal)}
-    kept_exact = getattr(causal, "_keep_in_fp32_modules_strict", None) or ()
+    exact = [one.replace("*", ".*") for one in causal._keep_in_fp32_modules_strict or ()]
+
+    def typed(name: str, made: Tensor, tensor: Tensor) -> Tensor:
+        """A tensor in the type that transformers gives it."""
+        is_exact = any(re.search(each, name) for each in exact)
+        return tensor.to(torch.float32 if is_exact else made.dtype)
+
     replaced, others = 0, dict(tied_names(causal))
     for name, parameter in causal.named_parameters():
         there = name if name in file.shapes else others.get(name, name)
         if there not in file.shapes:
             continue
-        tensor = _checked(file, there, parameter)
-        exact = any(part in name.split(".") for part in kept_exact)
-        value = tensor.to(torch.float32 if exact else torch.bfloat16)
+        value = typed(name, parameter, _checked(file, there, parameter))
         owner = causal.get_submodule(name.rpartition(".")[0])
         if name in places and fewest_zeros is not None and has_zeros(value, fewest_zeros):
             pruned = PrunedWeight.of(value, is_transposed=places[name][1])
@@ -77,7 +83,7 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
             owner._parameters[name.rpartition(".")[2]] = made
     for slot in slots(causal):
         if slot.persists and slot.name in file.shapes:
-            slot.put(file.read(slot.name))
+            slot.put(typed(slot.name, slot.tensor, file.read(slot.name)))
     causal.tie_weights()
     missing = [name for name, one in causal.named_parameters() if one.is_meta]
     missing += [slot.name for slot in slots(causal) if slot.tensor.is_meta]
@@ -86,7 +92,6 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
             f"{opened.path}: lacks {missing[0]!r}, which {CONFIG_FILE} asks for; get all of "
             "its files anew"
         )
-    causal.config.dtype = torch.bfloat16
     if (folder / GENERATION_FILE).is_file():
         causal.generation_config = _generation_settings(folder, type(causal.generation_config))
     if fewest_zeros is not None:

@@ -92,12 +92,39 @@ def test_a_model_with_pictures_is_loaded_whole(family: str, tmp_path: Path) -> N
 
     model = ax.load_pruned(tmp_path, fewest_zeros=None)
 
+    assert_same(model, theirs)
+
+
+def assert_same(model: Any, theirs: Any) -> None:
+    """Fail unless two models have the same tensors, in the same types, and logits."""
     assert type(model) is type(theirs)
     for name, tensor in {**dict(theirs.named_parameters()), **dict(theirs.named_buffers())}.items():
         ours = model.get_parameter(name) if name in dict(model.named_parameters()) else None
         ours = model.get_buffer(name) if ours is None else ours
-        assert torch.equal(ours, tensor), name
+        assert torch.equal(ours, tensor) and ours.dtype == tensor.dtype, name
     assert torch.equal(hf_logits(model), hf_logits(theirs.eval()))
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("hunyuan_v1_moe", {"head_dim": 8, "num_experts": 4, "moe_topk": 2}),
+        ("minimax", {"num_local_experts": 4}),
+        ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
+    ],
+)
+def test_tensors_have_the_types_that_transformers_gives_them(
+    family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Routers and biases in fp32, and buffers of the file in bf16."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": VOCABULARY}
+    ids = {"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
+    kind = transformers.AutoConfig.for_model(family, **sizes, **settings, **ids)
+    saved_model(transformers, kind, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
+
+    assert_same(ax.load_pruned(tmp_path, fewest_zeros=None), theirs)
 
 
 def test_the_dense_model_is_never_in_memory(tmp_path: Path) -> None:
