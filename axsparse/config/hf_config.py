@@ -260,6 +260,7 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     model of real numbers.
     """
     kind = theirs.get("model_type")
+    anew = "get it anew" if isinstance(where, Path) else "correct it there"
     configs, causal, images, version = _transformers()
     quantized = theirs.get("quantization_config")
     if quantized is not None:
@@ -273,7 +274,7 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
         if isinstance(depth, int) and depth > DEEPEST:
             raise DataError(
                 f"{where}: num_hidden_layers is {depth}, more than the {DEEPEST:,} that can be "
-                "built; get it anew"
+                f"built; {anew}"
             )
     if not isinstance(kind, str) or not (kind in causal or kind in images):
         own_code = " (code of a folder is never run)" if "auto_map" in theirs else ""
@@ -289,7 +290,7 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     except Exception as reason:
         raise DataError(
             f"{where}: transformers {version} refuses it: {' '.join(str(reason).split())[:200]}; "
-            "get it anew"
+            f"{anew}"
         ) from reason
     text_kind = getattr(text, "model_type", None)
     if text_kind is None:

@@ -91,11 +91,11 @@ def chosen_layout(
         is_given = layout.memory_per_rank != "auto"
         anyway = "raise layout.memory_per_rank" if is_given else "set layout.g_inter to try anyway"
         raise ConfigError(
-            f"{config.where('layout.g_inter')}: auto finds no number of stages of {ranks} ranks "
-            f"that fits {format_bytes(budget.nbytes)} a rank, of which the process itself takes "
-            f"{format_bytes(budget.overhead)}; with {found.g_inter}, {found.reason}; take more "
-            "ranks, prune more, recompute activations (pipeline.checkpoint_activations), or "
-            f"{anyway}"
+            f"{config.where('layout.g_inter')}: auto finds no number of stages of "
+            f"{counted(ranks, 'rank')} that fits {format_bytes(budget.nbytes)} a rank, of which "
+            f"the process itself takes {format_bytes(budget.overhead)}; with {found.g_inter}, "
+            f"{found.reason}; take more ranks, prune more, recompute activations "
+            f"(pipeline.checkpoint_activations), or {anyway}"
         )
     return found
 

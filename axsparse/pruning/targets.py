@@ -86,7 +86,7 @@ def what_is_pruned(config: Config, profiled: ModelProfile) -> Targets | None:
     raises.
     """
     pruning = config.pruning
-    targets = find_targets(profiled, pruning) if config.samo.enabled else None
+    targets = find_targets(profiled, pruning, config.where) if config.samo.enabled else None
     if targets is None or not prunes(pruning):
         return None
     if pruning.mask is None:
@@ -95,8 +95,11 @@ def what_is_pruned(config: Config, profiled: ModelProfile) -> Targets | None:
     return replace(targets, shapes=masks.targets(profiled), own={}, mask_file=masks, input_dims={})
 
 
-def find_targets(profiled: ModelProfile, pruning: PruningConfig) -> Targets:
-    """The tensors of a model that the settings prune; ConfigError where the two do not fit.
+def find_targets(
+    profiled: ModelProfile, pruning: PruningConfig, where: Callable[[str], str] = str
+) -> Targets:
+    """The tensors of a model that the settings prune; ConfigError where the two do not fit, in
+    which `where` is as `Config.where`.
 
     Those are the trained weights of the linear, convolution, recurrent and attention modules of
     the blocks (with `include: all`, the trained matrices of every layer) that `pruning.exclude`
@@ -108,7 +111,8 @@ def find_targets(profiled: ModelProfile, pruning: PruningConfig) -> Targets:
         for parameter in layer.parameters
         if parameter.trained and parameter.name not in profiled.ties and len(parameter.shape) >= 2
     }
-    excluded = set(match(pruning.exclude, list(matrices), "pruning.exclude", NOTHING_PRUNABLE))
+    include, exclude, layers = (where(f"pruning.{key}") for key in ("include", "exclude", "layers"))
+    excluded = set(match(pruning.exclude, list(matrices), exclude, NOTHING_PRUNABLE))
     candidates = [name for name in matrices if name not in excluded]
     usual = [
         name
@@ -118,28 +122,28 @@ def find_targets(profiled: ModelProfile, pruning: PruningConfig) -> Targets:
     ]
     own = {}
     for entry in pruning.layers:
-        pattern, own_sparsity = named_value("pruning.layers", entry, 1.0, OWN_FORM)
+        pattern, own_sparsity = named_value(layers, entry, 1.0, OWN_FORM)
         # A pattern of names that are pruned anyway adds no others.
         among = usual if any(fnmatchcase(name, pattern) for name in usual) else candidates
-        names = match([pattern], among, "pruning.layers", NOTHING_PRUNABLE)
+        names = match([pattern], among, layers, NOTHING_PRUNABLE)
         own.update(dict.fromkeys(names, own_sparsity))
     shapes = {
         name: tuple(matrices[name][0].shape) for name in candidates if name in own or name in usual
     }
     if not shapes and prunes(pruning) and pruning.mask is None:
         why = (
-            "include: blocks, but no block of this model has a weight of a linear, convolution, "
+            f"{include}: blocks, but no block of this model has a weight of a linear, convolution, "
             "recurrent or attention module; choose all, name matrices in pruning.layers"
         )
         blocks = [layer for layer in profiled.layers if layer.kind == "block"]
         if excluded:
-            why = "exclude: no tensor is left to prune; leave some in"
+            why = f"{exclude}: no tensor is left to prune; leave some in"
         elif any(p.multiplies and not p.trained for block in blocks for p in block.parameters):
             why = (
-                "include: blocks, but all weights of the blocks are frozen, and trained ones alone "
-                "are pruned; train some (requires_grad_), choose all"
+                f"{include}: blocks, but all weights of the blocks are frozen, and trained ones "
+                "alone are pruned; train some (requires_grad_), choose all"
             )
-        raise ConfigError(f"pruning.{why}, or set samo.enabled=false")
+        raise ConfigError(f"{why}, or set samo.enabled=false")
     found = {name: matrices[name][0].input_dim for name in shapes}
     input_dims = {name: dim for name, dim in found.items() if dim is not None}
     sparsity = pruning.sparsity

@@ -423,8 +423,10 @@ def parameter_groups(
     """The separate settings of some parameters; ConfigError for an entry of another form, or with a
     pattern that no parameter matches."""
     settings, names, shapes = config.optimizer, profile.counted, profile.shapes
-    rates = _own_values("optimizer.learning_rates", settings.learning_rates, names)
-    decays = _own_values("optimizer.weight_decays", settings.weight_decays, names)
+    rates, decays = (
+        _own_values(config.where(f"optimizer.{key}"), getattr(settings, key), names)
+        for key in ("learning_rates", "weight_decays")
+    )
     if targets is not None and config.pruning.rate_power:
         for name, kept in targets.kept().items():
             density = kept / math.prod(targets.shapes[name])

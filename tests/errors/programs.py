@@ -442,7 +442,9 @@ def ordered(*settings: str, out: str = "out", **more: Any) -> PruneOrder:
 
 def found_targets(**pruning: Any) -> object:
     config: Config = tiny_config(pruning=pruning)
-    return targets.find_targets(model_profile.profile(tiny_gpt(config)), config.pruning)
+    return targets.find_targets(
+        model_profile.profile(tiny_gpt(config)), config.pruning, config.where
+    )
 
 
 HEAD = Layer("out", partial(nn.Linear, 16, 5), kind="head", init=random_init)
