@@ -24,6 +24,7 @@ from typing import Any, Literal, cast
 
 from axsparse.data.sources import EXCLUDED_FOLDERS
 from smollm2.gguf_folder import write_folder
+from smollm2.zero_shot import write_questions
 
 SPARSITIES = (50, 60, 70)
 METHODS = ("magnitude", "wanda", "sparsegpt")
@@ -129,6 +130,7 @@ class Study:
         self.work, self.steps = work.absolute(), steps
         self._models = self.work / "models"
         self._records = self.work / "cases"
+        self._questions = self.work / "questions.jsonl"
         for folder in (self._models, self._records):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -143,6 +145,8 @@ class Study:
         if not (self.work / "texts").exists():
             write_texts(self.work / "texts.partial")
             (self.work / "texts.partial").rename(self.work / "texts")
+        if not self._questions.exists():
+            write_questions(self._questions)
         texts = self.work / "texts"
         parts = {
             kind: [str(texts / f"{domain}.{kind}.jsonl") for domain in DOMAINS]
@@ -295,8 +299,11 @@ class Study:
     def _judged(self, case: Case) -> dict[str, Any]:
         texts = [str(self.work / "texts" / f"{domain}.held_out.jsonl") for domain in DOMAINS]
         texts += [str(LICENCE)] if LICENCE.exists() else []
-        command = [sys.executable, "-m", "smollm2.judge", str(self._model(case)), *texts]
-        return json.loads(self._run(command).splitlines()[-1])  # type: ignore[no-any-return]
+        found: dict[str, Any] = {}
+        for judge, files in (("judge", texts), ("zero_shot", [str(self._questions)])):
+            command = [sys.executable, "-m", f"smollm2.{judge}", str(self._model(case)), *files]
+            found |= json.loads(self._run(command).splitlines()[-1])
+        return found
 
     def _settings(self, start: Case) -> list[str]:
         model, tokens = self._model(start), self.work / "tokens"
