@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
@@ -122,12 +123,19 @@ class Subwords:
         self.record = record
         self.separator = vocabulary[separator]
         self.vocab_size = max(vocabulary.values()) + 1
-        with _refusing(self._path, "cannot encode a text"):
-            encoding = self._tokenizer.encode("a")
-        ids = np.array(encoding.ids, dtype=np.uint32)
-        inner = np.flatnonzero(~np.array(encoding.special_tokens_mask, dtype=bool))
-        begin, end = (inner[0], inner[-1] + 1) if inner.size else (ids.size, ids.size)
-        self.first, self.last = ids[:begin], ids[end:]
+        self.first, self.last = self._around_texts(sorted(vocabulary.values()))
+
+    def _around_texts(self, ids: Sequence[int]) -> tuple[Tokens, Tokens]:
+        """The ids that begin and that end a text. Words without a token of theirs have no place
+        between them: another word of the vocabulary, of these ids, shows it then."""
+        for word in chain("a", (self.decode([id_]) for id_ in ids)):
+            with _refusing(self._path, "cannot encode a text"):
+                encoding = self._tokenizer.encode(word)
+            found = np.array(encoding.ids, dtype=np.uint32)
+            inner = np.flatnonzero(~np.array(encoding.special_tokens_mask, dtype=bool))
+            if inner.size:
+                return found[: inner[0]], found[inner[-1] + 1 :]
+        return found, found[:0]
 
     def encode(self, text: str) -> Tokens:
         return np.concatenate([self.first, *self.encode_batch([text])])

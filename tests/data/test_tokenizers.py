@@ -167,6 +167,23 @@ def test_truncation_and_padding_of_a_given_tokenizer_are_taken_off(
         )
 
 
+def test_tokens_around_a_text_are_found_without_a_token_for_latin_letters(tmp_path: Path) -> None:
+    """Of DNA, digits or music."""
+    from tokenizers import Tokenizer, models, processors
+
+    words = {"[CLS]": 0, "[SEP]": 1, "C": 2, "G": 3}
+    tokenizer = Tokenizer(models.BPE(words, []))
+    tokenizer.add_special_tokens(["[CLS]", "[SEP]"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    tokenizer.save(str(tmp_path / "dna.json"))
+
+    ours = opened(tmp_path / "dna.json", "[SEP]")
+
+    assert [*ours.encode("CG"), *ours.last] == tokenizer.encode("CG").ids == [0, 2, 3, 1]
+
+
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ConfigError, match=r"pip install 'axsparse\[text\]', or prepare the data"):
