@@ -583,6 +583,8 @@ class _Encoder:
             if given.dtype.kind != "i":
                 return "ids beyond the vocabulary"
             ids, counts = np.where(given < 0, -1 - given, given), given >= 0
+        if not ids.size:
+            return "empty"
         if ids.max() >= self._tokenizer.vocab_size:
             return "ids beyond the vocabulary"
         return np.where(counts, ids, ids | self.mark).astype(self.dtype)

@@ -22,6 +22,7 @@ from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
+from axsparse.data.tokenizers import SEPARATOR
 from axsparse.runtime.errors import OutputError
 
 
@@ -158,6 +159,19 @@ def test_what_is_left_out_is_counted_on_the_screen_and_in_the_sidecar(
     for example in sidecar.sources.examples:
         assert f"  {example}\n" in screen
     assert re.search(r"^train: \d{3} documents, \S+k tokens$", screen, re.MULTILINE)
+
+
+def test_a_completion_without_tokens_is_left_out_alone(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers", reason="pip install 'axsparse[test]'")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, SEPARATOR: 2}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "words.json"))
+    records = [{"prompt": "", "completion": "\n"}, {"prompt": "a ", "completion": "b"}]
+    source = write_jsonl(tmp_path / "in.jsonl", records)
+
+    sidecar, _ = run(Request((source,), tmp_path / "o", tokenizer=tmp_path / "words.json"))
+
+    assert sidecar.sources.left_out == {"empty": 1} and sidecar.train.documents == 1
 
 
 def test_of_records_that_are_several_documents_the_screen_says_which_is_taken(
