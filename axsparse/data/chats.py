@@ -94,6 +94,34 @@ def _before_first(message: dict[str, Any], alone: str, text: Callable[..., str])
     return head + (asking or ("" if found else "no such place"))
 
 
+def _turn(
+    messages: Messages,
+    number: int,
+    whole: str,
+    text: Callable[..., str],
+    shared: Callable[[str], int],
+) -> tuple[int, int] | None:
+    """Where the words of an answer begin and end in `whole`; None where the template changes
+    them. `shared` says where the first token of `whole` begins that a text has not."""
+    after = text(messages[: number + 1])
+    before = (
+        text(messages[:number], add_generation_prompt=True)
+        if number
+        else _before_first(messages[0], after, text)
+    )
+    begin = len(before) if after.startswith(before) else shared(before)
+    end = len(after) if whole.startswith(after) else shared(after)
+    # The words that ask may begin what an answer has not, such as its reasoning, and a template may
+    # end every chat by words of its own. Nothing else may differ.
+    asked = begin == len(before) or (
+        number
+        and begin >= common_prefix(before, text(messages[:number]))
+        and str(messages[number].get("content")).strip() in after[begin:end]
+    )
+    ended = end == len(after) or text([ANY_CHAT]).endswith(after[end:])
+    return (begin, end) if asked and ended and begin <= end else None
+
+
 class Encoded(NamedTuple):
     """The tokens of a chat."""
 
@@ -241,30 +269,19 @@ class ChatTemplate:
             return places[same - 1][1] if same else 0
 
         for number, message in enumerate(messages):
-            if message["role"] == ASSISTANT and message.get(WEIGHT) in weights:
-                after = text(messages[: number + 1])
-                before = (
-                    text(messages[:number], add_generation_prompt=True)
-                    if number
-                    else _before_first(messages[0], after, text)
+            if message["role"] != ASSISTANT or message.get(WEIGHT) not in weights:
+                continue
+            why = "is another when others follow, or with the words that ask for it"
+            try:
+                turn = _turn(messages, number, whole, text, shared)
+            except Exception as reason:  # The template renders the whole, and not a part of it.
+                turn, why = None, f"fails without those after it: {one_line(reason)[:WHY]}"
+            if turn is None:
+                return (
+                    f"a chat that the template rewrites (message {number + 1} {why}; make a record "
+                    "of each answer, of the messages before it as prompt and [the answer] as "
+                    "completion, or mark answers by {% generation %} in the template)"
                 )
-                begin = len(before) if after.startswith(before) else shared(before)
-                end = len(after) if whole.startswith(after) else shared(after)
-                # The words that ask may begin what an answer has not, such as its reasoning, and a
-                # template may end every chat by words of its own. Nothing else may differ.
-                asked = begin == len(before) or (
-                    number
-                    and begin >= common_prefix(before, text(messages[:number]))
-                    and str(message.get("content")).strip() in after[begin:end]
-                )
-                ended = end == len(after) or text([ANY_CHAT]).endswith(after[end:])
-                if not (asked and ended and begin <= end):
-                    return (
-                        f"a chat that the template rewrites (message {number + 1} is another when "
-                        "others follow, or with the words that ask for it; make a record of each "
-                        "answer, of the messages before it as prompt and [the answer] as "
-                        "completion, or mark answers by {% generation %} in the template)"
-                    )
-                turns.append((begin, end))
+            turns.append(turn)
         counts = [any(at < end and to > begin for begin, end in turns) for at, to in places]
         return Encoded(ids, counts)
