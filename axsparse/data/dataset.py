@@ -204,6 +204,19 @@ class TokenDataset:
                 f"tokens ({self.name}): {self.tokens.ndim}-D array of {self.tokens.dtype}; "
                 "token ids are one flat array of unsigned integers: flatten and convert it"
             )
+        begins = self.separator
+        if isinstance(begins, np.ndarray) and (
+            begins.ndim != 1
+            or begins.dtype.kind not in "iu"
+            or begins[:1].tolist() != [0]
+            or (begins[1:] < begins[:-1]).any()
+        ):
+            raise DataError(
+                f"tokens ({self.name}): separator is {begins.ndim}-D, of {begins.dtype}, and "
+                f"begins with {begins.reshape(-1)[:3].tolist()}; give the places at which "
+                "documents begin, whole numbers that ascend from 0 (of their ends, "
+                "np.r_[0, ends[:-1]])"
+            )
         size = self.tokens.size
         if not 1 <= self.sequence_length < size:
             said = f"{self.sequence_length} must be from 1 to {size - 1}, since there are {size}"

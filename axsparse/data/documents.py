@@ -428,6 +428,8 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
     if min(ids, default=0) < 0:
         return Piece(number, "", problem="ids beyond the vocabulary")
     lengths, places = (record.get(name) for name in PACKED)
+    if isinstance(places, list) and isinstance(mask := record.get(PADDING), list):
+        places = [place for place, is_here in zip(places, mask, strict=False) if is_here]
     if (isinstance(lengths, list) and lengths[1:]) or (
         isinstance(places, list) and 0 in places[1:]
     ):

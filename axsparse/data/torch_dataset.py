@@ -44,8 +44,9 @@ UNFIT = (TypeError, ValueError, RuntimeError)
 WHY = 200
 """The length to which the reason of an error is cut, in letters."""
 
-REPLACED = (RandomSampler, SequentialSampler, DistributedSampler)
-"""Samplers of a DataLoader in whose place the run draws as they do."""
+REPLACED = (RandomSampler, SequentialSampler)
+"""Samplers of a DataLoader in whose place the run draws as they do, where they draw each sample
+once; so it does for a DistributedSampler."""
 DRAWS = frozenset(
     (
         *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
@@ -182,13 +183,19 @@ def advice_for(given: object) -> str:
     """The suggestion for something that is no `Dataset` of axsparse."""
     if isinstance(given, DataLoader):
         way, samples = "give its data set", "loader.dataset"
-        sampler: object = given.batch_sampler
+        sampler: Any = given.batch_sampler
+        dataset: Any = given.dataset
         numbers = "[n for batch in loader.batch_sampler for n in batch]"
         if type(sampler) is BatchSampler:
             sampler, numbers = sampler.sampler, "[*loader.batch_sampler.sampler]"
         elif sampler is None:
             sampler, numbers = given.sampler, "[*loader.sampler]"
-        if type(sampler) not in REPLACED and not isinstance(given.dataset, IterableDataset):
+        draws_all = type(sampler) is DistributedSampler or (
+            type(sampler) in REPLACED
+            and len(sampler) == len(dataset)
+            and not getattr(sampler, "replacement", False)
+        )
+        if not draws_all and not isinstance(dataset, IterableDataset):
             way = (
                 f"its {type(sampler).__name__} is not followed: give the samples that it draws "
                 "once, after torch.manual_seed(0)"

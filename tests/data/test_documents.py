@@ -258,6 +258,14 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({**IDS, "labels": [1] * 5}, Unusable("labels that do not fit the ids")),
     ({**IDS, "position_ids": [0, 1, 2, 3, 4], "seq_lengths": [5]}, [5, 6, 7, 8, 9]),
     ({**IDS, "position_ids": [0, 1, 0, 1, 2]}, Unusable(PACKED)),
+    (
+        {**IDS, "position_ids": [1, 1, 0, 1, 2], "attention_mask": [0, 0, 1, 1, 1]},
+        [7, 8, 9],
+    ),
+    (
+        {**IDS, "position_ids": [1, 0, 1, 0, 1], "attention_mask": [0, 1, 1, 1, 1]},
+        Unusable(PACKED),
+    ),
     ({**IDS, "seq_lengths": [2, 3]}, Unusable(PACKED)),
 ]
 
