@@ -47,6 +47,8 @@ class BestEntry(_Counters):
     step: Count
     """Steps done before it."""
     loss: float
+    data: str | None = None
+    """The evaluated part of the validation data; None if unknown."""
 
 
 class Progress(_Counters):
@@ -162,8 +164,9 @@ class Progress(_Counters):
             self.skipped_at_floor += 1
         self.loss_scale = max(self.loss_scale / FACTOR, LOWEST)
 
-    def look(self, loss: float) -> None:
-        """Take note of the loss of an evaluation here; among equal losses the first is best.
+    def look(self, loss: float, data: str | None = None) -> None:
+        """Take note of the loss of an evaluation here, over some `data`; among equal losses the
+        first is best.
 
         A checkpoint holds the masks that are drawn after the evaluation of its step, and an
         evaluation from before the network lost entries counts no more, since a dense network would
@@ -171,7 +174,7 @@ class Progress(_Counters):
         """
         is_lower = self.best is None or loss < self.best.loss
         if self.step > 0 and math.isfinite(loss) and is_lower:
-            self.best = BestEntry(step=self.step, loss=loss)
+            self.best = BestEntry(step=self.step, loss=loss, data=data)
 
     @property
     def is_best(self) -> bool:

@@ -235,6 +235,8 @@ class Data:
     validation: Batches | None
     unit: Unit
     """The unit of a target: a token, or a sample."""
+    validation_fingerprint: str
+    """The fingerprint of the validation data; empty without."""
 
 
 def batches_of(
@@ -311,7 +313,7 @@ def open_data(
     else:
         together(transport, lambda: _reject_idle(config))
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
-    return Data(entry, training, validation, unit)
+    return Data(entry, training, validation, unit, facts["validation_fingerprint"])
 
 
 def with_example(

@@ -330,6 +330,14 @@ class Trainer:
         self.progress = (directory and directory.progress) or Progress.at_start(resolved)
         if not resolved.checkpoint.keep_best:
             self.progress.best = None
+        self._evaluated_data = f"{resolved.train.eval_steps} of {self.data.validation_fingerprint}"
+        best = self.progress.best
+        if best is not None and best.data not in (None, self._evaluated_data):
+            self.progress.best = None
+            self.recorder.say(
+                f"note: the evaluation after step {best.step}, the best one so far, was over other "
+                "validation data or another train.eval_steps, and counts no more"
+            )
         self.last_evaluation: Evaluation | None = None
         self._stop = job.stop
         self._overwritten = directory if overwrite else None
@@ -993,7 +1001,7 @@ class Trainer:
         self.progress.evaluated = True
         if evaluation is not None:
             if self.config.checkpoint.keep_best:
-                self.progress.look(evaluation.loss)
+                self.progress.look(evaluation.loss, self._evaluated_data)
             part = evaluation.samples < evaluation.available
             said = f"{evaluation.samples} of {evaluation.available} samples" if part else ""
             self.recorder.evaluation(self.steps_done, evaluation.loss, evaluation.metrics, said)

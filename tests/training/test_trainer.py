@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 import threading
@@ -231,7 +232,8 @@ def train(
 
         vars(trainer)["evaluate"] = evaluate
 
-    ran(how.pop("layout", (1, 1)), config, run, validation=token_data(), look=look, **how)
+    how = {"layout": (1, 1), "validation": token_data(), **how}
+    ran(how.pop("layout"), config, run, look=look, **how)
     there[config.train.steps + 1] = saved_steps(run / "checkpoints")
     return there
 
@@ -318,6 +320,26 @@ def test_the_best_survives_a_stop_and_what_comes_after(tmp_path: Path) -> None:
     there = train(tmp_path, config_of(), {**LOSSES, 5: 1.5, 6: 1.2}, resume="auto")
 
     assert there[7] == [6, 4, 2]
+
+
+@pytest.mark.parametrize("other", ["validation data", "eval_steps"])
+def test_the_best_over_other_validation_data_counts_no_more(
+    other: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, validation = config_of(), token_data()
+    train(tmp_path, config, stop_after=3)
+    if other == "eval_steps":
+        evaluated = config.train.model_copy(update={"eval_steps": 2})
+        config = config.model_copy(update={"train": evaluated})
+    else:
+        validation = dataclasses.replace(validation, fingerprint="1")
+
+    losses = {3: 9.0, 4: 9.0, 5: 7.0, 6: 8.0}
+    there = train(tmp_path, config, losses, resume="auto", validation=validation)
+
+    assert there[7] == [6, 5]
+    said = "the evaluation after step 2, the best one so far, was over other validation data or"
+    assert capsys.readouterr().out.count(said) == 1
 
 
 def test_another_run_directory_does_not_have_the_best_of_the_first(tmp_path: Path) -> None:
