@@ -85,9 +85,9 @@ def look(run_dir: Path) -> Facts:
     from axsparse.runtime.mpi.mpi_transport import mpi_library
     from axsparse.runtime.provenance import __version__
 
-    where = next(
-        path for path in (run_dir.absolute(), *run_dir.absolute().parents) if path.is_dir()
-    )
+    above = (run_dir.absolute(), *run_dir.absolute().parents)
+    where = next(path for path in above if os.path.lexists(path))
+    is_open = where.is_dir() and os.access(where, os.W_OK | os.X_OK)
     own, first = Path(sys.executable).with_name("mpirun"), shutil.which("mpirun")
     gpus, cupy = visible_gpus(), None
     with contextlib.suppress(Exception):  # CuPy's own errors have no common base
@@ -102,7 +102,7 @@ def look(run_dir: Path) -> Facts:
         "threads": os.environ.get("OMP_NUM_THREADS"),
         "cores": sorted(os.sched_getaffinity(0)),
         **{"where": str(where), "memory": host_memory_bytes()},
-        "room": shutil.disk_usage(where).free if os.access(where, os.W_OK | os.X_OK) else 0,
+        "room": shutil.disk_usage(where).free if is_open else 0,
     }
 
 

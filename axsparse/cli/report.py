@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from axsparse.cli.parser import CommandParser, say
-from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, writing
+from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError, reading, writing
 
 if TYPE_CHECKING:
     from axsparse.observe.charts import Bars
@@ -86,7 +86,9 @@ def view_run(run: Path, name: str) -> RunView:
     from axsparse.runtime.files.run_folder import CONFIG_FILE
     from axsparse.training.run_directory import METRICS_FILE, config_text, settings_in
 
-    if not (run / METRICS_FILE).is_file():
+    with reading(f"report: {run}", "name a run that you may read"):
+        has_records = (run / METRICS_FILE).is_file()
+    if not has_records:
         raise MissingInputError(
             f"report: {run} has no {METRICS_FILE}; name the directory of a run, such as runs/my_run"
         )
@@ -138,7 +140,10 @@ def _sparsity(run: Path, name: str, notes: list[str]) -> Bars | None:
     from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of
     from axsparse.training.checkpoint.verification import open_checkpoint, steps_in
 
-    for step in steps_in(run):
+    steps: list[int] = []
+    with _collecting(notes), reading(f"{run / CHECKPOINTS}", "its layers are left out"):
+        steps = steps_in(run)
+    for step in steps:
         with _collecting(notes):
             layers = open_checkpoint(path_of(run / CHECKPOINTS, step)).manifest.layers
             rows = []

@@ -18,7 +18,7 @@ from axsparse.observe.metrics import WANDB_ID
 from axsparse.observe.trace_file import TRACE_FILE, TRACES
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, writing
+from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, reading, writing
 from axsparse.runtime.exchange import text_of_first, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.paths import expanded
@@ -142,7 +142,11 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         """On rank 0 the directory, the named checkpoint, else those there are, and remarks."""
         if transport.rank != 0:
             return ""
-        path, named = _locate(config, resume)
+        where, way = f"resume: {resume}", "name another run"
+        if resume == AUTO:
+            where, way = f"{config.where('run_dir')}: {config.run_dir}", OTHER_RUN_DIR
+        with reading(where, way):
+            path, named = _locate(config, resume)
         if path is not None:
             locks.append(RunLock(path))
             _reject_other_checkpoints(path, "resume")
@@ -225,7 +229,9 @@ def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunL
     if setting != "auto":
         return Path(setting), _claim(Path(setting), where, overwrite=overwrite)
     for path, following in itertools.pairwise(automatic_run_dirs(config.name)):
-        if not is_marked(following):
+        with writing(f"{where}: {following}", OTHER_RUN_DIR):
+            is_last = not is_marked(following)
+        if is_last:
             with contextlib.suppress(_TakenError, InUseError):
                 return path, _claim(path, where)
     raise AssertionError("the names of run directories do not end")

@@ -79,6 +79,10 @@ def test_a_launcher_beside_the_environments_own_is_named(
     facts = look(tmp_path / "runs" / "mine")
     assert facts["mpirun"] == str(tmp_path / "site" / "mpirun")
     assert facts["where"] == str(tmp_path) and facts["room"] > 0
+    (tmp_path / "file").touch(mode=0o755)
+    for name in ("file", "file/runs"):
+        facts = look(tmp_path / name)
+        assert (facts["where"], facts["room"]) == (str(tmp_path / "file"), 0)
     monkeypatch.setenv("PATH", str(tmp_path / "env"))
     assert look(tmp_path)["mpirun"] is None
 

@@ -75,6 +75,10 @@ def test_what_cannot_be_read_becomes_a_note(axsparse: Axsparse, tmp_path: Path) 
     (run / "trace" / "steps-3-3.json").write_text('{"traceEvents": [')  # is being written
     (run / "checkpoints" / "step-3").mkdir(parents=True)
     (run / "config.yaml").write_text("pruning: {mask: gone.safetensors}\nseed: [1, {a: b}]\n")
+    other = make_run(tmp_path / "other")
+    (other / "checkpoints").symlink_to("checkpoints")
+    assert axsparse("report", other)[0] == 0
+    assert "checkpoints cannot be read (Too many" in words_of((other / "report.html").read_text())
 
     assert axsparse("report", run)[0] == 0
 

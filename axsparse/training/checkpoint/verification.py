@@ -128,12 +128,13 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
     """
     with reading(f"{run}:", "name a run that has saved a checkpoint, or a checkpoint"):
         named = run.resolve()
-    if step_of(named) is not None or (named / MANIFEST_FILE).is_file():
+        is_checkpoint = step_of(named) is not None or (named / MANIFEST_FILE).is_file()
+        steps = [] if is_checkpoint else steps_in(run_of(run))
+    if is_checkpoint:
         if step is not None:
             raise ConfigError(f"--step: {run} is a checkpoint already; leave --step out")
         return open_checkpoint(run)
     run = run_of(run)
-    steps = steps_in(run)
     if not steps:
         raise MissingInputError(
             f"{run}: holds no checkpoint; name a run that has saved one, or a checkpoint"
