@@ -586,7 +586,7 @@ def test_a_run_that_is_killed_while_it_replaces_its_only_checkpoint_has_one(
 
     with monkeypatch.context() as patch:
         if killed == "after that":
-            patch.setattr(checkpoint_folder, "_delete", kill)
+            patch.setattr(checkpoint_folder, "delete", kill)
         else:
             rename = Path.rename
             patch.setattr(

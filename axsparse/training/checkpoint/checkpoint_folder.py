@@ -238,7 +238,7 @@ def begin(folder: Path, step: int) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     for path in unfinished(folder):
-        _delete(path)
+        delete(path)
     partial = unfinished_path_of(folder, step)
     partial.mkdir(exist_ok=True)  # there may be files that no run has written
     return partial
@@ -308,12 +308,12 @@ def _set_aside(path: Path) -> Path:
 
 def _delete_aside(gone: Path, path: Path) -> None:
     """Delete a checkpoint that was set aside from `path`, with a warning if files stay."""
-    _delete(gone)
+    delete(gone)
     if gone.is_dir():
         write_line(f"warning: {gone}: was {path.name}, and has files that no run has written")
 
 
-def _delete(path: Path) -> None:
+def delete(path: Path) -> None:
     """Delete a checkpoint, or a link to one, but neither the link's target nor files that no run
     has written, whose folder stays."""
     if path.is_symlink():

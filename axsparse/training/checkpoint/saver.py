@@ -10,12 +10,11 @@ separate collective.
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -99,13 +98,15 @@ class Saver:
         """The folder of the checkpoints, as messages name it."""
         self.folder = run_dir.folder / folders.CHECKPOINTS
         checkpoint = run_dir.checkpoint
-        self.last_step = None if checkpoint is None else checkpoint.step
-        """The step of the newest checkpoint that was begun here or gone on from; None without."""
+        self._first_step = None if checkpoint is None else checkpoint.step
+        """The step of the checkpoint that is gone on from, maybe another run's; None without."""
         is_own = checkpoint is not None and (
             checkpoint.path.resolve().parent == self.folder.resolve()
         )
-        self.resumed_step = self.last_step if is_own else None
+        self.resumed_step = self._first_step if is_own else None
         """The step of the checkpoint of this folder that the run was resumed from; None without."""
+        self.last_step = self.resumed_step
+        """The step of the newest checkpoint of this folder; None without."""
         self._plan, self._coords, self._config = plan, plan.coords, plan.config
         self._settings = plan.config.checkpoint
         self._data, self._layers, self._pruner, self._statistics = data, layers, pruner, statistics
@@ -125,7 +126,7 @@ class Saver:
         every = self._settings.every
         if not every or step == self.last_step or step == 0:
             return False
-        return is_last or step % every == 0
+        return is_last or (step % every == 0 and step != self._first_step)
 
     @property
     def is_writing(self) -> bool:
@@ -246,7 +247,8 @@ class Saver:
         except OutputError:
             self._pending = None
             if self._transport.rank == 0:
-                shutil.rmtree(pending.folder, ignore_errors=True)
+                with suppress(OSError):
+                    folders.delete(pending.folder)
             raise
         entries = {
             "layers": {name: entry.model_dump() for name, entry in pending.layers.items()},

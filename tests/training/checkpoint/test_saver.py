@@ -81,6 +81,19 @@ def test_a_run_saves_at_intervals_and_at_its_end(
     assert all(is_complete(tmp_path / "checkpoints" / f"step-{step}") for step in steps)
 
 
+@pytest.mark.parametrize(("steps", "there"), [(6, [6]), (8, [8])])
+def test_a_run_that_begins_from_another_ones_checkpoint_saves_its_own(
+    steps: int, there: list[int], tmp_path: Path
+) -> None:
+    """Its last step at least; the step at which it begins is saved in the other run."""
+    ran((1, 1), config_of(), tmp_path / "old")
+    config = tiny_config(train={"steps": steps}, batch=FEW_MICROBATCHES, checkpoint={"every": 2})
+
+    ran((1, 1), config, tmp_path / "new", resume=str(tmp_path / "old" / "checkpoints" / "step-6"))
+
+    assert saved(tmp_path / "new") == there
+
+
 def test_what_a_thread_writes_is_told_of_piece_by_piece(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +243,7 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(
 ) -> None:
     def fail(path: Path) -> None:
         if path.parent.name == "step-4.tmp" and "block1" in path.name:
+            (path.parent / "notes.txt").touch()  # a file of the user
             raise OSError(errno.ENOSPC, "No space left on device")
 
     hooked(fail)
@@ -245,6 +259,8 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(
     assert caught.value.on_all_ranks
     assert saved(tmp_path) == [2] and is_complete(tmp_path / "checkpoints" / "step-2")
     assert unfinished(tmp_path / "checkpoints") == []
+    left = (tmp_path / "checkpoints" / "step-4.tmp").iterdir()
+    assert [path.name for path in left] == ["notes.txt"]
 
 
 def no_folder(folder: Path, step: int) -> Path:
