@@ -7,6 +7,7 @@ of an `nn.Sequential`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -59,9 +60,10 @@ class Layer:
     """One layer: how to build its module, and the facts that pruning and partitioning need.
 
     The module's forward takes the output of the layer before, a tensor or a tuple of tensors
-    (passed as separate arguments), and returns a tensor or a tuple of tensors, dense and real or
-    integer, which may travel to another rank. Stages are cut between layers only: a residual
-    connection lies within one layer, or its tensor is passed on in the tuple.
+    (passed as separate arguments, or as one to a forward of one argument), and returns a tensor or
+    a tuple of tensors, dense and real or integer, which may travel to another rank. Stages are cut
+    between layers only: a residual connection lies within one layer, or its tensor is passed on in
+    the tuple.
 
     Parameters are real floating-point numbers, held in the precision of the run; those that require
     a gradient are trained. Buffers that are in the state dict are saved in checkpoints; a forward
@@ -285,6 +287,25 @@ def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
                 "inference mode"
             )
     return tuple(entries)
+
+
+def takes(module: nn.Module, count: int) -> bool | None:
+    """Whether the forward of a module takes so many arguments; None if it does not tell."""
+    try:
+        inspect.signature(module.forward).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:
+        return None
+    return True
+
+
+def as_arguments(module: nn.Module, inputs: Sequence[Any]) -> Sequence[Any]:
+    """The arguments for the module of a layer: its inputs, or all of them as one tuple, as torch's
+    `nn.Sequential` passes them, for a forward that takes one argument and not so many."""
+    if len(inputs) < 2 or takes(module, len(inputs)) is not False:
+        return inputs
+    return (tuple(inputs),) if takes(module, 1) else inputs
 
 
 def _travels(entry: object) -> bool:

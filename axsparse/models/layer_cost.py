@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from axsparse.config.hf_config import CONFIG_FILE
-from axsparse.models.layer import StartValues, as_tuple
+from axsparse.models.layer import StartValues, as_arguments, as_tuple
 from axsparse.models.module_buffers import set_mode
 from axsparse.models.stand_ins import PartModule
 from axsparse.runtime.communication import NO_SUM, Sums
@@ -206,6 +206,8 @@ class Tracer:
         """Start values of layers that really run, which replace the layers' initialisation."""
         self.sums = NO_SUMS
         """Sums over tensor-parallel ranks in the last layer that was run."""
+        self.returns_tuple = False
+        """Whether the last layer that was run returns a tuple."""
 
     @property
     def shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
@@ -234,7 +236,7 @@ class Tracer:
             return tensor
 
         before = self._flow
-        run: Callable[..., object] = partial(module, *before)
+        run: Callable[..., object] = partial(module, *as_arguments(module, before))
         calls, counter = _Calls(self._samples), FlopCounterMode(display=False, custom_mapping=FLOPS)
         counter.mod_tracker = _NoModules()  # type: ignore[assignment]
         try:
@@ -245,6 +247,7 @@ class Tracer:
                 raise  # it says what does not fit a shard
             raise self._fails(name, reason, module) from reason
         given = as_tuple(name, outputs)
+        self.returns_tuple = isinstance(outputs, (tuple, list))
         self.sums = self._layer_sums(name, given, run)
         self._flow = tuple(map(self._input, given))
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}

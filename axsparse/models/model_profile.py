@@ -35,7 +35,7 @@ from axsparse.models.layer import (
 )
 from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums, Tracer
 from axsparse.models.module_buffers import slots, unfilled_attribute
-from axsparse.models.sequential import reject_script
+from axsparse.models.sequential import reject_other_tuple, reject_script
 from axsparse.models.stand_ins import PartModule, are_alike
 from axsparse.runtime.errors import ConfigError, check_kind, check_kinds, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
@@ -363,6 +363,8 @@ def profile_layers(
     shapes: object = None
     for number, layer in enumerate(layers):
         shapes_before, shapes = shapes, None if tracer is None else tracer.shapes
+        if number and tracer is not None and tracer.returns_tuple:
+            reject_other_tuple(layers[number - 1], layer, len(tracer.shapes))
         # Layers that really run pass on values, by which later ones may differ.
         is_known = number and shapes == shapes_before and not (tracer and tracer.device)
         if is_known and _are_alike(layers[number - 1], layer):

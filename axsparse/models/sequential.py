@@ -13,7 +13,17 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
 
-from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Ties, on_meta
+from axsparse.models.layer import (
+    Kind,
+    Layer,
+    LossFunction,
+    MetricFunction,
+    Model,
+    Ties,
+    as_arguments,
+    on_meta,
+    takes,
+)
 from axsparse.models.module_buffers import (
     has_own_train,
     named_tensors,
@@ -64,12 +74,14 @@ def from_sequential(
             "one of them"
         )
     _reject_shared(layers)
+    is_listed = not isinstance(modules, nn.Sequential) or isinstance(modules, PlainModel)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]
     made = []
     for layer, module in layers.items():
         by_place: Kind = "head" if layer in full[-1:] else "block"
         by_type: Kind = "embedding" if isinstance(module, nn.Embedding) else by_place
-        made.append(Layer(layer, partial(structure, module), kind=kinds.get(layer, by_type)))
+        build = partial(structure if is_listed else _child, module)
+        made.append(Layer(layer, build, kind=kinds.get(layer, by_type)))
     named = {
         f"{layer}.{name}": t
         for layer, module in layers.items()
@@ -355,11 +367,32 @@ def reject_script(module: nn.Module) -> None:
             )
 
 
+def _child(module: nn.Module) -> nn.Module:
+    """The `structure` of a child of an `nn.Sequential`, which passes a tuple on as one argument."""
+    return structure(module)
+
+
+def reject_other_tuple(before: Layer, layer: Layer, count: int) -> None:
+    """ConfigError for two children of an `nn.Sequential` where the second could take the tuple that
+    the first returns, and the `count` tensors in it."""
+    build = layer.build
+    if not isinstance(build, partial) or build.func is not _child:
+        return
+    [module] = build.args
+    if takes(module, count) and takes(module, 1):
+        way = "return the tensor" if count == 1 else f"let {layer.name} take one argument alone"
+        raise ConfigError(
+            f"sequential: {before.name} returns a tuple, which {layer.name} "
+            f"({type(module).__name__}) would get as one argument from torch, and as its tensors "
+            f"from a stage; {way}, or give list(modules) to pass the tensors"
+        )
+
+
 def given_module(layer: Layer) -> nn.Module | None:
     """The user's own module of a layer of `from_sequential`, whose copy is trained; None if the
     layer builds its module, or that one has no values."""
     build = layer.build
-    is_copied = isinstance(build, partial) and build.func is structure
+    is_copied = isinstance(build, partial) and build.func in (structure, _child)
     return build.args[0] if isinstance(build, partial) and is_copied else None
 
 
@@ -456,7 +489,8 @@ class PlainModel(nn.Sequential):
         """The output of the last layer, a tensor or a tuple, for the inputs of the first."""
         output: Any = inputs
         for module in self:
-            output = module(*output) if isinstance(output, (tuple, list)) else module(output)
+            given = output if isinstance(output, (tuple, list)) else (output,)
+            output = module(*as_arguments(module, given))
         return output
 
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from axsparse.models.layer import as_tuple
+from axsparse.models.layer import as_arguments, as_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, switch_mode, tracked_norms
 from axsparse.runtime.canonical_form import canonical, canonical_gradient
 from axsparse.runtime.errors import ConfigError, note_errors
@@ -225,7 +225,7 @@ class LayerRunner:
         watched = () if writes is not None else (*self.parameters, *inputs)
         versions = [tensor._version for tensor in watched]
         with note_errors(f"layer {self.name}"):
-            outputs = as_tuple(self.name, self._run(inputs))
+            outputs = as_tuple(self.name, self._run(as_arguments(self._module, inputs)))
         if writes is None:
             changed = [old != each._version for old, each in zip(versions, watched, strict=True)]
             self._reject_written_weights(changed)
@@ -242,12 +242,12 @@ class LayerRunner:
                     "and no max_norm)"
                 )
 
-    def _call(self, inputs: Tensors) -> object:
+    def _call(self, inputs: Sequence[Any]) -> object:
         """Call the module, with the parameters of normalisations as wide as their statistics."""
         if not self._widened:
             return self._module(*inputs)
         wide = {name: parameter.to(dtype) for name, parameter, dtype in self._widened}
-        return functional_call(self._module, wide, inputs, tie_weights=False)
+        return functional_call(self._module, wide, tuple(inputs), tie_weights=False)
 
     def _apart(self, outputs: Tensors) -> Tensors:
         """The outputs in canonical form, each a separate tensor, copied where a later call or layer
@@ -301,7 +301,8 @@ def forward_plainly(
     with preserved_rng(is_seeded=True):
         seed_all(*record.key, "forward")
         # Copies, since a module may write into its inputs.
-        return as_tuple(name, module(*(tensor.clone() for tensor in inputs)))
+        copies = [tensor.clone() for tensor in inputs]
+        return as_tuple(name, module(*as_arguments(module, copies)))
 
 
 class _Start(torch.autograd.Function):

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from axsparse.data.batches import Batch, Microbatch
-from axsparse.models.layer import Layer, as_tuple
+from axsparse.models.layer import Layer, as_arguments, as_tuple
 from axsparse.models.module_buffers import switch_mode
 from axsparse.models.start_weights import LOAD, some_of
 from axsparse.pruning.healing import (
@@ -357,7 +357,7 @@ class Calibration:
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
             with note_errors(f"layer {name}"):
-                return tuple(map(canonical, as_tuple(name, module(*inputs))))
+                return tuple(map(canonical, as_tuple(name, module(*as_arguments(module, inputs)))))
 
     def _prepared(self, inputs: Tensors) -> Tensors:
         """Inputs of the first layer on its device, floating-point ones in the run's precision."""

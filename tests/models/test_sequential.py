@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.allocated import peak_of_torch
@@ -60,6 +61,43 @@ def test_layers_have_names_or_numbers_and_kinds(modules: Any, kinds: Any, layers
     assert ", ".join(f"{layer.name} {layer.kind}" for layer in found) == layers
     if layers.startswith("first"):
         assert [p.name for p in found[3].parameters] == ["second.0.weight", "second.0.bias"]
+
+
+class Pair(nn.Linear):
+    """Returns its outputs and its inputs."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), x
+
+
+class OfPair(nn.Linear):
+    """Takes two tensors as one argument."""
+
+    def forward(self, pair: Any) -> Tensor:
+        return super().forward(pair[0] + 2 * pair[1])
+
+
+@pytest.mark.parametrize("method", ["magnitude", "sparsegpt"])
+def test_a_forward_of_one_argument_gets_a_tuple_as_from_torch(method: str) -> None:
+    modules = nn.Sequential(Pair(WIDTH, WIDTH), OfPair(WIDTH, 5))
+    data = vector_data(6)
+    still = {"learning_rate": 1e-30, "weight_decay": 0.0, "precision": "fp32", "quiet": True}
+    trainer = ax.Trainer(
+        from_sequential(modules, summed_loss),
+        data,
+        {"pruning.method": method, "pruning.include": "all"},
+        steps=1,
+        global_batch_size=6,
+        **still,
+    )
+
+    loss = trainer.step().loss
+
+    [inputs], targets = data.read(np.arange(6))
+    trained: Any = trainer.model()
+    assert loss == pytest.approx(summed_loss(trained(inputs), targets).item() / 6)
+    modules.load_state_dict(trained.state_dict())
+    torch.testing.assert_close(trained(inputs), modules(inputs))
 
 
 class Hashed(nn.Embedding):
