@@ -10,7 +10,6 @@ segment reads beside it.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
@@ -44,6 +44,7 @@ from axsparse.models.stand_ins import (
     outermost_lists,
     run_until_reached,
     tied_names,
+    view_of,
     with_modules,
 )
 from axsparse.models.watched_forward import (
@@ -250,6 +251,7 @@ def _lists(module: nn.Module) -> dict[str, nn.Module]:
     return {
         path: found
         for outer, each in outermost.items()
+        if not isinstance(each, ParametrizationList)  # which runs where its weight is used
         for path, found in _innermost(outer, each)
         if not isinstance(found, nn.Sequential) or type(found).forward is nn.Sequential.forward
     }
@@ -506,7 +508,7 @@ class _Split:
 
     def _tree(self, module: nn.Module, meta: nn.Module, own: set[str], prefix: str) -> nn.Module:
         """A copy of a module with these tensors; all others are attributes on the meta device."""
-        view = copy.copy(module)
+        view = view_of(module)
         self._spare_recorders(view, prefix.rstrip("."))
         for kind in ("_parameters", "_buffers"):
             mine = {}

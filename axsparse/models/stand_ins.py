@@ -34,9 +34,18 @@ def run_until_reached(module: nn.Module, *inputs: Any, **more: Any) -> tuple[Any
         return reached.given, False
 
 
-def with_modules(module: nn.Module, others: Mapping[str, nn.Module | None]) -> nn.Module:
-    """A shallow copy of a module that has other modules as some of its children."""
+def view_of(module: nn.Module) -> nn.Module:
+    """A shallow copy of a module; methods that were set on the module run the copy."""
     view = copy.copy(module)
+    for name, value in vars(module).items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            vars(view)[name] = MethodType(value.__func__, view)
+    return view
+
+
+def with_modules(module: nn.Module, others: Mapping[str, nn.Module | None]) -> nn.Module:
+    """A `view_of` a module that has other modules as some of its children."""
+    view = view_of(module)
     vars(view)["_modules"] = {**module._modules, **others}
     return view
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from support.own_models import Looped, images, noisy_images, words
 from support.runs import summed_loss
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
@@ -308,6 +310,34 @@ def test_hooks_that_record_get_contents_and_others_work_everywhere() -> None:
 
     assert len(seen) == 3
     torch.testing.assert_close(result, module(longer))
+
+
+def parametrized_head() -> nn.Module:
+    """A head that is larger than the blocks, with a list of its own."""
+    reader = ToldInWords()
+    reader.register_forward_hook(lambda reader, _, x: reader.head(x))
+    reader.head = weight_norm(nn.Linear(8, 40))
+    return reader
+
+
+def forward_on_the_instance() -> nn.Module:
+    reader = Reader()
+    reader.forward = MethodType(ToldOfMode.forward, reader)
+    return reader
+
+
+@pytest.mark.parametrize("make", [parametrized_head, forward_on_the_instance])
+@pytest.mark.parametrize("trains", [True, False])
+def test_modules_may_be_changed_by_what_is_put_on_them(
+    make: Callable[[], nn.Module], trains: bool
+) -> None:
+    module, x = make(), torch.randn(3, 4, 8)
+    model = from_module(module, summed_loss, lambda _: (torch.ones(2, 3, 8),))
+
+    result = by_layers(model, module.state_dict(), x, trains=trains)
+
+    assert model.layers[-1].name == "head"
+    torch.testing.assert_close(result, module.train(trains)(x))
 
 
 class OfItsKind(Reader):

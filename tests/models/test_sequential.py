@@ -81,7 +81,12 @@ class OfPair(nn.Linear):
 def test_a_forward_of_one_argument_gets_a_tuple_as_from_torch(method: str) -> None:
     modules = nn.Sequential(Pair(WIDTH, WIDTH), OfPair(WIDTH, 5))
     data = vector_data(6)
-    still = {"learning_rate": 1e-30, "weight_decay": 0.0, "precision": "fp32", "quiet": True}
+    still: dict[str, Any] = {
+        "learning_rate": 1e-30,
+        "weight_decay": 0.0,
+        "precision": "fp32",
+        "quiet": True,
+    }
     trainer = ax.Trainer(
         from_sequential(modules, summed_loss),
         data,
