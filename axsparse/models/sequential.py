@@ -66,13 +66,7 @@ def from_sequential(
     for module in layers.values():
         reject_unfit(module)
         start_training(module)
-    check_kind("sequential: kinds", kinds, Mapping, 'write them by layer, as {"0": "embedding"}')
-    kinds = {str(layer): kind for layer, kind in kinds.items()}
-    for layer in [each for each in kinds if each not in layers]:
-        raise ConfigError(
-            f"sequential: kinds names {layer!r}, and the modules are {', '.join(layers)}; choose "
-            "one of them"
-        )
+    kinds = _kinds_by_name(kinds, layers)
     _reject_shared(layers)
     is_listed = not isinstance(modules, nn.Sequential) or isinstance(modules, PlainModel)
     full = [layer for layer, module in layers.items() if any(True for _ in module.parameters())]
@@ -98,6 +92,17 @@ def from_sequential(
         vocab_size=None if first is None else _words_of(first),
         container=_container(modules),
     )
+
+
+def _kinds_by_name(kinds: Mapping[Any, Kind], layers: Mapping[str, nn.Module]) -> dict[str, Kind]:
+    check_kind("sequential: kinds", kinds, Mapping, 'write them by layer, as {"0": "embedding"}')
+    named = {str(layer): kind for layer, kind in kinds.items()}
+    for layer in [each for each in named if each not in layers]:
+        raise ConfigError(
+            f"sequential: kinds names {layer!r}, and the modules are {', '.join(layers)}; choose "
+            "one of them"
+        )
+    return named
 
 
 def _words_of(first: nn.Module) -> int | None:
