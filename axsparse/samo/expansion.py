@@ -93,6 +93,7 @@ class Expansion:
             self._storage.resize_(room)
             self._memory = self._view(0, torch.Size([room // self.dtype.itemsize]))
         put_storage(tensor.parameter, self._view(begin, tensor.parameter.shape))
+        tensor.version = tensor.parameter._version
 
     def _view(self, begin: int, shape: torch.Size) -> Tensor:
         # No view of `_memory`, with which it would share the count of its changes.

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from axsparse.models.layer import ShardGroup
 from axsparse.runtime.communication import Collective, Op
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo import fixed_point, precision
 from axsparse.samo.backend import HOST, Backend
 from axsparse.samo.cuda.kernels import add_exact, finish_exact
@@ -510,34 +511,52 @@ class LayerState:
 
     def note_writes(self) -> None:
         """Note that dense weights and masters agree."""
-        for tensor in self.owned:
+        for tensor in self.tensors:
             tensor.version = tensor.parameter._version
 
     def adopt_writes(self) -> None:
         """Give masters the values that a program has written to dense weights since `note_writes`,
-        such as clipped ones; entries that it has left keep their masters.
+        such as clipped ones; entries that it has left keep their masters, and pruned ones become
+        zero again. ConfigError for a weight that is sparse at rest.
 
         Torch does not count writes to `.data`: the 1st, 2nd, 4th, 8th, … look compares all weights,
         and every look once there was such a write.
         """
         self._looks += 1
         looks_at_all = self._looks & (self._looks - 1) == 0 or self._is_written_uncounted
-        state = self.optimizer_state
-        for tensor in () if self.gathers else self.owned:
+        for tensor in self.tensors:
             is_counted = tensor.parameter._version != tensor.version
-            if not (is_counted or looks_at_all) or tensor.expanded_at is not None:
-                continue
-            if state.master_K is None:  # The weights are the masters.
-                break
-            for start, stop in self.shares.blocks(tensor, self.shares.held):
-                weight_K = state.read_weight(tensor, start, stop)
-                master_K = state.read_master(tensor, start, stop)
-                is_own = precision.round_to(master_K, weight_K.dtype) == weight_K
-                if not is_own.all():
-                    self._is_written_uncounted |= not is_counted
-                    values_K = torch.where(is_own, master_K, weight_K.float())
-                    state.write_master(tensor, start, values_K)
+            if is_counted and tensor.expanded_at is not None:
+                raise ConfigError(
+                    f"{tensor.full_name}: a program has written to this weight, which has its "
+                    "values only while its layer computes, and the write is lost; set "
+                    "samo.weights: dense"
+                )
+            is_dense = tensor.alias_of is None and tensor.expanded_at is None
+            if is_dense and (is_counted or looks_at_all) and self._adopt(tensor):
+                self._is_written_uncounted |= not is_counted
         self.note_writes()
+
+    def _adopt(self, tensor: TensorState) -> bool:
+        """`adopt_writes` of one dense weight; returns whether there was a write."""
+        weight_D, index, state = tensor.weight_D, tensor.index, self.optimizer_state
+        is_written = False
+        if tensor.kept < weight_D.numel():
+            parts = (index.gather(weight_D, start, stop) for start, stop in tensor.blocks())
+            is_written = bool(weight_D.count_nonzero() != sum(p.count_nonzero() for p in parts))
+            if is_written:
+                self.backend.expand(index, index.gather(weight_D, 0, tensor.kept), weight_D)
+        if state.master_K is None:  # The weights are the masters.
+            return is_written
+        for start, stop in self.shares.blocks(tensor, self.shares.held):
+            weight_K = index.gather(weight_D, start, stop)
+            master_K = state.read_master(tensor, start, stop)
+            is_own = precision.round_to(master_K, weight_K.dtype) == weight_K
+            if not is_own.all():
+                is_written = True
+                values_K = torch.where(is_own, master_K, weight_K.float())
+                state.write_master(tensor, start, values_K)
+        return is_written
 
     # -- masks ------------------------------------------------------------------------
 

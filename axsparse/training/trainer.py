@@ -532,7 +532,7 @@ class Trainer:
             if meets:
                 meet(self.transport, f"calls {what}() after step {self.steps_done}")
             _use_threads(self.config.train.threads)
-            if not outer:
+            if not is_own:
                 self._adopt_writes()
             yield
             if not outer and not job.in_progress:  # A run in progress is saved by its own calls.

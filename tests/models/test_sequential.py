@@ -374,6 +374,46 @@ def test_weights_of_the_copy_that_a_callback_writes_are_trained(
     assert weights["first.weight"].abs().max() == pytest.approx(0.05, abs=1e-4)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_counted", [True, False])
+def test_pruned_entries_that_a_callback_writes_are_zero_again_when_they_are_read(
+    precision: str, is_counted: bool
+) -> None:
+    trainer = trainer_of(sequential(), precision=precision, sparsity=0.5)
+    weight = trainer.layers[0].module.get_parameter("weight")
+    pruned, read = weight == 0, list[bool]()
+
+    def written(*_: object) -> None:
+        with torch.no_grad():
+            (weight if is_counted else weight.data).add_(0.5)
+        trainer.state_dict()  # looks at the weights, as each call does
+        read.append(bool(weight[pruned].any()))
+
+    trainer.train(written)
+
+    assert pruned.count_nonzero() == pruned.numel() / 2
+    assert not weight[pruned].any()
+    assert not (is_counted and any(read))
+    assert (trainer.state_dict() or {})["first.weight"][~pruned].mean() > 0.4
+
+
+def test_a_dense_weight_that_a_callback_writes_is_trained_where_replicas_gather_others() -> None:
+    def trained(transport: Transport) -> float:
+        config = image_config(
+            layout={"g_data": 2},
+            samo={"zero_stage": 3, "weights": "sparse"},
+            pruning={"sparsity": 0.5},
+            optimizer={"learning_rate": 1e-6},
+        )
+        model = from_sequential(sequential(), summed_loss)
+        trainer = build(Job(transport), model, lambda: Datasets(vector_data(), None), config)
+        bias = trainer.layers[0].module.get_parameter("bias")
+        trainer.train(lambda *_: torch.no_grad()(bias.fill_)(0.5) is None)
+        return float((trainer.state_dict() or {"first.bias": torch.ones(1)})["first.bias"][0])
+
+    assert on_ranks(2, trained) == pytest.approx([0.5, 1.0], abs=1e-4)
+
+
 def test_what_a_user_has_set_is_there_while_a_run_trains_and_in_its_model() -> None:
     made: Any = nn.Conv2d(4, 4, 3)
     made.to(memory_format=torch.channels_last)
