@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ class BufferSlot:
     owner: nn.Module
     """The submodule that registers the buffer."""
     key: str
+    places: Sequence[tuple[nn.Module, str]] = field(compare=False)
+    """All places where the module has the buffer."""
 
     @property
     def tensor(self) -> Tensor:
@@ -36,9 +38,12 @@ class BufferSlot:
         return buffer
 
     def put(self, tensor: Tensor) -> None:
-        """Replace the tensor by another one, which gets its attributes."""
-        vars(tensor).update(vars(self.tensor))
-        self.owner._buffers[self.key] = tensor
+        """Replace the tensor, wherever it is, by another one, which gets its attributes."""
+        now = self.tensor
+        vars(tensor).update(vars(now))
+        for owner, key in self.places:
+            if owner._buffers[key] is now:
+                owner._buffers[key] = tensor
 
     @property
     def persists(self) -> bool:
@@ -58,12 +63,16 @@ class BufferSlot:
 
 def slots(module: nn.Module) -> list[BufferSlot]:
     """The places of all buffers of a module, in its order; a shared submodule counts once."""
-    return [
-        BufferSlot(f"{prefix}.{key}" if prefix else key, child, key)
-        for prefix, child in module.named_modules()
-        for key, buffer in child._buffers.items()
-        if buffer is not None
-    ]
+    found: list[BufferSlot] = []
+    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    for prefix, child in module.named_modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                same = places.setdefault(id(buffer), [])
+                same.append((child, key))
+                name = f"{prefix}.{key}" if prefix else key
+                found.append(BufferSlot(name, child, key, same))
+    return found
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

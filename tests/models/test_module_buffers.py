@@ -1,4 +1,4 @@
-"""The modes of modules whose own `train` changes more."""
+"""The modes of modules whose own `train` changes more, and buffers in two places."""
 
 from __future__ import annotations
 
@@ -122,3 +122,34 @@ def test_a_train_of_a_modules_own_is_a_mode_by_its_parameter(train: object, is_m
     module = type("Own", (nn.Module,), {"train": train})()
 
     assert has_own_train(module) is is_mode
+
+
+class Annealed(nn.Module):
+    """Counts its calls in a buffer that its child has as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("step", torch.zeros(()))
+        self.child = nn.Linear(16, 16)
+        self.child.register_buffer("step", self.get_buffer("step"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.get_buffer("step").add_(1.0)
+        mixed: Tensor = self.child(x)
+        return x + mixed / self.child.get_buffer("step")
+
+
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_a_buffer_that_two_modules_share_stays_one(recomputed: int) -> None:
+    torch.manual_seed(0)
+    model = ax.from_sequential(nn.Sequential(Annealed(), nn.Linear(16, 5)), summed_loss)
+    config = tiny_config(train={"steps": 2}, pipeline={"checkpoint_activations": recomputed})
+    trainer = ax.Trainer(model, vector_data(), config, quiet=True)
+    trainer.train()
+
+    saved, back = trainer.state_dict(), trainer.model()
+
+    assert saved is not None and back is not None
+    assert saved["0.child.step"] == saved["0.step"] > 2
+    assert back.get_buffer("0.child.step") is back.get_buffer("0.step")
