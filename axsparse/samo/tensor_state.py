@@ -177,7 +177,7 @@ class Shares:
         held = tensor.entries_in(self.held)
         if not self.is_sharded:
             return read(held.start, held.stop)
-        whole_K = torch.zeros(tensor.kept, device=device)
+        whole_K = torch.zeros(tensor.kept, dtype=torch.float32, device=device)
         whole_K[held.start : held.stop] = read(held.start, held.stop)
         bounds = [min(max(bound - tensor.offset, 0), tensor.kept) for bound in self.bounds]
         self.replicas.exchange(Op.ALL_GATHER, whole_K, bounds)

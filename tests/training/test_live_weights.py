@@ -109,6 +109,23 @@ def test_a_trainer_has_what_its_checkpoint_has(
     assert (hidden.shape, weight.shape) == ((2, 12, 32), (64, 32))
 
 
+def test_gathered_masters_are_fp32_also_where_torchs_default_type_is_another(
+    tmp_path: Path,
+) -> None:
+    taken, config = Taken(), config_of(precision="bf16", samo={"zero_stage": 1})
+    data, run = vector_data(), tmp_path / "run"
+    layers = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 5))
+    model = ax.from_sequential(layers, summed_loss)
+    torch.set_default_dtype(torch.float64)
+    try:
+        ran((1, 2), config, run, model=lambda _: model, data=data, look=taken.look)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    state, _ = taken.on_first_rank()
+    assert {value.dtype for value in state.values()} == {torch.float32}
+
+
 @pytest.mark.parametrize("layout", [(2, 2), (4, 1)])
 def test_the_plain_module_has_the_loss_that_was_reported(
     layout: tuple[int, int], tmp_path: Path
