@@ -42,9 +42,9 @@ SMALL = 2**16
 class GradientCollector:
     """Compresses and accumulates the gradients of a stage, and reports when a layer has all.
 
-    `on_ready(layer)` is called once a step for each layer: with the first gradient of another layer
-    after all of its own in the last microbatch, or by `finish`. A weight that runs several times
-    under a reentrant checkpoint gets several gradients, all before those of another layer.
+    `on_ready(layer)` is called once a step for each layer that has all gradients of the last
+    microbatch: with the next gradient of another layer, or by `finish`. A weight that runs several
+    times under a reentrant checkpoint gets several gradients, before another layer gets any.
     """
 
     def __init__(
