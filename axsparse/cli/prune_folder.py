@@ -179,6 +179,7 @@ def _write_pruned(
             held_out=done.held_out,
             entries=sum(map(math.prod, targets.shapes.values())),
             kept=sum(kept.values()),
+            which=_without_layers(done.plan),
         )
 
     def write() -> None:
@@ -282,10 +283,28 @@ def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:
     """The settings by which a training keeps the zeros of a folder, or makes more and more."""
     zeros = f"{1 - facts.kept / facts.entries:.4f}"
     if order.schedule == "once":
-        return ["pruning.method=zeros", f"pruning.sparsity={zeros}", "pruning.layers=[]"]
+        same = ["pruning.layers=[]", *facts.which]
+        return ["pruning.method=zeros", f"pruning.sparsity={zeros}", *same]
     is_shared = asked.pruning.layers and order.distribution == "uniform"
     initial = BLOCKWISE if is_shared else zeros  # OWL's sparsities have the mean asked for.
     return [*rising(asked), f"pruning.initial_sparsity={initial}"]
+
+
+def _without_layers(plan: RunPlan) -> list[str]:
+    """The settings by which the same matrices are pruned without `pruning.layers`: none unless it
+    has added some."""
+    pruning, targets = plan.config.pruning, plan.targets
+    assert targets is not None, "something is pruned"
+    matrices = {
+        one.name: pruning.include == "all" or (layer.kind == "block" and one.multiplies)
+        for layer in plan.profile.layers
+        for one in layer.parameters
+        if one.trained and len(one.shape) >= 2 and one.name not in plan.profile.ties
+    }
+    if all(matrices[name] for name in targets.shapes):
+        return []
+    others = [name for name in matrices if name not in targets.shapes]
+    return ["pruning.include=all", f"pruning.exclude={json.dumps(others)}"]
 
 
 def _prepare(order: PruneOrder) -> None:
@@ -319,6 +338,8 @@ class Facts:
     """The kept entries of the pruned matrices."""
     layers: Sequence[str] = ()
     """The sparsities of layers, as `pruning.layers` gives them."""
+    which: Sequence[str] = ()
+    """The settings by which its matrices are pruned without `pruning.layers`."""
     pruned: float | None = None
     """The validation loss of the pruned model before it was trained; None where it was not."""
 
@@ -345,7 +366,7 @@ def card(order: PruneOrder, config: Config, facts: Facts) -> str:
         "pruning.method=zeros",
         f"pruning.sparsity={removed:.4f}",
         *(ZEROS_ALONE if str(order.config) != bundled_source() else ()),
-        *(each for each in order.settings if each.startswith(WHICH)),
+        *(facts.which or (each for each in order.settings if each.startswith(WHICH))),
     )
     train = ["axsparse", "train", "--config", order.config, "--run-dir", f"{order.out}.trained"]
     return f"""\

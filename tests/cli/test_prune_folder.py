@@ -217,6 +217,24 @@ def test_the_card_has_the_zeros_that_are_there_and_its_command_trains_them(
     assert f"of which {sum(v.numel() for v in matrices) - zeros:,} stay" in trained.stdout
 
 
+def test_a_matrix_that_layers_adds_is_trained_with_its_zeros(
+    transformers: Any, tmp_path: Path
+) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+
+    more = ("--method", "magnitude", "--sparsity", "0.6", "--heal", "train", "--steps", "2")
+    layers = ("--set", 'pruning.layers=["lm_head.weight=0.9"]')
+    found = pruned(tmp_path, "out", *more, *layers, *JUDGED)
+
+    zeros = {name: float((value == 0).float().mean()) for name, value in found.items()}
+    assert zeros["lm_head.weight"] == pytest.approx(0.9, abs=0.02)
+    assert zeros["model.layers.1.mlp.up_proj.weight"] == pytest.approx(0.6, abs=0.02)
+    assert zeros["model.embed_tokens.weight"] == 0
+    again = "--set pruning.include=all --set 'pruning.exclude=[\"model.embed_tokens.weight\"]'\n"
+    assert again in (tmp_path / "out" / "README.md").read_text()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("heal", ["none", "blocks", "train", "taught"])
 def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_path: Path) -> None:
