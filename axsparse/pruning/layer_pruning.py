@@ -101,9 +101,10 @@ class LayerPruning:
         if odd := [*twice, *unseen]:
             whys = {"two have": twice, "none has": unseen}
             said = ", ".join(f"{why} {some_of(names)}" for why, names in whys.items() if names)
+            fit, own = pruned.keys() - odd, self.targets.own
             raise ConfigError(
                 f"pruning.method: {self.method} scores a matrix by the inputs of its linear layer, "
-                f"and {said}; {to_exclude(odd, pruned, pruned.keys() - odd, WITHOUT_INPUTS)}"
+                f"and {said}; {to_exclude(odd, pruned, fit, WITHOUT_INPUTS, own)}"
             )
 
     def kept(self) -> dict[str, int]:
@@ -158,7 +159,7 @@ class LayerPruning:
             raise ConfigError(
                 f"pruning.method: {self.method} scores a matrix by the inputs of its layer, and "
                 f"nothing multiplies by {some_of(unseen)} there; "
-                + to_exclude(unseen, pruned, fit, WITHOUT_INPUTS)
+                + to_exclude(unseen, pruned, fit, WITHOUT_INPUTS, self.targets.own)
             )
         masks.unmet.extend(name for none in unmet.values() for name in none)
         for tensor in built.state.owned:

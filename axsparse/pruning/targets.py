@@ -160,10 +160,15 @@ def of_all_numbers(name: str) -> str:
 
 
 def to_exclude(
-    names: Iterable[str], pruned: Collection[str], fit: Collection[str], otherwise: str
+    names: Sequence[str],
+    pruned: Collection[str],
+    fit: Collection[str],
+    otherwise: str,
+    own: Collection[str] = (),
 ) -> str:
     """The suggestion that leaves out some of the pruned tensors, by patterns that match none that
-    is `fit`; only what helps `otherwise` if no other one is."""
+    is `fit`; only what helps `otherwise` if no other one is. `pruning.layers` names those in `own`.
+    """
     if not fit:
         return otherwise
     found: dict[str, None] = {}
@@ -172,7 +177,8 @@ def to_exclude(
         alike = (form for form in forms if not any(fnmatchcase(one, form) for one in fit))
         form = next(alike, name)
         found[form if sum(fnmatchcase(one, form) for one in pruned) > 1 else name] = None
-    return f"add {', '.join(found)} to pruning.exclude, or {otherwise}"
+    both = " instead of pruning.layers" if {*own}.intersection(names) else ""
+    return f"add {', '.join(found)} to pruning.exclude{both}, or {otherwise}"
 
 
 def left_dense(
