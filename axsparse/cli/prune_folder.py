@@ -37,7 +37,8 @@ from axsparse.data.token_file import read_sidecar
 from axsparse.data.tokenizers import ANOTHER_TOKENIZER
 from axsparse.models.layer import StartValues
 from axsparse.models.start_weights import FromFile
-from axsparse.models.zoo.model_registry import named_model
+from axsparse.models.teacher import with_teacher
+from axsparse.models.zoo.model_registry import model_without_weights, named_model
 from axsparse.observe.metrics import perplexity
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, writing
@@ -233,6 +234,7 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     is_first, path, run = transport.rank == 0, order.work / FACTS, order.work / "run"
     page = partial(card, order, asked)
     if not together(transport, lambda: path.exists() and (order.work / PRUNED).exists()):
+        together(transport, partial(_check_teacher, order, asked))
         found = _pruned(job, order, asked)
 
         def keep() -> None:
@@ -277,6 +279,13 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
         return facts
 
     return together(transport, write)
+
+
+def _check_teacher(order: PruneOrder, asked: Config) -> None:
+    """The errors of a teacher that does not fit, before layers are pruned."""
+    config = order.configured(f"data.sequence_length={order.length(asked)}")
+    if config.train.teacher is not None:
+        with_teacher(model_without_weights(config), config, reads_weights=False)
 
 
 def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:

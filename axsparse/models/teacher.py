@@ -13,7 +13,13 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from axsparse.config.hf_config import CONFIG_FILE, model_settings, no_folder
+from axsparse.config.hf_config import (
+    CONFIG_FILE,
+    is_gpt2,
+    model_settings,
+    no_folder,
+    read_json,
+)
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config, sample_length
 from axsparse.models.layer import Layer, Model
@@ -81,7 +87,8 @@ def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) ->
     path, length = Path(folder) / CONFIG_FILE, sample_length(config)
     if not path.is_file():
         raise no_folder(where, folder)
-    found = {"sequence_length": length, **model_settings(path), "from": folder}
+    name = None if is_gpt2(path, read_json(path)) else "hf"
+    found = {"sequence_length": length, **model_settings(path, name), "from": folder}
     settings = FAMILIES[found["name"]].model_validate(found)
     words = _vocabulary(model)
     if settings.vocab_size != words:

@@ -21,7 +21,15 @@ import numpy as np
 import pytest
 import torch
 from support.exhaustive import by_default
-from support.hf import FAMILIES, saved_model, saved_with_pictures, write_folder, write_llama
+from support.hf import (
+    FAMILIES,
+    gpt2_folder,
+    saved_model,
+    saved_with_pictures,
+    small_gpt,
+    write_folder,
+    write_llama,
+)
 from support.mpirun import ENVIRONMENT, Finished, run_alone, run_mpirun
 from support.runs import VOCABULARY, job_alone
 
@@ -233,6 +241,22 @@ def test_a_matrix_that_layers_adds_is_trained_with_its_zeros(
     assert zeros["model.embed_tokens.weight"] == 0
     again = "--set pruning.include=all --set 'pruning.exclude=[\"model.embed_tokens.weight\"]'\n"
     assert again in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_a_teacher_that_does_not_fit_is_rejected_before_layers_are_pruned(
+    transformers: Any, tmp_path: Path
+) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+    (tmp_path / "words").mkdir()
+    gpt2_folder(tmp_path / "words", small_gpt().model_copy(update={"vocab_size": VOCABULARY + 1}))
+
+    words = ["-m", "axsparse", "prune", *FEW, "--out", "out", "--steps", "2", "--teacher", "words"]
+    done = run_alone(words, cwd=tmp_path)
+
+    assert done.returncode == EXIT_CONFIG
+    assert f"'words' has a vocabulary of {VOCABULARY + 1}" in done.stderr
+    assert not (tmp_path / "out.run" / "layers").exists()
 
 
 @pytest.mark.exhaustive

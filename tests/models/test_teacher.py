@@ -177,6 +177,19 @@ def test_a_teacher_may_have_other_layers_and_widths(
             assert trace.losses == reference.losses
 
 
+def test_a_gpt2_of_another_activation_teaches_as_transformers_own(
+    transformers: Any, tmp_path: Path
+) -> None:
+    del transformers
+    gpt2_folder(tmp_path, small_gpt(), activation_function="gelu")
+    config = tiny_config(train={"teacher": str(tmp_path)})
+
+    teacher = with_teacher(tiny_gpt(config), config).teacher
+
+    assert teacher is not None
+    assert (teacher.model.name, teacher.model.layers[-1].name) == ("gpt2", "lm_head")
+
+
 def test_a_program_names_a_teacher_and_saves_the_model_alone(
     transformers: Any, tmp_path: Path
 ) -> None:
