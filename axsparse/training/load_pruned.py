@@ -131,7 +131,7 @@ COPY = (
 
 def tokenizer_of(folder: Path, named: object, way: str = COPY) -> Any:
     """transformers' tokenizer of a folder; MissingInputError, from `named` to `way`, if there is
-    none, and if there is no transformers."""
+    none, and if there is no transformers, DataError if it is damaged."""
     hf_settings(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
     from transformers import AutoTokenizer
 
@@ -143,6 +143,11 @@ def tokenizer_of(folder: Path, named: object, way: str = COPY) -> Any:
         said = "it would have no vocabulary"
     except (OSError, ValueError, KeyError, ImportError) as reason:
         said = " ".join(str(reason).split())[:200]
+    except Exception as reason:  # the library of Rust has no class for its errors
+        raise DataError(
+            f"{named}: transformers cannot read its tokenizer ({one_line(reason)[:200]}); get its "
+            "files anew, or install a newer tokenizers"
+        ) from reason
     raise MissingInputError(f"{named}: transformers finds no tokenizer ({said}); {way}")
 
 
@@ -176,7 +181,7 @@ def continued(
     """Generate at most `tokens` tokens, and `show` the text as it grows, the prompt first.
 
     The likeliest token follows where `temperature` is None. ConfigError for a prompt that the model
-    has no room for.
+    has no room for, DataError for a generation_config.json that asks for what is not there.
     """
     from transformers.generation.streamers import TextStreamer
 
@@ -211,16 +216,24 @@ def continued(
     show(prompt)
     torch.manual_seed(seed)
     settings: dict[str, Any] = {"do_sample": temperature is not None, "num_beams": 1}
+    settings |= {"return_dict_in_generate": False, "penalty_alpha": None, "dola_layers": None}
     if temperature is not None:
         settings |= {"temperature": temperature, "top_k": top_k or 0, "top_p": 1.0}
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=tokens,
-        streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-        **settings,
-    )
+    try:
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            streamer=Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+            tokenizer=tokenizer,
+            **settings,
+        )
+    except ValueError as reason:
+        raise DataError(
+            f"{GENERATION_FILE}: transformers refuses its settings ({one_line(reason)[:200]}); "
+            "leave them out"
+        ) from reason
     made = out.shape[1] - ids.shape[1]
     seconds = times[-1] - times[1] if len(times) > 2 else 0.0
     weights = list(model.parameters())

@@ -159,7 +159,10 @@ def test_generate_refuses_what_a_folder_has_damaged_and_runs_no_code_of_it(
     write_folder(folder)
     words = ("generate", folder, "--prompt", "a", "--tokens", 2)
     generation = folder / "generation_config.json"
-    generation.write_text('{"num_beams": 4}')
+    generation.write_text(
+        '{"num_beams": 4, "stop_strings": ["b"], "return_dict_in_generate": true, "top_k": 4, '
+        '"penalty_alpha": 0.6, "dola_layers": "low"}'
+    )
     assert axsparse(*words)[0] == 0
     generation.write_text('{"num_be')
     code, _, said = axsparse(*words)
