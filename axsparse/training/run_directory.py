@@ -435,10 +435,12 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
         raise MissingInputError(
             f"resume: {named} is no folder; name a run, one of its {CHECKPOINTS}/step-<n>, or auto"
         )
-    setting = config.run_dir
-    run = named.resolve().parent.parent
-    is_own = named.resolve().parent.name == CHECKPOINTS and has_mark(run)
-    if is_own and (setting == "auto" or Path(setting).resolve() == run):
+    setting, there = config.run_dir, named.resolve().parent
+    folders = (there, named.absolute().parent)  # a run's folder of checkpoints may be a link
+    run = next(
+        (run_of(one) for one in folders if one.resolve() == there and run_of(one) != one), None
+    )
+    if run is not None and (setting == "auto" or Path(setting).resolve() == run.resolve()):
         return (run if setting == "auto" else Path(setting)), named
     return None, named
 

@@ -653,8 +653,15 @@ def test_several_damaged_ones_are_passed_over_by_all_ranks_alike(run: Path, tmp_
 
 
 @pytest.mark.parametrize("named", [".", "checkpoints", "checkpoints/step-5"])
-def test_a_run_or_its_newest_checkpoint_may_be_named(named: str, run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_linked", [False, True])
+def test_a_run_or_its_newest_checkpoint_may_be_named(
+    is_linked: bool, named: str, run: Path, tmp_path: Path
+) -> None:
     path = run / named
+    if is_linked:
+        (run / "checkpoints").rename(tmp_path / "disk")
+        (run / "checkpoints").symlink_to(tmp_path / "disk")
+        RunMark.of(run).note(at=str(run))
     assert checkpoint_of(path, None).step == 5
     copied = shutil.copytree(checkpoint(run, 5), tmp_path / "best")
     assert checkpoint_of(copied, None).step == 5
