@@ -21,7 +21,7 @@ pause=30 most=5 # seconds until it tries again, doubled each time; tries without
 export OMP_NUM_THREADS=@threads@
 @setup@
 [ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
-
+cmp -s -- "$0" "$script"; [ "$?" -ne 1 ] || echo "axsparse: note: $script, which is submitted again, differs from this job's script" >&2
 hosts() { flux hostlist --expand --delimiter='\n' instance; }
 answers() { flux hostlist --expand --delimiter='\n' avail | grep -qxF "$1"; }
 start() { exec flux run -N"$count" -n"$2" -c@cpus@ --exclusive --requires="host:${1//:$per_node/}" "${@:3}"; }

@@ -22,7 +22,7 @@ pause=30 most=5 # seconds until it tries again, doubled each time; tries without
 export OMP_NUM_THREADS=@threads@ PRTE_MCA_rmaps_default_mapping_policy=slot
 @setup@
 [ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
-
+cmp -s -- "$0" "$script"; [ "$?" -ne 1 ] || echo "axsparse: note: $script, which is submitted again, differs from this job's script" >&2
 hosts() { awk '!seen[$0]++' "$PBS_NODEFILE"; }
 answers() { timeout -k 5 20 pbs_tmrsh "$1" true; }
 start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-to core:@cpus@, Open MPI --map-by slot:PE=@cpus@

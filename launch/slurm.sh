@@ -22,7 +22,7 @@ pause=30 most=5 # seconds until it tries again, doubled each time; tries without
 export OMP_NUM_THREADS=@threads@ SLURM_OVERLAP=1 PRTE_MCA_rmaps_default_mapping_policy=slot
 @setup@
 [ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
-
+cmp -s -- "$0" "$script"; [ "$?" -ne 1 ] || echo "axsparse: note: $script, which is submitted again, differs from this job's script" >&2
 hosts() { scontrol show hostnames "$SLURM_JOB_NODELIST"; }
 answers() { timeout -k 5 20 srun -Q --overlap --mpi=none -N1 -n1 --ntasks-per-node=1 -c1 -w "$1" true; }
 start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-to core:@cpus@, Open MPI --map-by slot:PE=@cpus@

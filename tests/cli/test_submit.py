@@ -239,6 +239,17 @@ def job(here: Path, script: str, *ends: str, gone: str = "", save_at: int = 3600
 AGAIN = "axsparse: 2 ranks on 2 of 2 nodes\n"
 
 
+def test_a_job_says_that_another_script_than_its_own_follows_it(
+    here: Path, submit: Axsparse
+) -> None:
+    script = submit(*SLURM, "--run-dir", "r")[1]
+    said = f"axsparse: note: {here}/r.sh, which is submitted again, differs from this job's script"
+
+    assert said not in job(here, script, "0")
+    (here / "r.sh").write_text("# edited")
+    assert said in job(here, script, "0")
+
+
 @pytest.mark.parametrize(
     ("ends", "save_at", "said"),
     [
