@@ -64,6 +64,7 @@ from axsparse.runtime.seeds import preserved_rng
 SMALL = 4
 """A list with this fraction of the largest one's parameters may be a part of a segment."""
 BY_HAND = 'cut it by hand, as docs/howto/own-models.md shows under "A forward that is no sequence"'
+NO_AUTOCAST = "leave torch.autocast out around its blocks, and set precision"
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 """Within which the layers one after the other give what the module gives."""
 SAME_GRADIENT, NOISE = 0.02, 1e-5
@@ -290,6 +291,10 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> Watch:
             raise _unfit(
                 module, why, "give samples that it takes (data=), or correct it"
             ) from reason
+    for call, is_read in zip(watch.calls, watch.exists[1:], strict=True):
+        if is_read and call.has_gradients and not call.is_direct:
+            why = f"its forward takes the result of {call.name}, in a reentrant checkpoint"
+            raise _unfit(module, why, "give the checkpoint use_reentrant=False, or leave it out")
     if lists:
         return watch
     own = outermost_lists(module, nn.Sequential)
@@ -832,13 +837,14 @@ def _reject_other_result(
             smallest[layer.full_name(name)] = trained[name]
     for each in (module, *layers.values()):
         _set_mode(each, training=False)
+    way = NO_AUTOCAST if any(call.is_autocast for call in calls) else BY_HAND
     values: Any = _copies(inputs)
     try:
         for part in layers.values():
             values = part(*values)
             values = values if isinstance(values, tuple) else (values,)
     except Exception as reason:
-        raise _unfit(module, _why_apart(reason)) from reason
+        raise _unfit(module, _why_apart(reason), way) from reason
     gradients = _gradients(tensors_of(values), smallest)
     ours = [each.detach() for each in tensors_of(values)]
     del values  # and the activations behind it
@@ -856,7 +862,7 @@ def _reject_other_result(
             hook.remove()
     for one, other in zip(ours, theirs, strict=True):
         if one.shape != other.shape or not torch.allclose(one, other, equal_nan=True, **CLOSE):
-            raise _unfit(module, "its layers one after the other give another result")
+            raise _unfit(module, "its layers one after the other give another result", way)
     if recorded != [call.has_gradients for call in calls]:
         return  # The forward calls torch.no_grad() in one mode only.
     plain = _gradients(theirs, smallest)
@@ -869,7 +875,7 @@ def _reject_other_result(
             hooked = [path for path, found in _lists(module).items() if found._backward_hooks]
             more = f", without the backward hooks of {hooked[0]}" if hooked else ""
             why = f"its layers one after the other give {name} another gradient{more}"
-            raise _unfit(module, why)
+            raise _unfit(module, why, way)
 
 
 def _why_apart(reason: Exception) -> str:

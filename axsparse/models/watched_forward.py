@@ -49,6 +49,10 @@ class Call:
     """Whether each output is a tensor."""
     has_gradients: bool = field(default_factory=lambda: is_recorded())
     """Whether autograd records it, as it does outside `torch.no_grad()`."""
+    is_direct: bool = field(default_factory=torch.is_grad_enabled)
+    """Whether autograd records it without a function around it."""
+    is_autocast: bool = field(default_factory=lambda: torch.is_autocast_enabled("cpu"))
+    """Whether it runs in `torch.autocast`."""
     trains: bool = False
     """Whether the member is in training mode."""
 

@@ -18,6 +18,7 @@ from support.runs import summed_loss
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
@@ -477,6 +478,27 @@ class Hooked(nn.Module):
         return self.body(self.stem(x.flatten(1)))
 
 
+class Checkpointed(Reader):
+    """Runs its blocks in a checkpoint that is a function of autograd."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.flatten(1)[:, :8]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True)
+        return self.stem(x)
+
+
+class Mixed(Reader):
+    """Runs its blocks in half precision."""
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.stem(x.flatten(1)[:, :8])
+            for block in self.blocks:
+                x = block(x)
+            return x.float()
+
+
 def locked() -> nn.Module:
     module = own_models.Vit()
     module.blocks[0].lock = threading.Lock()  # type: ignore[assignment]
@@ -588,11 +610,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "one buffer of two blocks": (one_buffer, images),
     "hooks that replace a weight": (hooked_weight, images),
     "quantized": (Packed, images),
+    "a reentrant checkpoint": (Checkpointed, images),
+    "autocast around blocks": (Mixed, images),
 }
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize")
 @pytest.mark.filterwarnings("ignore:Full backward hook")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_forward_of_another_form_is_refused_by_name(case: str) -> None:
     module, data = REFUSED[case]
