@@ -239,6 +239,11 @@ def profile(
         check_kind(where, given, Layer, way)
         optional = {"init": "function or None", "flops": "number or None"}
         check_kinds(where, vars(given), name="text", prefix="text or None", **optional)
+        if isinstance(given.build, nn.Module):
+            raise ConfigError(
+                f"{where}: build is a module; give a function that makes one (lambda: "
+                f"{type(given.build).__name__}(...))"
+            )
     tracer = None
     if model.example is not None:
         example = example_of(model.example, samples)

@@ -226,9 +226,10 @@ def accelerate(model: nn.Module, *, fewest_zeros: float = FEWEST_ZEROS) -> nn.Mo
     done: dict[int, nn.Parameter] = {}
     for module, name, parameter, is_transposed in list(multiplied_weights(model)):
         if parameter.device.type != "cpu":
+            way = "load its weights first" if parameter.is_meta else "move the model by .to('cpu')"
             raise ConfigError(
                 f"accelerate: {name} is on {parameter.device}, but kept entries are multiplied on "
-                "CPUs only; move the model by .to('cpu')"
+                f"CPUs only; {way}"
             )
         if id(parameter) not in done and has_zeros(parameter, fewest_zeros):
             pruned = PrunedWeight.of(parameter, is_transposed=is_transposed)
