@@ -323,22 +323,30 @@ class Tracer:
     def _fails(self, name: str, reason: Exception, module: nn.Module | None = None) -> CostError:
         """The error of a layer whose forward or backward raises one."""
         what = one_line(reason)
+        given = ", ".join(str(tuple(shape)) for shape, _ in self.shapes)
         if self.device is None:
+            is_part = isinstance(module, PartModule)  # whose example nobody wrote
             suggestion = "make its tensors on the device of its inputs"
-            if self._counter is None:
-                suggestion += (
-                    f", or correct its sizes (of a folder, those in {CONFIG_FILE})"
-                    if isinstance(module, PartModule)  # whose example nobody wrote
-                    else ", or leave Model.example out: then the first samples of the data run"
-                )
+            if self._counter is None and _is_of_sizes(what):
+                suggestion = f"it gets {given}; correct its sizes"
+                suggestion += f" (of a folder, those in {CONFIG_FILE})" if is_part else ""
+            elif self._counter is None and not is_part:
+                suggestion += ", or leave Model.example out: then the first samples of the data run"
             return CostError(
                 f"layer {name}: on the meta device, where its cost is found, {what}; {suggestion}"
             )
-        given = ", ".join(str(tuple(shape)) for shape, _ in self.shapes)
         if self._dtype != torch.float32 and " Float" in what:
             half = str(self._dtype).removeprefix("torch.")
             given += f" in {half}; set precision: fp32 for an operation that takes nothing else"
         return CostError(f"layer {name}: on the first samples of the data, {what}; it gets {given}")
+
+
+def _is_of_sizes(what: str) -> bool:
+    """Whether an error of torch speaks of sizes that do not fit, and of no device."""
+    text = what.lower()
+    return not any(word in text for word in ("meta", "device")) and any(
+        word in text for word in ("size", "shape", "dim", "channel", "elements")
+    )
 
 
 def _storage(tensor: Tensor) -> int:
