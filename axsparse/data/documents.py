@@ -54,8 +54,8 @@ the file or of one of its folders."""
 SPLIT_WORD = re.compile(rf"(?<![^-._ 0-9/])(?:{SPLITS})(?=[-._ 0-9/])")
 """Finds splits elsewhere in a path, as `datasets` does: `gsm8k_train.jsonl`, `wiki.test.txt`."""
 TEXTS = (".txt", ".raw", ".tokens")
-"""Endings of texts that are asked for splits too, unless files of other endings are next to them:
-in a folder of code the words mean something else."""
+"""Endings of texts, which are of different splits where their names are equal but for a word; in a
+folder of code, where other names have such words too, the words mean something else."""
 UNREADABLE = "unreadable"
 NO_DATA = "no data (next to files of data; name it to take it)"
 CACHE = "a cache, which state.json does not name (name it to take it)"
@@ -547,15 +547,9 @@ def _files(
             names = [name for name in names if name not in others]
             left_out.extend((str(path / name), NO_DATA) for name in others)
         taken = sorted(names, key=PurePath.as_posix)
-        asked = {*DATA_SETS, ".json"}
-        if {*map(_format, taken)} <= {*asked, *TEXTS, ".md", ""}:
-            asked.update(TEXTS)
-        data = (name.as_posix() for name in taken if _format(name) in asked)
-        found = [matches for name in data if (matches := _split_words(name))]
-        words = {frozenset(match[match.lastindex or 0] for match in matches) for matches in found}
-        if len(words) > 1:
-            splits = sorted(frozenset.union(*words))
-            text, end = found[-1][-1].string, found[-1][-1].end()
+        if found := _split_words(taken):
+            splits = sorted({match[match.lastindex or 0] for match in found})
+            text, end = found[-1].string, found[-1].end()
             after = text[end] if text[end] in "-_." else ""
             begin = f"{path}/{text[:end]}{'' if text[end] == '/' else f'{after}*'}"
             raise ConfigError(
@@ -565,10 +559,25 @@ def _files(
         yield from (path / name for name in taken)
 
 
-def _split_words(name: str) -> list[re.Match[str]]:
-    """The words in a path that name its split."""
-    first = SPLIT.search(name)
-    return [first] if first else [*SPLIT_WORD.finditer(name)]
+def _split_words(names: Iterable[PurePath]) -> list[re.Match[str]]:
+    """The words in paths that name different splits; none where there is one split, or where such
+    words stand in names that have nothing else in common, as in titles."""
+    asked = {*DATA_SETS, ".json"}
+    others = [name for name in names if _format(name) not in (*asked, *TEXTS)]
+    if not any(SPLIT_WORD.search(name.as_posix()) for name in others):
+        asked.update(TEXTS)
+    begins: list[list[re.Match[str]]] = []
+    alike: dict[str, list[list[re.Match[str]]]] = {}
+    for name in (each for each in names if _format(each) in asked):
+        path = name.as_posix()
+        if (first := SPLIT.search(path)) and _format(name) not in TEXTS:
+            begins.append([first])
+        if words := [*SPLIT_WORD.finditer(path)]:
+            alike.setdefault(SPLIT_WORD.sub("*", path), []).append(words)
+    for found in (begins, *alike.values()):
+        if len({tuple(match[match.lastindex or 0] for match in words) for words in found}) > 1:
+            return [match for words in found for match in words]
+    return []
 
 
 def _caches(path: Path, names: Collection[PurePath]) -> set[PurePath]:

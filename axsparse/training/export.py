@@ -88,10 +88,10 @@ from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of,
 Form = Literal["hf", "sparse", "torch"]
 WEIGHTS = re.compile(
     r"\.(safetensors|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|ot|tflite)$|\.index\.json$"
-    r"|(model|weights|adapter|consolidated|optimizer|scheduler|training_args)[^/]*\.(bin|npz)$"
+    r"|^(?!.*(vocab|tokenizer|merges|bpe|spm)).*\.(bin|npz)$"
 )
-"""Finds the names of files of weights, in whatever format: next to exported weights, earlier ones
-would be taken for them. Other files that end in .bin are vocabularies and the like."""
+"""Finds the names of files of weights, in whatever format, but for vocabularies: next to exported
+weights, earlier ones would be taken for them."""
 CARD = "README.md"
 TEXT_CONFIG = "text_config"
 """The section of a config.json that has the settings of the text model among others."""

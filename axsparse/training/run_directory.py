@@ -152,7 +152,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
             _reject_other_checkpoints(path, "resume")
             if named is not None:
                 _reject_older(path, named)
-            elif RunMark.of(path).is_overwriting:  # it was killed meanwhile
+            elif resume == AUTO and RunMark.of(path).is_overwriting:  # it was killed meanwhile
                 with writing(f"{path / CHECKPOINTS}:", OTHER_RUN_DIR):
                     _clear(path)
         steps = steps_in(path) if path else []

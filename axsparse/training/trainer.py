@@ -1064,7 +1064,8 @@ class Trainer:
         assert saver is not None, "signals are taken where there is a place to save"
         saver.finish()
         self._announce_checkpoints()
-        self._stop.forget()
+        if all(run is self or run.run_dir is None for run in self._job.in_progress):
+            self._stop.forget()
         if self.steps_done == 0:
             raise StoppedError(
                 "stopped before the first step, with nothing to save; start it again"

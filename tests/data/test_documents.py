@@ -163,6 +163,9 @@ def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -
         ["data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet"],
         ["arxiv-00000-of-00001.parquet", "books-00000-of-00001.parquet"],
         ["train/a.jsonl", "train/b.jsonl", "latest.jsonl", "evaluations/a.jsonl"],
+        ["potty-training-in-three-days.txt", "the-acid-test-1968.txt"],
+        ["weight-training.jsonl", "drug-test-reports.jsonl", "squad_dev_train.jsonl"],
+        ["dev.to-posts.jsonl", "physics-test.jsonl", "docs/testing/a.txt", "docs/training/b.txt"],
     ],
 )
 def test_folders_of_texts_and_parts_of_a_split_are_no_splits(

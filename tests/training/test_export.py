@@ -304,7 +304,7 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     left = ("onnx/model.onnx", "onnx/config.json", ".git/HEAD", "checkpoint-5/trainer_state.json")
     (start / "checkpoint-5" / "global_step5" / "deep.txt").symlink_to(start / "LICENSE")
     (start / "onnx" / "again").symlink_to(start, target_is_directory=True)
-    others = ("flax_model.msgpack", "training_args.bin", "model.safetensors.index.json")
+    others = ("flax_model.msgpack", "mm_projector.bin", "model.safetensors.index.json")
     states = "checkpoint-5/global_step5/mp_rank_00_model_states.pt"
     for name in (*left, *others, "pytorch_model-00001-of-00002.bin", states):
         (start / name).write_text("{}")

@@ -252,7 +252,7 @@ for number, _ in enumerate(trained, 1):
     assert [*(tmp_path / "trained" / "checkpoints").glob("step-*")]
 
 
-@pytest.mark.parametrize("when", ["within", "after"])
+@pytest.mark.parametrize("when", ["within", "stopped", "after"])
 def test_a_signal_of_a_run_that_is_over_stops_the_run_in_progress(
     when: str, tmp_path: Path
 ) -> None:
@@ -265,7 +265,11 @@ def made(name, steps):
 
 trained = made("trained", 9)
 trained.step()
-made("other", 1).train(stop if sys.argv[1] == "within" else None)
+try:
+    steps = 2 if sys.argv[1] == "stopped" else 1
+    made("other", steps).train(None if sys.argv[1] == "after" else stop)
+except ax.StoppedError as reason:
+    print(reason)
 if sys.argv[1] == "after":
     stop()
 for _ in trained:

@@ -171,7 +171,8 @@ def test_a_run_that_is_killed_while_it_overwrites_another_begins_anew(
         overwriting.begin(config)
     monkeypatch.undo()
     left = max(steps_in(run))
-    assert opened(config, str(checkpoint(run, left))).checkpoint is not None, "the user names it"
+    for named in (checkpoint(run, left), run):
+        assert opened(config, str(named)).checkpoint is not None, "the user names it"
 
     found = opened(config)
 
