@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, cast
@@ -37,7 +38,7 @@ from axsparse.runtime.errors import ConfigError, check_kind
 
 
 def from_sequential(
-    modules: nn.Sequential | Iterable[nn.Module],
+    modules: nn.Sequential | Iterable[nn.Module] | Mapping[str, nn.Module],
     loss: LossFunction,
     *,
     kinds: Mapping[Any, Kind] = {},
@@ -47,16 +48,18 @@ def from_sequential(
 ) -> Model:
     """A model whose layers are modules; each takes what the one before returns.
 
-    The layers have their names in the `nn.Sequential`, or "0", "1", … in a list. `loss`, `metrics`
-    and `example` are as in `Model`. An `nn.Embedding` is an embedding, the last module with
-    parameters is the head, and all others are blocks; `kinds` overrides this for the layers that it
-    names, or numbers. If the first module is an embedding, its rows are the vocabulary.
+    The layers have their names in the `nn.Sequential` or mapping, or "0", "1", … in a list. `loss`,
+    `metrics` and `example` are as in `Model`. An `nn.Embedding` is an embedding, the last module
+    with parameters is the head, and all others are blocks; `kinds` overrides this for the layers
+    that it names, or numbers. If the first module is an embedding, its rows are the vocabulary.
 
     The model starts at the values of the modules, which are not changed by training.
 
     Raises ConfigError if two modules share a parameter or buffer, if one is compiled or on the meta
     device, and for an `nn.Sequential` that does more than to call its modules one after the other.
     """
+    if isinstance(modules, Mapping):
+        modules = _named_modules(modules)
     if isinstance(modules, nn.Module):
         reject_unfit(modules)
         start_training(modules)
@@ -92,6 +95,15 @@ def from_sequential(
         vocab_size=None if first is None else _words_of(first),
         container=_container(modules),
     )
+
+
+def _named_modules(modules: Mapping[str, nn.Module]) -> PlainModel:
+    try:
+        return PlainModel(OrderedDict(modules))
+    except (KeyError, TypeError) as reason:
+        raise ConfigError(
+            f"sequential: {reason.args[0]}; give torch.nn.Modules by names that torch takes"
+        ) from reason
 
 
 def _kinds_by_name(kinds: Mapping[Any, Kind], layers: Mapping[str, nn.Module]) -> dict[str, Kind]:
@@ -389,7 +401,8 @@ def reject_other_tuple(before: Layer, layer: Layer, count: int) -> None:
         raise ConfigError(
             f"sequential: {before.name} returns a tuple, which {layer.name} "
             f"({type(module).__name__}) would get as one argument from torch, and as its tensors "
-            f"from a stage; {way}, or give list(modules) to pass the tensors"
+            f"from a stage; {way}, or give ax.from_sequential(modules._modules, loss) to pass the "
+            "tensors"
         )
 
 

@@ -47,10 +47,14 @@ RELU = nn.ReLU()
 LISTED = [nn.Embedding(9, 4), nn.Linear(4, 4), RELU, nn.Linear(4, 2), RELU]
 
 
+NAMED = "first block, norm block, relu block, second block, last head"
+
+
 @pytest.mark.parametrize(
     ("modules", "kinds", "layers"),
     [
-        (sequential(), {}, "first block, norm block, relu block, second block, last head"),
+        (sequential(), {}, NAMED),
+        (sequential()._modules, {}, NAMED),
         (LISTED, {1: "embedding"}, "0 embedding, 1 embedding, 2 block, 3 head, 4 block"),
     ],
 )
