@@ -230,8 +230,6 @@ def continued(
             **settings,
         )
     except ValueError as reason:
-        if times:  # the prompt was shown: settings are checked before
-            raise
         raise DataError(
             f"{GENERATION_FILE}: transformers refuses its settings ({one_line(reason)[:200]}); "
             "leave them out"
