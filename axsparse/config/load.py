@@ -394,4 +394,5 @@ def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
         raise ConfigError(
             f"{key} ({origin}): lists or mappings within a value; write a scalar or a flat list"
         )
-    return Setting(value, origin)
+    typed = [str(item.value) for item in node.value] if isinstance(value, list) else node.value
+    return Setting(value, origin, typed)

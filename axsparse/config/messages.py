@@ -25,6 +25,8 @@ class Setting:
     value: Any
     origin: str
     """The place where a setting was given: "quickstart.yaml:12", "--set" or "configure"."""
+    text: Any = None
+    """The scalar as it was typed, or a list of them; None unless YAML was read."""
 
 
 OTHER_NAMES = {
@@ -163,13 +165,13 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
     by_option = setting.origin == "--set"
     if kind == "tuple_type" and isinstance(value, str):
         if value.startswith("[") and value.endswith("]"):
-            return f"; write {argument(key, value) if by_option else 'it without quotes'}"
+            listed = _as_list(value[1:-1])
+            return f"; write {argument(key, listed) if by_option else 'it without quotes'}"
         return f"; write {argument(key, _as_list(value)) if by_option else _as_list(value)}"
     if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
         return "; write it without quotes"
     if kind == "string_type" and type(value) in (int, float):
-        whole = setting.value
-        texts = json.dumps([*map(str, whole)] if isinstance(whole, list) else str(whole))
+        texts = json.dumps(setting.text, ensure_ascii=False)
         return f"; write {argument(key, texts) if by_option else 'it in quotes'}"
     return "; write true or false" if kind == "bool_type" and default != "auto" else ""
 
