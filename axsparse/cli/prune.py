@@ -27,6 +27,7 @@ from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 
 if TYPE_CHECKING:
+    from axsparse.cli.prune_order import PruneOrder
     from axsparse.runtime.job import Job
 
 DESCRIPTION = """\
@@ -120,6 +121,24 @@ def main(argv: Sequence[str]) -> NoReturn:
             f"prune: {missing[0]} is left out; name it, or add --dry-run to see what a run of a "
             "configuration would prune"
         )
+    _reject_unfit(arguments)
+    settings = _settings(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    arguments.config = arguments.config or bundled_source()
+    reject_early(arguments, [override(FROM, arguments.source), *settings], is_part=True)
+    # Imported late, so that --help loads neither torch nor MPI.
+    from axsparse.runtime.job import run
+
+    def work(job: Job) -> None:
+        from axsparse.cli.prune_folder import prune_folder
+
+        prune_folder(job, _order(arguments))
+
+    run(work)
+
+
+def _reject_unfit(arguments: argparse.Namespace) -> None:
+    """End the command for options that do not go with --from, or with each other."""
     heal = arguments.heal
     trains = (key for key in ("train.steps", "train.teacher") if _sets(arguments, key))
     asked = {
@@ -133,34 +152,25 @@ def main(argv: Sequence[str]) -> NoReturn:
     for key in DECIDED:
         if _sets(arguments, key):
             reject(f"--set: {key} is what --from and --out say; leave it out")
-    settings = _settings(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    arguments.config = arguments.config or bundled_source()
-    reject_early(arguments, [override(FROM, arguments.source), *settings], is_part=True)
-    # Imported late, so that --help loads neither torch nor MPI.
-    from axsparse.runtime.job import run
 
-    def work(job: Job) -> None:
-        from axsparse.cli.prune_folder import prune_folder
-        from axsparse.cli.prune_order import PruneOrder
 
-        order = PruneOrder(
-            source=arguments.source,
-            data=tuple(arguments.data),
-            validation=tuple(arguments.validation),
-            out=arguments.out,
-            config=arguments.config,
-            settings=tuple(settings),
-            heal=heal,
-            schedule=arguments.schedule,
-            distribution=arguments.distribution,
-            method=arguments.method,
-            separator=arguments.separator,
-            jsonl_field=arguments.jsonl_field,
-        )
-        prune_folder(job, order)
+def _order(arguments: argparse.Namespace) -> PruneOrder:
+    from axsparse.cli.prune_order import PruneOrder
 
-    run(work)
+    return PruneOrder(
+        source=arguments.source,
+        data=tuple(arguments.data or ()),
+        validation=tuple(arguments.validation),
+        out=arguments.out or Path("pruned"),  # a dry run may leave it out
+        config=arguments.config or bundled_source(),
+        settings=tuple(_settings(arguments)),
+        heal=arguments.heal,
+        schedule=arguments.schedule,
+        distribution=arguments.distribution,
+        method=arguments.method,
+        separator=arguments.separator,
+        jsonl_field=arguments.jsonl_field,
+    )
 
 
 def _sets(arguments: argparse.Namespace, key: str) -> bool:
@@ -179,26 +189,40 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
 
 
 def _say_what(arguments: argparse.Namespace) -> None:
+    if arguments.source is not None:
+        _say_what_of_folder(arguments)
+        return
     if arguments.distribution == "owl":
         reject(
             "--distribution: owl is by the activations of samples, which a dry run does not read; "
             "leave it out"
         )
-    config, settings = arguments.config, _settings(arguments)
+    settings = _settings(arguments)
     if arguments.method is not None:
         settings.append(f"pruning.method={arguments.method}")
-    if arguments.source is not None:
-        config = config or bundled_source()
-        settings.append(override(FROM, arguments.source))
-    asked = configure(config, settings)
+    asked = configure(arguments.config, settings)
     check_config(asked)
     say("\n".join(lines(asked)))
 
 
-def lines(config: Config) -> Iterator[str]:
+def _say_what_of_folder(arguments: argparse.Namespace) -> None:
+    from axsparse.cli.prune_defaults import chosen
+
+    _reject_unfit(arguments)
+    order = chosen(_order(arguments))
+    asked = order.configured()
+    check_config(asked)
+    by: str = asked.pruning.method
+    if order.schedule == "gradual":
+        by += ", then magnitude while the model trains"
+    say("\n".join(lines(asked, by, by_owl=order.distribution == "owl")))
+
+
+def lines(config: Config, by: str | None = None, *, by_owl: bool = False) -> Iterator[str]:
     """A table of the pruned tensors, then the dense ones by the reason why.
 
-    Dense tensors of one shape whose names differ in numbers only share a line.
+    Dense tensors of one shape whose names differ in numbers only share a line. `by` names the
+    criterion if it is not `pruning.method` alone; `by_owl` leaves out what OWL finds from samples.
     """
     # Imported late, so that --help does not load torch.
     from axsparse.models.model_profile import profile
@@ -211,8 +235,10 @@ def lines(config: Config) -> Iterator[str]:
         yield "nothing is pruned: samo.enabled is false, or pruning.sparsity is 0"
         return
     masks = targets.mask_file
-    yield f"pruned by {config.pruning.method if masks is None else masks.path}:"
-    yield from _kept_table(targets.shapes, targets.kept())
+    yield f"pruned by {(by or config.pruning.method) if masks is None else masks.path}:"
+    if by_owl:
+        yield f"{100 * targets.sparsity:g} % in all; OWL finds each layer's sparsity from samples"
+    yield from _kept_table(targets.shapes, None if by_owl else targets.kept())
     for why, parameters in left_dense(profiled, targets, config.pruning).items():
         yield ""
         yield f"dense, {sum(one.numel for one in parameters):,} entries: {why}"
@@ -226,22 +252,21 @@ def lines(config: Config) -> Iterator[str]:
             yield f"  {name}  {' × '.join(map(str, shape))}{more}"
 
 
-def _kept_table(shapes: Mapping[str, tuple[int, ...]], kept: Mapping[str, int]) -> Iterator[str]:
-    """A row of the table for each pruned tensor, and one for all."""
+def _kept_table(
+    shapes: Mapping[str, tuple[int, ...]], kept: Mapping[str, int] | None
+) -> Iterator[str]:
+    """A row of the table for each pruned tensor, and one for all; None leaves two columns out."""
     from axsparse.planner.plan_report import table
 
-    rows = [
-        (name, " × ".join(map(str, shape)), math.prod(shape), kept[name])
-        for name, shape in shapes.items()
-    ]
-    rows.append(("total", "", sum(row[2] for row in rows), sum(kept[name] for name in shapes)))
-    yield from table(
-        {
-            "tensor": name,
-            "shape": shape,
-            "entries": f"{numel:,}",
-            "kept": f"{stay:,}",
-            "sparsity": f"{100 * (1 - stay / max(numel, 1)):.3f} %",
-        }
-        for name, shape, numel, stay in rows
-    )
+    numels = {name: math.prod(shape) for name, shape in shapes.items()}
+    rows = [(name, " × ".join(map(str, shape)), [name]) for name, shape in shapes.items()]
+    rows.append(("total", "", [*shapes]))
+    found = []
+    for label, shape, names in rows:
+        numel = sum(numels[name] for name in names)
+        row = {"tensor": label, "shape": shape, "entries": f"{numel:,}"}
+        if kept is not None:
+            stay = sum(kept[name] for name in names)
+            row |= {"kept": f"{stay:,}", "sparsity": f"{100 * (1 - stay / max(numel, 1)):.3f} %"}
+        found.append(row)
+    yield from table(found)

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.hf import write_llama
 
+from axsparse.__main__ import main
 from axsparse.cli.prune import lines
 from axsparse.config.load import configure
 
@@ -44,3 +46,36 @@ def test_a_dry_run_of_a_mask_file_has_its_kept_entries(
 
     assert said[0] == "pruned by mask.safetensors:"
     assert said[2] == "block0.fc1.weight  32 × 8      256     5  98.047 %"
+
+
+@pytest.mark.parametrize(
+    ("options", "by", "sparsity"),
+    [
+        ("--sparsity 0.5", "wanda", "50.000 %"),
+        ("--sparsity 0.7", "sparsegpt", "70.0"),
+        ("--sparsity 0.7 --schedule gradual", "wanda, then magnitude while the model trains", "70"),
+        ("--sparsity 0.9", "sparsegpt", None),
+        ("--sparsity 0.7 --distribution owl", "sparsegpt", None),
+        ("--sparsity 0.9 --method magnitude", "magnitude", "90.0"),
+    ],
+)
+def test_a_dry_run_of_a_folder_chooses_as_the_command_does(
+    options: str,
+    by: str,
+    sparsity: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_llama(tmp_path / "model")
+
+    with pytest.raises(SystemExit) as end:
+        main(["prune", "--dry-run", "--from", str(tmp_path / "model"), *options.split()])
+
+    said = capsys.readouterr().out.splitlines()
+    total = next(line for line in said if line.startswith("total"))
+    assert not end.value.code and said[0] == f"pruned by {by}:"
+    if sparsity is None:
+        assert said[1].endswith("OWL finds each layer's sparsity from samples")
+        assert "sparsity" not in said[2] and "%" not in total
+    else:
+        assert f" {sparsity}" in total
