@@ -493,8 +493,8 @@ def find_sources(
 ) -> tuple[list[DocumentSource], list[tuple[str, str]]]:
     """The named files, and the files below named folders in the order of their paths.
 
-    Hidden files, links to folders and the folders that are `written` are skipped. Each file is read
-    once, as validation data if it is named as both. Returned second are the names of files and
+    Hidden files and the folders that are `written` are skipped. Each file is read once, as
+    validation data if it is named as both. Returned second are the names of files and
     folders that are left out, and why. Raises MissingInputError for a path that is neither a file
     nor a folder, ConfigError for a folder of several splits.
     """
@@ -528,12 +528,15 @@ def _files(
                 "or Arrow, or folders of them"
             )
         names = []
+        entered = {*written, *path.resolve().parents}
         for folder, subfolders, files in os.walk(
-            path, onerror=lambda error: left_out.append((error.filename, UNREADABLE))
+            path,
+            onerror=lambda error: left_out.append((error.filename, UNREADABLE)),
+            followlinks=True,
         ):
             at = Path(folder)
             subfolders[:] = [
-                n for n in subfolders if n[0] != "." and (at / n).resolve() not in written
+                name for name in sorted(subfolders) if _is_new(at / name, path, entered)
             ]
             names += [(at / name).relative_to(path) for name in files if name[0] != "."]
         endings = {*map(_format, names)}
@@ -557,6 +560,18 @@ def _files(
                 f"as {begin}, and by --validation those that are held out"
             )
         yield from (path / name for name in taken)
+
+
+def _is_new(folder: Path, root: Path, entered: set[Path]) -> bool:
+    """Whether a folder below `root` is to be read: not if it is hidden, `entered`, which it then
+    is, or a link to one that is read below `root` by its own name."""
+    real, top = folder.resolve(), root.resolve()
+    own = real.relative_to(top).parts if real.is_relative_to(top) else None
+    is_again = folder.is_symlink() and own is not None and not any(one[0] == "." for one in own)
+    if folder.name[0] == "." or real in entered or is_again:
+        return False
+    entered.add(real)
+    return True
 
 
 def _split_words(names: Iterable[PurePath]) -> list[re.Match[str]]:

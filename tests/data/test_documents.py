@@ -543,6 +543,21 @@ def test_files_below_a_folder_come_in_the_order_of_their_paths(tmp_path: Path) -
     assert [source.size for source in found] == [len(name) for name in names]
 
 
+def test_linked_folders_are_read_once_and_without_end(tmp_path: Path) -> None:
+    root = write(tmp_path / "root", "a/x", ".blobs/y").absolute()
+    other = write(tmp_path / "other", "sub/z")
+    links = {"b": other, "a/c": root / ".blobs", "A": root / "a", "up": tmp_path, "d": other}
+    for name, folder in links.items():
+        (root / name).symlink_to(folder)
+    (other / "sub" / "back").symlink_to(other)
+    (other / "home").symlink_to(root / "a")
+
+    found, left_out = find_sources([root], [], root / "out")
+
+    names = [source.name.removeprefix(f"{root}/") for source in found]
+    assert (names, left_out) == (["a/c/y", "a/x", "b/sub/z"], [])
+
+
 @pytest.mark.parametrize(
     "ending", ["parquet", "jsonl.gz", "jsonl.zst", "jsonl.zip", "arrow", "csv"]
 )
