@@ -68,6 +68,7 @@ OPTIONS = {
     "choose another place, or give --force .*": "move it away, and repeat the command",
     "--tokenizer: ": "--from: ",
     "bring more held-out data": "name more by --validation FILES",
+    r", or let \S+( of the model)? begin anew \(model\.new: .*": "",
 }
 """Suggestions and places in errors of data and of training, as `re.sub` takes them, and their names
 in this command."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.exhaustive import by_default
 from support.hf import (
     FAMILIES,
@@ -42,7 +43,7 @@ from axsparse.data.preparation import Request, prepare
 from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import read_sidecar
 from axsparse.data.tokenizers import ANOTHER_TOKENIZER
-from axsparse.models.start_weights import open_weights
+from axsparse.models.start_weights import FromFile, open_weights, unchanged
 from axsparse.pruning.mask_file import open_masks
 from axsparse.runtime.console import Console
 from axsparse.runtime.errors import (
@@ -427,6 +428,11 @@ def test_errors_of_training_name_the_options_of_this_command(tmp_path: Path) -> 
     text = "^--from: m has none; put its tokenizer's files next to its weights$"
     with pytest.raises(DataError, match=text), own_options():
         raise DataError(f"--tokenizer: m has none; {ANOTHER_TOKENIZER}")
+    save_file({"w": torch.full((2, 2), torch.nan)}, tmp_path / "w.safetensors")
+    file = open_weights(tmp_path / "w.safetensors")
+    start = FromFile(file, {"a.w": "w"}, unchanged, "", {"a.w": True})
+    with pytest.raises(DataError, match=r"has NaN or infinities; correct the file$"), own_options():
+        start.read("a.w")
     changed = pytest.raises(OutputError, match=r"bring those back, or choose another --out$")
     for place in ("a", "b"):
         (tmp_path / "text.txt").write_text(place)
