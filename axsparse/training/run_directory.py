@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -180,12 +180,24 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         all_steps = config.train.steps
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
         notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}{left}"]
+        notes += _note_of_lost_best(config, checkpoint, steps)
     elif path is not None:
         notes = [*notes, f"{path} has no checkpoint; starts from the beginning"]
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
     there = None if path is None else Path(path)
     return RunDir(there, checkpoint, tuple(steps), tuple(notes), locks[0] if locks else None)
+
+
+def _note_of_lost_best(config: Config, checkpoint: Checkpoint, steps: Sequence[int]) -> list[str]:
+    """A line for the user if the best checkpoint is not among `steps`, those of its run."""
+    best = checkpoint.manifest.progress.best if config.checkpoint.keep_best else None
+    if best is None or checkpoint.step not in steps or best.step in steps:
+        return []
+    return [
+        f"note: the checkpoint of step {best.step}, with the lowest validation loss "
+        f"{best.loss:.4f}, is gone; the best one is sought anew from here on"
+    ]
 
 
 def open_run_dir(
@@ -494,7 +506,8 @@ def _reject_older(run_dir: Path, named: Path) -> None:
 def rewind_metrics(path: Path, progress: Progress | None) -> None:
     """Remove the records that are later than a checkpoint's progress, all of them without one.
 
-    Lines that are damaged or cut short go too. OSError if the file cannot be written.
+    Lines that are damaged or cut short go too, a program's own objects without a step stay. OSError
+    if the file cannot be written.
     """
     if not path.exists():
         return
@@ -513,8 +526,8 @@ def _is_known(line: str, progress: Progress) -> bool:
     """Whether a line of metrics.jsonl records something that had happened at that progress."""
     try:
         record = json.loads(line)
-        step = int(record["step"])
-    except (ValueError, KeyError, TypeError):
+        step = int(record.get("step", 0))
+    except (ValueError, AttributeError, TypeError):
         return False
     if not line.endswith("\n"):
         return False

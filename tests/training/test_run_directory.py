@@ -15,7 +15,7 @@ from support.resuming import ran
 from support.runs import on_ranks, tiny_config, token_data
 
 from axsparse.config.load import configure
-from axsparse.config.schema import Config
+from axsparse.config.schema import CheckpointConfig, Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
 from axsparse.runtime.files.run_folder import RunLock, RunMark
@@ -390,6 +390,13 @@ def test_a_best_checkpoint_that_somebody_removed_is_forgotten(run: Path) -> None
         progress = RunDir(run, newest, steps).progress
         assert progress is not None
         assert (progress.best and progress.best.step) == best
+    manifest = checkpoint(run, 5) / "manifest.json"
+    manifest.write_bytes(checkpoint_folder.manifest_bytes(newest.manifest))
+    config = loaded(run).model_copy(update={"checkpoint": CheckpointConfig(keep_best=True)})
+    assert len(opened(config).notes) == 1
+    shutil.rmtree(checkpoint(run, 2))
+    _, note = opened(config).notes
+    assert note.startswith("note: the checkpoint of step 2, with the lowest validation loss 1.0000")
 
 
 def test_records_behind_a_link_stay_there(run: Path, tmp_path: Path) -> None:
@@ -711,11 +718,13 @@ def test_records_after_the_checkpoint_are_taken_back(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     lines = [json.dumps(record) for record in RECORDS]
-    path.write_text("\n".join(["torn {", "[]", *lines, '{"step": 1, "loss"']))
+    own = '{"mine": 1}'
+    path.write_text("\n".join([own, "torn {", "[]", *lines, '{"step": 1, "loss"']))
 
     rewind_metrics(path, progress(**changes))
 
-    left = [json.loads(line) for line in path.read_text().splitlines()]
+    first, *left = [json.loads(line) for line in path.read_text().splitlines()]
+    assert first == json.loads(own)
     assert [f"{list(record)[1]} {record['step']}" for record in left] == kept
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     rewind_metrics(path, None)
