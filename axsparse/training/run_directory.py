@@ -190,7 +190,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
 
 
 def _note_of_lost_best(config: Config, checkpoint: Checkpoint, steps: Sequence[int]) -> list[str]:
-    """A line for the user if the best checkpoint is not among `steps`, the steps that its run has."""
+    """A line for the user if the best checkpoint is not among the steps that its run has."""
     best = checkpoint.manifest.progress.best if config.checkpoint.keep_best else None
     if best is None or checkpoint.step not in steps or best.step in steps:
         return []
