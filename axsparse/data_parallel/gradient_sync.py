@@ -27,6 +27,7 @@ from torch import Tensor
 
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Backoff, Collective, Op, Work
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.exchange import store_sum_in_rank_order
 from axsparse.samo.layer_state import LayerState, StageTie
 
@@ -84,8 +85,15 @@ class GradientSync:
         """Start the sums that may start, now that all gradients of this layer are complete.
 
         Ties wait for `finish`: summing one may block this rank's GPU or host until the other
-        stage joins in, and that stage may need what this backward has yet to send.
+        stage joins in, and that stage may need what this backward has yet to send. ConfigError for
+        a layer whose sum over replicas lacks a gradient that came after this was called.
         """
+        if id(layer) in self._complete and self.replicas.size > 1:
+            raise ConfigError(
+                f"layer {layer.name}: a weight got another gradient after the replicas had begun to "
+                "sum them, as where a reentrant checkpoint runs it several times; give the "
+                "checkpoint use_reentrant=False"
+            )
         self._complete.add(id(layer))
         self.advance()
 

@@ -42,9 +42,9 @@ SMALL = 2**16
 class GradientCollector:
     """Compresses and accumulates the gradients of a stage, and reports when a layer has all.
 
-    `on_ready(layer)` is called once a step for each layer that has all gradients of the last
-    microbatch: with the next gradient of another layer, or by `finish`. A weight that runs several
-    times under a reentrant checkpoint gets several gradients, before another layer gets any.
+    `on_ready(layer)` is called once a step for each layer: as soon as all gradients of the last
+    microbatch are in for the layer, or by `finish` if autograd did not reach one of its parameters
+    there.
     """
 
     def __init__(
@@ -61,8 +61,6 @@ class GradientCollector:
         self._is_last = False
         self._has_seen_last = False
         self._missing: dict[str, set[str]] = {}
-        self._current: LayerState | None = None
-        """The layer that has its gradients and is not reported yet."""
         self._running: dict[str, Tensor | None] = {}
         """The views of this step's gradients to which autograd itself adds, by name of tensor."""
         self._sparse: dict[nn.Parameter, SparseWeight] = {}
@@ -87,7 +85,6 @@ class GradientCollector:
     def begin(self) -> None:
         """Open a step: the first gradient of each tensor replaces the last step's."""
         self._is_last = self._has_seen_last = False
-        self._current = None
         self._running.clear()
         self._sampled.clear()
         for layer in self._layers:
@@ -122,7 +119,7 @@ class GradientCollector:
                 if not tensor.accumulated:
                     layer.sums_of(tensor).zero_()
                     unused.append(tensor.name)
-            if self._missing[layer.name] or layer is self._current:
+            if self._missing[layer.name]:
                 self._missing[layer.name].clear()
                 self._report(layer)
         return unused
@@ -223,19 +220,15 @@ class GradientCollector:
         self._sampled[tensor.name] = values_K if before is None else before.add_(values_K)
 
     def _complete(self, layer: LayerState, tensor: TensorState) -> None:
-        """Note that a microbatch's gradient is in, and after the step's last one report the layer
-        whose backward is over."""
+        """Note that a microbatch's gradient is in, and report its layer after the step's last."""
         if tensor.name in self._sampled:
             with self._timed(self._is_last):
                 layer.accumulate_kept(tensor, self._sampled.pop(tensor.name))
         if self._is_last:
-            if self._current is not None and self._current is not layer:
-                self._report(self._current)
-                self._current = None
             missing = self._missing[layer.name]
             missing.discard(tensor.name)
             if not missing:
-                self._current = layer
+                self._report(layer)
 
     def _report(self, layer: LayerState) -> None:
         self._add_waiting(layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +18,7 @@ from axsparse.data_parallel import gradient_sync as gradient_sync_module
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.observe.phases import Phases
 from axsparse.runtime.communication import Op
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState, StageTie, Use
 from axsparse.samo.shards import ALONE, Replicas
@@ -160,6 +162,17 @@ def test_buckets_start_last_layer_first_whatever_becomes_ready_when(ready: tuple
 
 
 # -- ties -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_gradient_after_the_sum_over_replicas_began_is_rejected(size: int) -> None:
+    """As autograd's hooks report where a reentrant checkpoint runs a weight several times."""
+    layer = layer_state("a")
+    sync = gradient_sync([layer], Members(size=size))
+    sync.ready(layer)
+
+    with pytest.raises(ConfigError, match="use_reentrant=False") if size > 1 else nullcontext():
+        sync.ready(layer)
 
 
 def test_both_uses_on_one_stage_are_summed_before_the_replicas() -> None:
