@@ -90,8 +90,8 @@ class GradientSync:
         """
         if id(layer) in self._complete and self.replicas.size > 1:
             raise ConfigError(
-                f"layer {layer.name}: a weight got another gradient after the replicas had begun to "
-                "sum them, as where a reentrant checkpoint runs it several times; give the "
+                f"layer {layer.name}: a weight got another gradient after the replicas had begun "
+                "to sum them, as where a reentrant checkpoint runs it several times; give the "
                 "checkpoint use_reentrant=False"
             )
         self._complete.add(id(layer))
