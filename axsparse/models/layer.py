@@ -290,7 +290,7 @@ def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
 
 
 def takes(module: nn.Module, count: int) -> bool | None:
-    """Whether the forward of a module takes so many arguments; None if it does not tell."""
+    """Whether the forward of a module takes `count` arguments; None if its signature is unknown."""
     try:
         inspect.signature(module.forward).bind(*range(count))
     except TypeError:
@@ -300,12 +300,15 @@ def takes(module: nn.Module, count: int) -> bool | None:
     return True
 
 
+def takes_tuple(module: nn.Module, count: int) -> bool:
+    """Whether the module of a layer gets its `count` inputs as one tuple, as torch's
+    `nn.Sequential` passes them: its forward takes one argument, and not `count`."""
+    return count > 1 and takes(module, count) is False and bool(takes(module, 1))
+
+
 def as_arguments(module: nn.Module, inputs: Sequence[Any]) -> Sequence[Any]:
-    """The arguments for the module of a layer: its inputs, or all of them as one tuple, as torch's
-    `nn.Sequential` passes them, for a forward that takes one argument and not so many."""
-    if len(inputs) < 2 or takes(module, len(inputs)) is not False:
-        return inputs
-    return (tuple(inputs),) if takes(module, 1) else inputs
+    """The arguments for the module of a layer: its inputs, or one tuple of them (`takes_tuple`)."""
+    return (tuple(inputs),) if takes_tuple(module, len(inputs)) else inputs
 
 
 def _travels(entry: object) -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from axsparse.models.layer import as_arguments, as_tuple
+from axsparse.models.layer import as_arguments, as_tuple, takes_tuple
 from axsparse.models.module_buffers import BufferSlot, replaced, slots, switch_mode, tracked_norms
 from axsparse.runtime.canonical_form import canonical, canonical_gradient
 from axsparse.runtime.errors import ConfigError, note_errors
@@ -111,6 +111,8 @@ class LayerRunner:
         """The buffers that a training forward changes; None until the first call has shown them."""
         self._writes: dict[bool, bool] = {}
         """Whether a forward writes into its inputs, by training mode, once it is known."""
+        self._takes_tuple: dict[int, bool] = {}
+        """`takes_tuple` by the number of inputs: signatures are slow to read."""
         self.parameters = list(module.parameters())
         self._widened = _half_parameters_of_norms(module)
         if is_compiled:
@@ -224,8 +226,12 @@ class LayerRunner:
         )
         watched = () if writes is not None else (*self.parameters, *inputs)
         versions = [tensor._version for tensor in watched]
+        count = len(inputs)
+        if count not in self._takes_tuple:
+            self._takes_tuple[count] = takes_tuple(self._module, count)
+        arguments = (tuple(inputs),) if self._takes_tuple[count] else inputs
         with note_errors(f"layer {self.name}"):
-            outputs = as_tuple(self.name, self._run(as_arguments(self._module, inputs)))
+            outputs = as_tuple(self.name, self._run(arguments))
         if writes is None:
             changed = [old != each._version for old, each in zip(versions, watched, strict=True)]
             self._reject_written_weights(changed)
