@@ -111,6 +111,7 @@ def assert_same(model: Any, theirs: Any) -> None:
         ("hunyuan_v1_moe", {"head_dim": 8, "num_experts": 4, "moe_topk": 2}),
         ("minimax", {"num_local_experts": 4}),
         ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
+        ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
     ],
 )
 def test_tensors_have_the_types_that_transformers_gives_them(
