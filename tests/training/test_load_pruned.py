@@ -105,13 +105,20 @@ def assert_same(model: Any, theirs: Any) -> None:
     assert torch.equal(hf_logits(model), hf_logits(theirs.eval()))
 
 
+DEEPSEEK = {
+    **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4},
+    **{"v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
+    "moe_intermediate_size": 16,
+}
+
+
 @pytest.mark.parametrize(
     ("family", "settings"),
     [
         ("hunyuan_v1_moe", {"head_dim": 8, "num_experts": 4, "moe_topk": 2}),
         ("minimax", {"num_local_experts": 4}),
         ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16}),
-        ("glm4_moe", {"n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}),
+        ("deepseek_v3", {"n_routed_experts": 4, "num_experts_per_tok": 2, **DEEPSEEK}),
     ],
 )
 def test_tensors_have_the_types_that_transformers_gives_them(
