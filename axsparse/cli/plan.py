@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from axsparse.planner.cluster import Cluster
     from axsparse.planner.layout_search import Plan
     from axsparse.planner.plan_model import Method, PlannedModel
-    from axsparse.planner.what_fits import Refusal
+    from axsparse.planner.what_fits import DoesNotFitError
 
 DESCRIPTION = """\
 Does it fit? Plan a training run: stages, replicas, memory, seconds. Needs no GPU and no MPI.
@@ -140,7 +140,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         try:
             answers.append(asked.plan(method, cluster, gpus, arguments.microbatch_size))
         except DoesNotFitError as error:  # noqa: PERF203 - a plan takes seconds
-            refusals.append(error.refusal)
+            refusals.append(error)
     notes = [*asked.notes, *notes, *_notes(arguments, asked, cluster)]
     _print(answers, refusals, notes, arguments)
     if not answers:
@@ -230,7 +230,7 @@ def _spare_collections() -> None:
 
 def _print(
     answers: Sequence[Plan],
-    refusals: Sequence[Refusal],
+    refusals: Sequence[DoesNotFitError],
     notes: Sequence[str],
     arguments: argparse.Namespace,
 ) -> None:
@@ -248,7 +248,7 @@ def _print(
         say("\n".join(report.refusal_lines(refusals[0], notes)))
         return
     lines = [
-        f"{counted(each.request.gpus, 'device')}, {each.request.method}: {each.answer}"
+        f"{counted(each.request.gpus, 'device')}, {each.request.method}: {each}"
         for each in refusals
     ]
     if len(arguments.gpus) == 1 and answers:

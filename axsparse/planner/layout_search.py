@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from axsparse.config.section import counted
+from axsparse.config.section import counted, divisors
 from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.stage_memory import (
@@ -163,7 +163,6 @@ class Rejection:
     """A layout that cannot run, and why."""
 
     g_inter: int
-    """1 also where no number of stages would help."""
     g_data: int
     microbatch_size: int | None
     reason: str
@@ -209,7 +208,7 @@ def plan(request: SearchRequest) -> Plan:
         raise ConfigError(f"gpus: {gpus} devices train nothing; plan for at least 1")
     rows, rejected = try_layouts(request)
     if not rows:
-        last = next((each for each in reversed(rejected) if each.g_data), rejected[-1])
+        last = rejected[-1]
         raise NoLayoutError(
             f"{request.model.name} fits no layout of {counted(gpus, 'device')} of "
             f"{request.cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; "
@@ -229,21 +228,11 @@ def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection
     request.model.tp_shard(request.g_tensor)
     rows: list[Candidate] = []
     rejected: list[Rejection] = []
-    of_stages, left = divmod(request.gpus, request.g_tensor)
-    if left:
-        ranks = counted(request.g_tensor, "tensor-parallel rank")
-        reason = f"{ranks} do not divide {counted(request.gpus, 'device')}"
-        fit = request.gpus - left + request.g_tensor
-        return [], [
-            Rejection(1, 0, None, reason, f"take {fit} devices, or another layout.g_tensor")
-        ]
-    for stages in request.g_inter or [n for n in range(1, of_stages + 1) if of_stages % n == 0]:
-        if of_stages % stages:
-            uneven = f"{stages} does not divide {counted(of_stages, 'device')}"
-            way = "choose a number of stages that does (layout.g_inter)"
-            rejected.append(Rejection(stages, 0, None, uneven, way))
-            continue
-        fitting, others = _try_grid(request, Grid(stages, of_stages // stages, request.g_tensor))
+    of_stages = request.gpus // request.g_tensor
+    for stages in request.g_inter or divisors(of_stages):
+        grid = Grid(stages, of_stages // stages, request.g_tensor)
+        assert grid.size == request.gpus, "the stages and tensor-parallel ranks divide the devices"
+        fitting, others = _try_grid(request, grid)
         rows += fitting
         rejected += others
     return rows, rejected

@@ -21,7 +21,7 @@ from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import NoLayoutError, Plan, plan
 from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
 from axsparse.planner.stage_memory import gigabytes, memory_budget
-from axsparse.planner.what_fits import DoesNotFitError, Refusal, fewest_devices, least_memory
+from axsparse.planner.what_fits import DoesNotFitError, fewest_devices, least_memory
 from axsparse.pruning.criteria import Score, configured_criterion
 from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
 from axsparse.runtime.errors import ConfigError, check_kind, check_kinds
@@ -114,13 +114,8 @@ class PlannedModel:
         least = least_memory(request)
         if least is None:
             raise failed
-        refusal = Refusal(
-            request=request,
-            rejected=failed.rejected,
-            least_bytes=least,
-            fewest=fewest_devices(request) if own.layout.g_data == "auto" else None,
-        )
-        raise DoesNotFitError(refusal) from None
+        fewest = fewest_devices(request) if own.layout.g_data == "auto" else None
+        raise DoesNotFitError(request, failed.rejected, least, fewest) from None
 
     def _tried(self, gpus: int) -> Iterator[PlannedModel]:
         """This model with a batch for so many devices; then also with activations recomputed."""
@@ -131,32 +126,28 @@ class PlannedModel:
             yield replace(self, dense=self.dense.with_values(changes))
 
     def _stages(self, gpus: int) -> list[int] | None:
-        """The numbers of stages that the configuration allows; None: all."""
+        """The numbers of stages that the configuration allows; None: all. ConfigError if the
+        layout that it gives does not divide the devices."""
         layout = self.config.layout
-        stages = None if layout.split == "auto" else len(layout.split)
+        key, count, noun = "layout.g_tensor", 1, "group"
         if layout.g_inter != "auto":
-            stages = layout.g_inter
+            key, count, noun = "layout.g_inter", layout.g_inter, "stage"
         elif layout.g_data != "auto":
-            g_tensor = layout.g_tensor
-            each = layout.g_data * g_tensor
-            if gpus % each:
-                ranks = f" of {counted(g_tensor, 'tensor-parallel rank')}" * (g_tensor > 1)
-                raise ConfigError(
-                    f"{self.config.where('layout.g_data')}: {counted(layout.g_data, 'replica')}"
-                    f"{ranks} do not divide {counted(gpus, 'device')}; choose numbers whose "
-                    "product does, or auto"
-                )
-            stages = gpus // each
-        if stages is None:
-            return None
-        check_split(self.config, stages, self.dense.most_stages)
-        needed = stages * layout.g_tensor
-        if needed > gpus:
-            key = "layout.g_inter" if layout.split == "auto" else "layout.split"
+            key, count, noun = "layout.g_data", layout.g_data, "replica"
+        elif layout.split != "auto":
+            key, count, noun = "layout.split", len(layout.split), "stage"
+        each = count * layout.g_tensor
+        if gpus % each:
+            ranks = f" of {counted(layout.g_tensor, 'tensor-parallel rank')}"
             raise ConfigError(
-                f"{self.config.where(key)}: {counted(stages, 'stage')} for "
-                f"{counted(gpus, 'device')}; plan for {needed} or more, or set {key} to auto"
+                f"{self.config.where(key)}: {counted(count, noun)}{ranks * (layout.g_tensor > 1)} "
+                f"do not divide {counted(gpus, 'device')}; plan for {gpus + -gpus % each}, or set "
+                f"{key} to {'another number' if noun == 'group' else 'auto'}"
             )
+        if noun == "group":
+            return None
+        stages = count if noun == "stage" else gpus // each
+        check_split(self.config, stages, self.dense.most_stages)
         return [stages]
 
 

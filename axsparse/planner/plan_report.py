@@ -11,7 +11,7 @@ from axsparse.config.section import counted
 from axsparse.planner.layout_search import WAYS, Candidate, Plan, Rejection, SearchRequest
 from axsparse.planner.stage_memory import gigabytes
 from axsparse.planner.step_cost import STEP_PHASES
-from axsparse.planner.what_fits import RECOMPUTED, Refusal, short
+from axsparse.planner.what_fits import RECOMPUTED, DoesNotFitError, short
 
 MOST_ROWS = 12
 MOST_STAGES = 8
@@ -35,8 +35,8 @@ def lines(plans: Sequence[Plan], notes: Sequence[str]) -> Iterator[str]:
         yield f"note: {note}"
 
 
-def refusal_lines(refusal: Refusal, notes: Sequence[str]) -> Iterator[str]:
-    yield refusal.answer
+def refusal_lines(refusal: DoesNotFitError, notes: Sequence[str]) -> Iterator[str]:
+    yield str(refusal)
     yield ""
     yield "rejected, with the work of the stages balanced:"
     yield from rejections(refusal.rejected)
@@ -224,9 +224,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def refusal_json(refusal: Refusal) -> dict[str, Any]:
+def refusal_json(refusal: DoesNotFitError) -> dict[str, Any]:
     return {
-        "answer": refusal.answer,
+        "answer": str(refusal),
         **_request_json(refusal.request, refusal.rejected),
         "least_bytes": refusal.least_bytes,
         "fewest_devices": refusal.fewest,

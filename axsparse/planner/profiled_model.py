@@ -63,20 +63,6 @@ SCORED_BYTES = 18
 copy, the gradient, the score and a number on the way to it, and selecting; measured to be 17."""
 
 
-@dataclass(frozen=True)
-class CalibrationMemory:
-    """Bytes of one stage while its masks are drawn from samples."""
-
-    moments: Sequence[tuple[float, float]] = ((0.0, 0.0),)
-    """For each moment that may be the fullest, the bytes that do not depend on the microbatch size,
-    and the bytes for each sample of a microbatch."""
-    drawn: float = 0.0
-    """The masks and changed weights of the stage, which stay until its state is built."""
-
-    def peak(self, samples: int) -> float:
-        return max(fixed + samples * passing for fixed, passing in self.moments)
-
-
 def _made(layers: Sequence[LayerInfo]) -> int:
     """The most bytes in fp32 that a start value of these layers takes until it is in its place,
     together with its part that is on its way there."""
@@ -96,9 +82,10 @@ def _largest(layers: Sequence[LayerInfo]) -> int:
 
 def calibration_memory(
     model: ProfiledModel, layers: Sequence[LayerInfo], stored: StateFormat
-) -> CalibrationMemory:
-    """The memory of a stage of these layers of a full model while `pruning.calibration` draws its
-    masks, layer by layer, before it has any state in the format `stored`.
+) -> tuple[Callable[[int], float], float]:
+    """The bytes of a stage of these layers of a full model, by the samples of a microbatch, while
+    `pruning.calibration` draws its masks, layer by layer, before it has any state in the format
+    `stored`; and the bytes of its masks and changed weights, which stay until its state is built.
 
     A layer is dense and without moments. The stage has the activations of all samples and the
     statistics of all matrices of the layer, and works on one matrix at a time. One more microbatch,
@@ -109,6 +96,7 @@ def calibration_memory(
     last_pruned = model.profile.layers[model.last_pruned].name
     method, heals = STATISTICS.get(pruning.method), pruning.heal != "none"
     drawn = 0.0
+    # The bytes of each moment that may be the fullest, and more for each sample of a microbatch.
     moments: list[tuple[float, float]] = []
     for layer in layers:
         costs = layer.activations or Activations(0, 0, 0, 0)
@@ -152,7 +140,7 @@ def calibration_memory(
         kept_bytes = 4 if heals else stored.weight.itemsize
         for matrix in matrices:
             drawn += matrix.numel / 8 + (kept_bytes * kept[matrix.name] if changes else 0)
-    return CalibrationMemory(moments, drawn * on_host)
+    return lambda samples: max(fixed + samples * each for fixed, each in moments), drawn * on_host
 
 
 def state_format(
@@ -379,14 +367,15 @@ class ProfiledModel:
         last = layers[-1].activations
         outputs = 0 if last is None else last.outputs
         is_last = numbers.stop == len(self.profile.layers)
-        activations = activation_memory(layers, every)
+        held, working, deferred = activation_memory(layers, every)
         stored = state_format(config, self.optimizer, g_data, adds_in_half=adds_in_half)
-        calibration = CalibrationMemory()
+        calibration: Callable[[int], float] = no_bytes
+        drawn = 0.0
         pruning = config.pruning
         samples = pruning.method in METHODS or self.sees_inputs or pruning.heal != "none"
         draws = samples and config.pruning.mask is None
         if draws and self.kept and not self.has_masks:
-            calibration = calibration_memory(full, uncut, stored)
+            calibration, drawn = calibration_memory(full, uncut, stored)
         logits = self.profile.loss_logits
         each = LOSS_BYTES if self.profile.loss_sums == NO_SUMS else CUT_LOSS_BYTES
         scores = self.sees_gradients or config.pruning.method == "snip"
@@ -404,13 +393,13 @@ class ProfiledModel:
             kept=sum(self._kept(layer) for layer in layers),
             state=stage_bytes(layers, self.profile.ties, self.kept, stored),
             temporary=width * _most_trained(layers, LARGEST_KEPT / width * self.on_host),
-            building=calibration.drawn + max(made) * _largest(uncut),
+            building=drawn + max(made) * _largest(uncut),
             saved=full._saved(uncut, g_data),
-            held=activations.held,
-            working=activations.working,
+            held=held,
+            working=working,
             outputs=outputs,
-            calibration=calibration.peak,
-            deferred=activations.deferred,
+            calibration=calibration,
+            deferred=deferred,
             expanded=sum(self._expanded(layer, stored) for layer in layers),
             gathered=self._gathered(layers, stored),
             weight_flops=sum(each.weight_flops for each in _costs(layers)),

@@ -251,21 +251,12 @@ def needed(need: float, rank_budget: float) -> str:
     return f"{texts[0]} GB of {texts[1]}"
 
 
-@dataclass(frozen=True)
-class ActivationMemory:
-    """Bytes of the activations that a stage holds for one sample."""
-
-    held: int
-    """From its forward to its backward."""
-    working: int
-    """More while a backward runs, for one layer."""
-    deferred: int = 0
-    """From a split backward to the weight gradients, or at its fullest moment if that is more than
-    before and after it."""
-
-
-def activation_memory(layers: Sequence[LayerInfo], checkpoint_activations: int) -> ActivationMemory:
-    """The activations that a stage of these layers holds for one sample.
+def activation_memory(
+    layers: Sequence[LayerInfo], checkpoint_activations: int
+) -> tuple[int, int, int]:
+    """Bytes of the activations that a stage of these layers holds for one sample: from its forward
+    to its backward, more while one layer's backward runs, and from a split backward to the weight
+    gradients, or at its fullest moment if that is more than before and after it.
 
     Of a recomputed layer only the inputs are kept, and its other activations exist while its
     backward runs. In a backward the gradients of two activations exist at a time. Layers without
@@ -297,7 +288,7 @@ def activation_memory(layers: Sequence[LayerInfo], checkpoint_activations: int) 
     total += outputs
     if most > max(total, deferred):
         deferred = most
-    return ActivationMemory(total, working, deferred)
+    return total, working, deferred
 
 
 def is_recomputed(number: int, checkpoint_activations: int) -> bool:

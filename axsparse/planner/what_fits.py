@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache
 
 from axsparse.config.section import counted
@@ -17,34 +16,26 @@ from axsparse.runtime.grid import Grid
 RECOMPUTED = ", recomputing activations"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """The reason why no layout fits, and sufficient memory or devices."""
-
-    request: SearchRequest
-    rejected: Sequence[Rejection]
-    least_bytes: float
-    """Memory of a device with which a plan finds a layout, rounded up as it is shown."""
-    fewest: int | None
-    """The fewest devices of this memory that would do; None if no number does, or if the number of
-    replicas is given, so that no others were tried."""
-
-    @property
-    def answer(self) -> str:
-        request = self.request
-        said = f"does not fit: {counted(request.gpus, 'device')} would do with "
-        said += f"{short(self.least_bytes)} GB"
-        if self.fewest is not None:
-            said += f", {self.fewest} with {short(request.rank_budget)}"
-        return said + RECOMPUTED * request.model.recomputes
-
-
 class DoesNotFitError(ConfigError):
-    """No layout fits the memory of the devices; the message is the answer."""
+    """No layout fits the memory of the devices; the message says what memory or devices would."""
 
-    def __init__(self, refusal: Refusal) -> None:
-        super().__init__(refusal.answer)
-        self.refusal = refusal
+    def __init__(
+        self,
+        request: SearchRequest,
+        rejected: Sequence[Rejection],
+        least_bytes: float,
+        fewest: int | None,
+    ) -> None:
+        """`least_bytes` is the memory of a device with which a plan finds a layout, rounded up as
+        it is shown; `fewest` are the fewest devices of this memory that would do, None if no number
+        does, or if the number of replicas is given, so that no others were tried."""
+        said = f"does not fit: {counted(request.gpus, 'device')} would do with "
+        said += f"{short(least_bytes)} GB"
+        if fewest is not None:
+            said += f", {fewest} with {short(request.rank_budget)}"
+        super().__init__(said + RECOMPUTED * request.model.recomputes)
+        self.request, self.rejected = request, rejected
+        self.least_bytes, self.fewest = least_bytes, fewest
 
 
 def least_memory(request: SearchRequest) -> float | None:

@@ -13,7 +13,7 @@ import axsparse
 from axsparse.planner.layout_search import Plan
 from axsparse.planner.plan_model import PlannedModel, planned_model
 from axsparse.planner.plan_report import answer, cells, settings
-from axsparse.planner.what_fits import DoesNotFitError, Refusal
+from axsparse.planner.what_fits import DoesNotFitError
 from axsparse.pruning.criteria import Score
 
 MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
@@ -101,12 +101,12 @@ def in_memory(
     return asked(origins, layout=layout, samo={"enabled": False}, **sections)
 
 
-def rejected(gpus: int, rank_budget: float, **sections: Any) -> Refusal | None:
+def rejected(gpus: int, rank_budget: float, **sections: Any) -> DoesNotFitError | None:
     """Why six blocks do not fit; None if they do."""
     try:
         in_memory(rank_budget, model={"num_layers": 6}, **sections).plan("start", MACHINE, gpus)
     except DoesNotFitError as error:
-        return error.refusal
+        return error
     return None
 
 
