@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from axsparse.config.schema import Config
-from axsparse.runtime.errors import ConfigError, writing
+from axsparse.runtime.errors import ConfigError, one_line, writing
 from axsparse.runtime.files.run_folder import has_mark, replaced
 from axsparse.runtime.process import write_line
 
@@ -136,6 +136,8 @@ def perplexity(eval_loss: float) -> float:
 WAITING = 1000
 """Records that a sink may be behind; further ones are left out."""
 CLOSE_SECONDS = 20.0
+MOST_SAID = 220
+"""The most letters of a warning about an error of a sink's library."""
 WANDB_ID = "wandb-id"
 """The file in the run directory that has the run's id at Weights & Biases, for resumptions."""
 GROUPS: Mapping[type[object], str] = {
@@ -200,8 +202,7 @@ class SinkThread:
                     write(record.step, curves_of(record))
                     record = self._queue.get()
         except BaseException as error:  # also SystemExit of a library
-            text = " ".join(str(error).split()) or "no message"
-            self._warn(f"{type(error).__name__}: {text[:200]}")
+            self._warn(one_line(error)[:MOST_SAID])
             while self._queue.get() is not None:  # so that the queue never fills
                 pass
 

@@ -17,14 +17,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from axsparse.observe.phases import PHASES, Phases
+from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import DataError, OutputError, reading, writing
+from axsparse.runtime.exchange import sum_by_owner, together
 from axsparse.runtime.grid import RankCoords
-
-if TYPE_CHECKING:
-    from axsparse.runtime.communication import Transport
 
 TRACES = "trace"
 TRACE_FILE = re.compile(r"steps-\d+-(\d+)\.json")
@@ -176,8 +175,6 @@ class TraceRecorder:
         The clocks of hosts differ. Before the first traced step the ranks run a collective
         operation, which they leave at almost the same moment: there time begins.
         """
-        from axsparse.runtime.exchange import sum_by_owner
-
         if step not in self._steps:
             return
         if step == self._steps[0]:
@@ -191,8 +188,6 @@ class TraceRecorder:
         Raises OutputError on all ranks if one cannot write its part, and on rank 0 if it cannot
         join the parts.
         """
-        from axsparse.runtime.exchange import together
-
         if step not in self._steps:
             return
         # A GPU may still run this step; only the writing of all waits for it.

@@ -144,7 +144,7 @@ def printable(text: str) -> str:
 
 
 def one_line(reason: BaseException) -> str:
-    return f"{type(reason).__name__}: {printable(str(reason))}"
+    return f"{type(reason).__name__}: {printable(str(reason)) or 'no message'}"
 
 
 @contextmanager

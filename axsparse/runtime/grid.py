@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from axsparse.runtime.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -22,12 +20,7 @@ class Grid:
     g_tensor: int = 1
 
     def __post_init__(self) -> None:
-        if self.g_inter < 1 or self.g_data < 1 or self.g_tensor < 1:
-            tensor = f" × g_tensor {self.g_tensor}" * (self.g_tensor != 1)
-            raise ConfigError(
-                f"layout: g_inter {self.g_inter} × g_data {self.g_data}{tensor} is no grid; "
-                f"{'all' if tensor else 'both'} must be at least 1"
-            )
+        assert min(self.g_inter, self.g_data, self.g_tensor) >= 1, "the configuration says so"
 
     @property
     def size(self) -> int:

@@ -415,9 +415,8 @@ def _describe(failure: BaseException, kept: str = NOTHING_SAVED) -> tuple[int, s
         code = failure.code if isinstance(failure.code, int) and failure.code else EXIT_INTERNAL
         way = vars(failure).get("way", f"sys.exit({failure.code!r})")
         return code, f"left in the middle of the run ({way})"
-    text = " ".join(str(failure).split()) or "no message"
     notes = [note for note in getattr(failure, "__notes__", ()) if isinstance(note, str)]
-    return EXIT_INTERNAL, ": ".join([*notes, type(failure).__name__, text])
+    return EXIT_INTERNAL, ": ".join([*notes, one_line(failure)])
 
 
 def _keep_traceback(job: Job, failure: BaseException) -> str:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from axsparse.runtime.canonical_form import bytes_of
-from axsparse.runtime.errors import DataError, reading
+from axsparse.runtime.errors import DataError, one_line, reading
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -106,8 +106,9 @@ class SafetensorsFile:
             metadata = header.pop("__metadata__", None)
             self._places = {name: _header_of(entry) for name, entry in header.items()}
         except MALFORMED as reason:
+            said = one_line(reason)[:MOST_SAID]
             raise DataError(
-                f"{path}: its safetensors header cannot be read ({_said(reason)}); get it anew"
+                f"{path}: its safetensors header cannot be read ({said}); get it anew"
             ) from reason
         self._data = 8 + length
         if any(start + it.nbytes > size - self._data for it, start in self._places.values()):
@@ -159,10 +160,6 @@ def _named_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return named
 
 
-def _said(reason: Exception) -> str:
-    return f"{type(reason).__name__}: {reason}"[:MOST_SAID]
-
-
 def _header_of(entry: Mapping[str, Any]) -> tuple[TensorHeader, int]:
     """A tensor's type and shape and its first byte in the data; one of `MALFORMED` for an entry
     that contradicts itself."""
@@ -208,7 +205,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         places: object = json.loads(text, object_pairs_hook=_named_once)["weight_map"]
     except MALFORMED as reason:
         raise DataError(
-            f"{path}: no index of safetensors files ({_said(reason)}); get it anew"
+            f"{path}: no index of safetensors files ({one_line(reason)[:MOST_SAID]}); get it anew"
         ) from reason
     if not isinstance(places, dict):
         raise DataError(
