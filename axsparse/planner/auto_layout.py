@@ -107,7 +107,7 @@ def fitting_row(
     `samo.weights: auto` are decided; None if nothing fits."""
     machine = replace(machine_of(cluster), overhead_bytes=budget.overhead)
     request = run_request(model, machine, grid.size, [grid.g_inter], budget.nbytes)
-    rows, _ = try_layouts(replace(request, g_tensor=grid.g_tensor))
+    rows, _ = try_layouts(request)
     return rows[0] if rows else None
 
 
@@ -200,24 +200,6 @@ def has_costs(profile: ModelProfile) -> bool:
     return all(layer.activations is not None for layer in profile.layers)
 
 
-def only_backward(pipeline: PipelineConfig) -> bool | None:
-    """Whether backwards are split, True, or full, False, whatever the stages; None: split where
-    there are several.
-
-    Splitting is of use where arrivals decide, and where nothing fuses full backwards. Where
-    activations are recomputed, deferred gradients would take many times the memory of the rest.
-    """
-    if pipeline.split_backward != "auto":
-        return pipeline.split_backward
-    is_free = pipeline.schedule == "message-driven" and pipeline.compile is not True
-    return None if is_free and not pipeline.checkpoint_activations else False
-
-
-def splits_backward(pipeline: PipelineConfig, g_inter: int) -> bool:
-    only = only_backward(pipeline)
-    return g_inter > 1 if only is None else only
-
-
 def configured_schedule(
     pipeline: PipelineConfig, *, extra_in_flight: int | None = None
 ) -> Schedule:
@@ -260,7 +242,6 @@ def run_request(
         g_tensor=config.layout.g_tensor,
         microbatch_sizes=[config.batch.microbatch_size],
         schedules=[configured_schedule(pipeline, extra_in_flight=number) for number in tried],
-        split_backward=only_backward(pipeline),
     )
 
 

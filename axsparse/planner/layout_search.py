@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
+from axsparse.config.schema import PipelineConfig
 from axsparse.config.section import counted, divisors
 from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import Cluster
@@ -95,8 +96,6 @@ class SearchRequest:
     )
     """Tried in this order until one fits, with fewer and fewer extra microbatches in flight; more
     than the fewest are an option."""
-    split_backward: bool | None = None
-    """Whether backwards are split under each of them; None: where there are several stages."""
     g_inter: Sequence[int] | None = None
     """The numbers of stages to try, in this order; None: every divisor of `gpus` / tensor-parallel
     ranks."""
@@ -281,9 +280,8 @@ def _try_size(
             "--microbatch-size), more stages, or a larger batch"
         )
         return Rejection(grid.g_inter, grid.g_data, size, reason, way)
-    split, cluster = request.split_backward, request.cluster
-    is_split = grid.g_inter > 1 if split is None else split
-    model = request.model.tp_shard(grid.g_tensor)
+    cluster, model = request.cluster, request.model.tp_shard(grid.g_tensor)
+    is_split = splits_backward(model.config.pipeline, grid.g_inter)
     for schedule in request.schedules:
         rank_budget = request.rank_budget
         if schedule.extra_in_flight > request.schedules[-1].extra_in_flight:
@@ -307,6 +305,19 @@ def _try_size(
             weights=weights,
         )
     return rejection
+
+
+def splits_backward(pipeline: PipelineConfig, g_inter: int) -> bool:
+    """Whether backwards are split, for `pipeline.split_backward: auto` where there are several
+    stages.
+
+    Splitting is of use where arrivals decide, and where nothing fuses full backwards. Where
+    activations are recomputed, deferred gradients would take many times the memory of the rest.
+    """
+    if pipeline.split_backward != "auto":
+        return pipeline.split_backward
+    is_free = pipeline.schedule == "message-driven" and pipeline.compile is not True
+    return g_inter > 1 and is_free and not pipeline.checkpoint_activations
 
 
 def split_layers(

@@ -40,9 +40,13 @@ from axsparse.planner.auto_layout import (
     has_costs,
     predict,
     resolve_grid,
+)
+from axsparse.planner.layout_search import (
+    DEFAULT_EXTRA_IN_FLIGHT,
+    GATHERED,
+    Candidate,
     splits_backward,
 )
-from axsparse.planner.layout_search import DEFAULT_EXTRA_IN_FLIGHT, GATHERED, Candidate
 from axsparse.planner.profiled_model import ProfiledModel, state_format
 from axsparse.planner.stage_memory import (
     GPU_OVERHEAD,

@@ -18,14 +18,12 @@ from axsparse.planner.auto_layout import (
     LayoutDecision,
     Prediction,
     fewest_stages,
-    only_backward,
     predict,
     resolve_grid,
     run_request,
-    splits_backward,
 )
 from axsparse.planner.cluster import Cluster
-from axsparse.planner.layout_search import Rejection
+from axsparse.planner.layout_search import Rejection, splits_backward
 from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
@@ -175,23 +173,20 @@ def test_a_slack_that_is_left_open_is_the_default_or_else_none(
 @pytest.mark.parametrize(
     ("pipeline", "expected"),
     [
-        ({}, None),
-        ({"compile": True}, False),
-        ({"checkpoint_activations": 2}, False),
-        ({"schedule": "gpipe"}, False),
-        ({"schedule": "gpipe", "split_backward": True}, True),
-        ({"split_backward": False}, False),
+        ({}, [False, True]),
+        ({"compile": True}, [False, False]),
+        ({"checkpoint_activations": 2}, [False, False]),
+        ({"schedule": "gpipe"}, [False, False]),
+        ({"schedule": "gpipe", "split_backward": True}, [True, True]),
+        ({"split_backward": False}, [False, False]),
     ],
 )
 def test_which_backwards_a_configuration_allows(
-    pipeline: dict[str, Any], expected: bool | None
+    pipeline: dict[str, Any], expected: list[bool]
 ) -> None:
     settings = tiny_config(pipeline=pipeline).pipeline
 
-    assert only_backward(settings) is expected
-    assert [splits_backward(settings, stages) for stages in (1, 2)] == (
-        [False, True] if expected is None else [expected] * 2
-    )
+    assert [splits_backward(settings, stages) for stages in (1, 2)] == expected
 
 
 @pytest.mark.parametrize("machine", [None, MACHINE])

@@ -7,13 +7,13 @@ from functools import cache, partial
 import pytest
 import torch
 from support.exhaustive import by_default
-from support.planner_cases import cluster, of_three_axes, planned, schedule
+from support.planner_cases import bundled, cluster, of_three_axes, planned, schedule
 from support.runs import random_init, summed_loss, tiny_config
 from torch import Tensor, nn
 
 from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
-from axsparse.planner.layout_search import Plan
+from axsparse.planner.layout_search import Plan, SearchRequest, plan
 from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.stage_memory import StageLoad
 from axsparse.samo.optim.adamw import ADAMW
@@ -67,13 +67,21 @@ def test_every_row_fits_and_counts_its_flops() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "expected"), [(None, {1: False, 2: True}), (False, {1: False, 2: False})]
+    ("asked", "expected"), [("auto", {1: False, 2: True}), (False, {1: False, 2: False})]
 )
 def test_backwards_are_split_where_there_are_several_stages_unless_told(
-    asked: bool | None, expected: dict[int, bool]
+    asked: bool | str, expected: dict[int, bool]
 ) -> None:
-    found = planned(
-        "gpt3_xl", 0.1, BIG, gpus=2, global_batch_size=8, microbatch_sizes=[1], split_backward=asked
+    settings = {"pipeline.split_backward": asked, "pipeline.checkpoint_activations": 0}
+    found = plan(
+        SearchRequest(
+            model=bundled("gpt3_xl", 0.1).with_values(settings),
+            cluster=BIG,
+            gpus=2,
+            global_batch_size=8,
+            microbatch_sizes=[1],
+            rank_budget=BIG.memory_bytes,
+        )
     )
 
     rows = {row.layout.grid.g_inter: row.layout.schedule.split_backward for row in found.rows}

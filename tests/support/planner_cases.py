@@ -69,13 +69,14 @@ def schedule(name: ScheduleName = "message-driven", extra_in_flight: int = 1) ->
 @cache
 def bundled(config: str, density: float = 1.0) -> ProfiledModel:
     """A bundled GPT in fp16, dense or with this part of its blocks' matrices kept."""
-    asked = configure(config, ["precision=fp16", f"pruning.sparsity={1 - density:g}"])
+    settings = ["precision=fp16", "pipeline.split_backward=false"]
+    asked = configure(config, [*settings, f"pruning.sparsity={1 - density:g}"])
     return planned_model(asked, SUMMIT).profiled("samo" if density < 1 else "dense")
 
 
 def planned(config: str, density: float = 1.0, machine: Cluster = SUMMIT, **request: Any) -> Plan:
     """The plan of a bundled GPT, with full backwards and all memory of a device by default."""
-    request = {**{"split_backward": False, "rank_budget": machine.memory_bytes}, **request}
+    request = {"rank_budget": machine.memory_bytes, **request}
     return plan(SearchRequest(model=bundled(config, density), cluster=machine, **request))
 
 
@@ -129,7 +130,8 @@ def of_three_axes(
     **constants: Any,
 ) -> Plan:
     """The plan of a GPT of four heads in so many bytes a device."""
-    subject = unpruned(tiny_config(model={"num_heads": 4}, samo={"enabled": False}))
+    whole = {"samo": {"enabled": False}, "pipeline": {"split_backward": False}}
+    subject = unpruned(tiny_config(model={"num_heads": 4}, **whole))
     machine = cluster(**{"peak_fp32": 1e9, "overhead_bytes": 0.0, "gpus_per_node": 8} | constants)
     return plan(
         SearchRequest(
@@ -140,7 +142,6 @@ def of_three_axes(
             g_inter=stages,
             g_tensor=g_tensor,
             schedules=[schedule(extra_in_flight=0)],
-            split_backward=False,
             microbatch_sizes=[1],
             rank_budget=room,
         )
