@@ -126,23 +126,16 @@ class DevicePhases(Phases):
     """Exclusive timers of a GPU's compute stream: the seconds in which it worked, and waited, by
     cause.
 
-    The host runs ahead of its GPU, so the host's clock says little. Instead, the host sets marks on
-    the compute stream wherever it begins or ends a phase of work, and asks for their times after
-    the GPU has passed them:
+    The host sets marks on the compute stream wherever it begins or ends a phase of work, and asks
+    for their times after the GPU has passed them (docs/decisions/028):
 
         host   compute F0 | p2p | bubble p2p bubble … | compute F1 | …
         marks            m0                          m1           m2
         GPU    F0 F0 F0 F0|            idle           |F1 F1 F1 F1|
 
-    A stretch goes from one mark to the next. Every moment belongs to exactly one stretch, so phases
-    add up to the step. A stretch of work belongs to its phase entirely. Between m0 and m1 the host
-    switches between waiting phases thousands of times without setting marks, and the stretch is
-    divided in proportion to the host's seconds in each. Such a stretch lasts only while the GPU has
-    nothing to do: if F0 ends on the GPU when the host is waiting already, it begins there.
-
-    A gradient is compressed for each tensor and microbatch: two marks each would be hundreds of
-    thousands a step. So only the compressions of a step's last microbatch have marks, and each of
-    the others is taken to have lasted as long as these did on average.
+    A stretch goes from one mark to the next. A stretch of work belongs to its phase entirely; the
+    others are divided in proportion to the host's seconds in each waiting phase. Of compressions
+    only those of a step's last microbatch have marks, whose mean counts for the others.
 
     Only three things wait for the GPU: reading what `end_step` returns, reading what `take_spans`
     returns, and the first `start_spans`. Spans cover entire steps, in the host's time.
@@ -159,7 +152,6 @@ class DevicePhases(Phases):
         """The time on the host's clock when the GPU passed the anchor."""
 
     def compression(self, is_last: bool) -> AbstractContextManager[None]:
-        """The with-block around one compression; only in a step's last microbatch it sets marks."""
         if self._step is not None:
             self._step.compressed[is_last] += 1
         if is_last:
@@ -168,7 +160,6 @@ class DevicePhases(Phases):
         return nullcontext()
 
     def begin_step(self) -> None:
-        """Start a step with all timers at zero; an earlier step that has not ended is forgotten."""
         if self._step is not None:
             self._free += self._step.marks()
         self._seconds = [0.0] * len(PHASES)
@@ -198,8 +189,7 @@ class DevicePhases(Phases):
             self._anchored = self._clock()
 
     def take_spans(self) -> Iterable[tuple[str, str, float, float]]:
-        """Phase, name, begin and end of every stretch since `start_spans`, to be read once; then
-        stop keeping them."""
+        """As `Phases.take_spans`, to be read once."""
         traced, self._traced = self._traced, None
         assert traced is not None, "take_spans without start_spans"
         return (

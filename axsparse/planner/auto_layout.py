@@ -1,10 +1,7 @@
 """Decides which layout a run takes: how many stages and replicas, and which layers on each stage.
 
-This is the one place where `layout.g_inter: auto` is decided, for `axsparse plan` and for training:
-the fewest stages whose memory fits, `fewest_stages`. `chosen_layout` asks it for a training, and
-`resolve_grid` makes the grid of what was chosen or what the configuration gives. `balanced` decides
-`layout.split: auto`. `run_request` is the search request of a configured run, and `predict` says
-what its layout takes.
+`chosen_layout` decides `layout.g_inter: auto` for a training, and `resolve_grid` makes the grid of
+what was chosen or what the configuration gives. `balanced` decides `layout.split: auto`.
 """
 
 from __future__ import annotations

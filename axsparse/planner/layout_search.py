@@ -1,9 +1,8 @@
 """Finds the layout that a model should train in on a number of devices, and says why.
 
 Every (G_inter, G_data, microbatch size) of the devices is either rejected with a reason or
-simulated. The smallest G_inter that fits is recommended (the paper's rule, section IV-B: bubble and
-messages grow with it), at its fastest microbatch size. The other layouts are ranked by their
-predicted step, so that everyone sees how much the rule gains or loses.
+simulated. The smallest G_inter that fits is recommended (the paper's rule, section IV-B), at its
+fastest microbatch size. The other layouts are ranked by their predicted step.
 """
 
 from __future__ import annotations

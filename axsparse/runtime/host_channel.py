@@ -36,8 +36,8 @@ DTYPES = tuple(dtype for dtype in STORED_DTYPES.values() if not dtype.is_complex
 """The types of element that messages carry; a header gives the position in this list."""
 QUIET_PASSES = 2
 """A link stops looking for arrivals after this many looks in a row that find nothing. A look that
-finds nothing may have let MPI take in messages: after a long action one look saw nothing in 12
-cases of 12 (MPICH 5.0), two saw everything, and schedules must decide on all arrivals."""
+finds nothing may have let MPI take in messages (docs/decisions/013), and schedules must decide on
+all arrivals."""
 END = -1
 """Replaces the microbatch number in the last header of a link, which closes the link."""
 _NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}

@@ -30,9 +30,7 @@ LEAST_KEPT, MOST_KEPT = 128 << 10, 1 << 30
 """Bytes that may be free at the end of the heap before they are given back: as glibc does by
 itself, and where memory is kept."""
 HOLES_GIVEN_BACK = 256 << 20
-"""The least growth of a process after which it gives back what is free between its blocks. A GPT
-of 16 layers of 1,024, with 2,048 tokens and weights sparse at rest, then takes 1.05 GB for 1.45;
-400,000 pages are cleared anew in its first step, for less than 1 % of the time."""
+"""The least growth of a process after which it gives back what is free between its blocks."""
 
 
 def peak_memory_bytes() -> int:
@@ -49,23 +47,14 @@ def resident_memory_bytes(statm: Path = Path("/proc/self/statm")) -> int:
 
 
 def give_back_at_once() -> bool:
-    """Have the C library give every large freed block back to the system at once.
-
-    Returns whether the library does that now. By itself glibc keeps blocks of up to 32 MB for
-    later, and the holes between them come to a quarter of a process's memory and more. Giving
-    blocks back costs some 8 % of a step.
-    """
+    """Have the C library give every large freed block back to the system at once, and return
+    whether it does that now (docs/reference/memory.md)."""
     return _set_malloc(M_MMAP_THRESHOLD, MAPPED_BYTES) and _set_malloc(M_TRIM_THRESHOLD, LEAST_KEPT)
 
 
 def keep_freed_blocks() -> bool:
-    """Have the C library keep freed memory for the next action instead of giving it back.
-
-    Returns whether the library does that now. By itself glibc gives the end of the heap back as
-    soon as some megabytes there are free. In a training step activations come and go, so the system
-    would take and clear the same pages again and again: 2 to 8 % of its CPU time where that was
-    measured.
-    """
+    """Have the C library keep freed memory for the next action instead of giving it back, and
+    return whether it does that now."""
     return _set_malloc(M_MMAP_THRESHOLD, LARGEST_KEPT) and _set_malloc(M_TRIM_THRESHOLD, MOST_KEPT)
 
 
@@ -174,12 +163,8 @@ SHARED_CORE = (50e-6, 100e-6, 200e-6, 500e-6)
 
 
 class SleepingBackoff:
-    """A `Backoff` that sleeps, at once and longer if others need the core meanwhile.
-
-    Linux adds 50 µs to a sleep, and a poll takes 15 µs of CPU. A rank that waits with a core to
-    itself takes 6 % of it and learns of a message after 0.2 ms; one that shares its core takes 2.5
-    % and learns of it after 0.35 ms (docs/decisions/041).
-    """
+    """A `Backoff` that sleeps, at once and longer if others need the core meanwhile
+    (docs/decisions/041)."""
 
     def __init__(self, *, shares_core: bool = False) -> None:
         """`shares_core` says whether the ranks of this machine are more than their cores."""

@@ -1,9 +1,9 @@
 """The watchdog: a thread of every rank that ends the run if it hangs.
 
-A run hangs once no rank has made progress for `timeout`; as long as one works, the others may be
-waiting for it. Every rank writes heartbeats. A rank that has made no progress for half the
-timeout writes its stacks, too, and begins to read the heartbeats of the others, rank 0 first. The
-rank that finds all ranks quiet or silent writes a report with the stacks, and ends the job.
+A run hangs once no rank has made progress for `timeout` (docs/decisions/024). Every rank writes
+heartbeats. A rank that has made no progress for half the timeout writes its stacks, too, and begins
+to read the heartbeats of the others, rank 0 first. The rank that finds all ranks quiet or silent
+writes a report with the stacks, and ends the job.
 
 Time is counted in looks, so a job that was suspended on all ranks continues where it was.
 """

@@ -1,12 +1,10 @@
 """Collectives on buffers in GPU memory: over NCCL, or by way of the hosts.
 
 NCCL exchanges and adds in GPU memory. An operation is enqueued at once, behind the compute that
-makes its buffer and behind earlier operations of the same group. The host only asks whether it has
-run, or has compute wait for it (`NcclWork.before_compute`). Every rank of a group starts its
-operations in one order (`data_parallel/gradient_sync.py` sees to that), so nothing that becomes
-ready early on one GPU can hold up another. NCCL adds in an unspecified order, so its sums equal the
-sums of other transports only within a tolerance. bf16 and fp16 travel and are added in their own
-precision.
+makes its buffer and behind earlier operations of the same group, which every rank starts in one
+order. The host only asks whether it has run, or has compute wait for it
+(`NcclWork.before_compute`). NCCL adds in an unspecified order, so its sums equal the sums of other
+transports only within a tolerance. bf16 and fp16 travel and are added in their own precision.
 
 Ranks without NCCL copy the part of a buffer that an operation reads to pinned memory, exchange it
 there by the collective of the hosts, and copy the part that it has changed back. Sums have the bits

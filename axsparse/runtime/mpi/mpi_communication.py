@@ -4,14 +4,10 @@ Each direction of a link has a separate communicator. On it headers and contents
 tags, and MPI keeps the order of messages with the same sender, communicator and tag. Elements are
 bytes, since MPI lacks types of torch's.
 
-MPI has no bfloat16 sum and promises no order, so a reduction is an exchange: every
-shard goes to its owner, who adds the parts in rank order, and the sums are
-gathered. Buffers of float64 hold small agreements in which every element has one
-non-zero contributor, so that MPI's own sum is exact in any order.
-
-The two phases use two communicators, and phase two of an operation begins only after
-phase two of all earlier ones has begun. So all members start the same calls in the same
-order on each communicator, whatever completes first on each of them.
+A reduction is an exchange in two phases on two communicators (docs/decisions/003): every shard goes
+to its owner, who adds the parts in rank order, and the sums are gathered. Buffers of float64 hold
+small agreements in which every element has one non-zero contributor, so that MPI's own sum is exact
+in any order.
 """
 
 from __future__ import annotations
@@ -195,12 +191,8 @@ class MpiCollective:
     def _scatter(
         self, buffer: Tensor, bounds: list[int]
     ) -> tuple[Requests, Callable[[], Requests]]:
-        """Send every shard to its owner; the requests, and a function that adds the received
-        shards.
-
-        The messages are single ones, since MPICH moves an `Ialltoallv` between processes of one
-        node on by a few kilobytes a call only: 8 MB took it 150 ms with sleeps between the calls.
-        """
+        """Send every shard to its owner, in single messages, which MPICH moves faster than an
+        `Ialltoallv`; the requests, and a function that adds the received shards."""
         requests: Requests = []
         received: list[tuple[list[Tensor], Tensor]] = []
         others = [rank for rank in range(self.size) if rank != self.rank]
