@@ -83,9 +83,9 @@ def _largest(layers: Sequence[LayerInfo]) -> int:
 def calibration_memory(
     model: ProfiledModel, layers: Sequence[LayerInfo], stored: StateFormat
 ) -> tuple[Callable[[int], float], float]:
-    """The bytes of a stage of these layers of a full model, by the samples of a microbatch, while
-    `pruning.calibration` draws its masks, layer by layer, before it has any state in the format
-    `stored`; and the bytes of its masks and changed weights, which stay until its state is built.
+    """The bytes of a stage of a full model, by the samples of a microbatch, while
+    `pruning.calibration` draws its masks, before it has any state in the format `stored`; and the
+    bytes of its masks and changed weights, which stay until its state is built.
 
     A layer is dense and without moments. The stage has the activations of all samples and the
     statistics of all matrices of the layer, and works on one matrix at a time. One more microbatch,
@@ -96,8 +96,7 @@ def calibration_memory(
     last_pruned = model.profile.layers[model.last_pruned].name
     method, heals = STATISTICS.get(pruning.method), pruning.heal != "none"
     drawn = 0.0
-    # The bytes of each moment that may be the fullest, and more for each sample of a microbatch.
-    moments: list[tuple[float, float]] = []
+    moments: list[tuple[float, float]] = []  # bytes of each, and more for each sample
     for layer in layers:
         costs = layer.activations or Activations(0, 0, 0, 0)
         matrices = [p for p in layer.parameters if p.name in kept]
