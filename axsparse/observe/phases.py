@@ -134,8 +134,8 @@ class DevicePhases(Phases):
         GPU    F0 F0 F0 F0|            idle           |F1 F1 F1 F1|
 
     A stretch goes from one mark to the next. A stretch of work belongs to its phase entirely; the
-    others are divided in proportion to the host's seconds in each waiting phase. Of compressions
-    only those of a step's last microbatch have marks, whose mean counts for the others.
+    others are divided in proportion to the host's seconds in each waiting phase. Only the
+    compressions of a step's last microbatch have marks; their mean counts for the others.
 
     Only three things wait for the GPU: reading what `end_step` returns, reading what `take_spans`
     returns, and the first `start_spans`. Spans cover entire steps, in the host's time.
