@@ -45,7 +45,8 @@ class RunningStatistics:
     def of_first_replica(self) -> Iterator[None]:
         """Give all replicas the buffers of the first one, inside a with-block.
 
-        All replicas of a stage enter it together; afterwards each has its own buffers again.
+        All replicas of a stage enter it together; afterwards each has its own buffers again, as
+        they were before.
         """
         received = [self._received([slot.tensor for slot in layer]) for layer in self._layers]
         pairs = zip(chain(*self._layers), chain(*received), strict=True)
@@ -55,7 +56,7 @@ class RunningStatistics:
     def _received(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first replica's buffers of one layer; all types travel in one message."""
         if self._replicas.size == 1 or not tensors:
-            return list(tensors)
+            return [tensor.clone() for tensor in tensors]
         buffer = torch.cat([bytes_of(tensor) for tensor in tensors])
         self._replicas.exchange(Op.BROADCAST, buffer)
         parts = buffer.split([tensor.nbytes for tensor in tensors])

@@ -141,8 +141,8 @@ class LayerRunner:
         return outputs if record is None else record.end(outputs, self._slots)
 
     def evaluate(self, inputs: Tensors, key: DrawKey) -> Tensors:
-        """The outputs of an evaluation, which must not change a buffer that is state. The module
-        stays in evaluation until `end_evaluation`."""
+        """The outputs of an evaluation; the caller drops what it changes in saved buffers. The
+        module stays in evaluation until `end_evaluation`."""
         self._expand()
         if self._modes is None:
             self._modes = [(each, each.training) for each in self._module.modules()]

@@ -181,6 +181,23 @@ def test_other_buffers_that_a_forward_changes_are_recomputed_as_they_were(
     assert calls.item() == 12
 
 
+def counting(m: Any, x: Tensor) -> Any:
+    """Counts the calls of evaluations as well."""
+    m.calls.add_(1)
+    return m.linear(x) * (1 + m.calls)
+
+
+def test_buffers_that_an_evaluation_changes_are_as_before_afterwards() -> None:
+    model = of_layers(Doing(counting, calls=torch.zeros(1)))
+    data = vector_data()
+    evaluating = config(train={"steps": 3, "eval_every": 1, "eval_steps": 2})
+
+    [(_, plain)] = train_in_process(1, 1, model, config(train={"steps": 3}), data)
+    [(_, trace)] = train_in_process(1, 1, model, evaluating, data, validation=data)
+
+    assert trace.losses == plain.losses
+
+
 class Frozen(nn.Sequential):
     """Keeps its normalisations in evaluation."""
 
