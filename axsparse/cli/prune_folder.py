@@ -253,6 +253,8 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
         *("pruning.heal=none", f"data.sequence_length={order.length(asked)}"),
         *_masks_of(order, asked, before),
     ]
+    if asked.checkpoint.every == 0:  # The folder is written from the last checkpoint.
+        settings += [f"checkpoint.every={asked.train.steps}", "checkpoint.keep_every=0"]
     config = together(transport, partial(order.configured, *settings))
     together(transport, partial(check_config, config))
     model = together(transport, lambda: named_model(config))
