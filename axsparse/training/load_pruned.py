@@ -192,6 +192,11 @@ def continued(
             times.append(time.perf_counter())
             add: Any = super().put
             add(value)
+            # The prompt, and the end of a line, precede what follows: decoders strip a first space.
+            if not self.token_cache:
+                self.token_cache = value.view(-1).tolist()
+                shown: Any = tokenizer.decode(self.token_cache, skip_special_tokens=True)
+                self.print_len = len(shown)
 
         def on_finalized_text(self, text: str, *_: object, **__: object) -> None:
             show(text)

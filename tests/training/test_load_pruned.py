@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,3 +209,36 @@ def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
             seed=0,
             show=print,
         )
+
+
+def test_the_text_shown_is_the_decoded_prompt_and_continuation() -> None:
+    """By a decoder that strips a first space, as that of Llama 2."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    words = ["▁go", "▁", "**", "\n", "on"]
+    own = Tokenizer(models.WordLevel({word: n for n, word in enumerate(words)}))
+    own.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    own.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    own.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=own)
+    new = [0, 1, 2, 3, 0, 4, 1, 3, 3, 1, 0]
+
+    def generate(ids: torch.Tensor, streamer: Any, **_: object) -> torch.Tensor:
+        for value in (ids, *torch.tensor(new).split(1)):
+            streamer.put(value)
+        streamer.end()
+        return torch.cat([ids, torch.tensor([new])], 1)
+
+    embedding = torch.nn.Embedding(len(words), 1)
+    model = SimpleNamespace(
+        config=transformers.LlamaConfig(),
+        get_input_embeddings=lambda: embedding,
+        parameters=embedding.parameters,
+        generate=generate,
+    )
+    said: list[str] = []
+    continued(model, tokenizer, "go go", 11, temperature=None, top_k=None, seed=0, show=said.append)
+
+    assert "".join(said) == "go go go **\n goon \n\n  go" == tokenizer.decode([0, 0, *new])
