@@ -33,38 +33,80 @@ from axsparse.samo.selection import count_kept
 
 KIND = "search"
 
-
 Outcome: TypeAlias = Literal["search", "draw", "exhausted"]
 """The outcome of one round. `draw`: the mask has settled. `search`: rounds are left. `exhausted`:
 none is left before `max_steps`."""
 
 
 @dataclass
-class MaskConvergence:
-    """Decides on one rank whether masks have converged: the last `DISTANCES` churns are below
-    `threshold`.
+class EarlyBirdSearch:
+    """Draws a mask at intervals of successful steps, and prunes once the last `DISTANCES` churns
+    are below `threshold`; TrainingError if they are not by `max_steps`.
 
-    If a round is `due`, call `compare` for each tensor of the rank, sum the counts over stages,
-    and call `decide` with the sums. One bit is kept for each entry that was compared.
+    One bit is kept for each entry that is compared.
     """
 
+    live: LiveMasks
+    criterion: Criterion
     interval: int
     """The number of steps between rounds, from `start_step` on."""
     start_step: int
     max_steps: int
     threshold: float
+    is_done: bool = False
     masks: dict[str, Tensor] = field(default_factory=dict)
     """The bit-packed masks of the last round, by name of this rank's tensors."""
-    queue: deque[float] = field(default_factory=lambda: deque(maxlen=DISTANCES))
+    churns: deque[float] = field(default_factory=lambda: deque(maxlen=DISTANCES))
     """The last churns, oldest first; the same on all ranks."""
     last_step: int | None = None
     """How many steps had succeeded at the last round; None before the first round."""
 
-    def due(self, successful_steps: int) -> bool:
+    @property
+    def unfinished(self) -> str | None:
+        if self.is_done:
+            return None
+        return (
+            "early-bird drew no mask: skipped steps do not count, and those that did were over "
+            "before pruning.until_step; train longer, or search shorter"
+        )
+
+    def before_step(self, now: StepContext) -> MaskUpdate | None:
+        if self.is_done or not self.is_due(now.updates):
+            return None
+        masks = self.live.masks(self.criterion, lambda final: final)
+        outcome, figures = self.decide(now.updates, *self._counts(masks))
+        said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        if outcome == "search":
+            return MaskUpdate(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
+        if outcome == "exhausted":
+            raise everywhere(
+                TrainingError(
+                    f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
+                    f"(last: {said}, pruning.threshold is above); search longer, or raise the "
+                    "threshold"
+                )
+            )
+        self.is_done = True
+        self.live.prune(masks)
+        figures |= self.live.figures()
+        return MaskUpdate(f"early-bird draws: {said}", figures, is_final=True)
+
+    def is_due(self, successful_steps: int) -> bool:
         """Whether a round is due after `successful_steps`: at the first time only where a
         step that overflows has the same number come twice."""
         since = successful_steps - self.start_step
         return since >= 0 and since % self.interval == 0 and successful_steps != self.last_step
+
+    def _counts(self, masks: ScoredMasks) -> list[int]:
+        """The entries of all stages' pruned tensors that differ from the last round's masks, all of
+        them, and the kept ones."""
+        live = self.live
+        counts = torch.zeros(3, dtype=torch.int64)
+        for owner, state, tensor in live.counted():
+            shape = live.targets.shapes[owner]
+            mask = masks.mask(owner, shape, partial(state.dense_master, tensor.full_name))
+            counts += torch.tensor([self.compare(owner, mask), mask.numel(), int(mask.sum())])
+        return list(live.total(counts).tolist())
 
     def compare(self, name: str, mask: Tensor) -> int:
         """How many entries differ from the last round's mask, which `mask`, of the same shape,
@@ -79,83 +121,30 @@ class MaskConvergence:
     def decide(
         self, successful_steps: int, mismatched: int, total: int, kept: int
     ) -> tuple[Outcome, dict[str, float]]:
-        """End a round, by the entries of all stages' pruned tensors that differ, all of them, and
-        the kept ones: its outcome, and its distances, of which the first round has none."""
+        """End a round, by the sums of `_counts`: its outcome, and its distances, of which the first
+        round has none."""
         assert 0 <= mismatched <= 2 * kept and 0 <= kept <= total
-        first, self.last_step = self.last_step is None, successful_steps
+        is_first, self.last_step = self.last_step is None, successful_steps
         distances: dict[str, float] = {}
-        if not first:
+        if not is_first:
             distances = {"churn": mismatched / max(2 * kept, 1), "hamming": mismatched / total}
-            self.queue.append(distances["churn"])
-            if len(self.queue) == DISTANCES and max(self.queue) < self.threshold:
+            self.churns.append(distances["churn"])
+            if len(self.churns) == DISTANCES and max(self.churns) < self.threshold:
                 return "draw", distances
-        last_round = successful_steps + self.interval > self.max_steps
-        return "exhausted" if last_round else "search", distances
-
-
-class EarlyBirdSearch:
-    """Draws a mask at intervals of successful steps, and prunes once `search` finds it settled;
-    TrainingError if none does."""
-
-    def __init__(self, live: LiveMasks, criterion: Criterion, search: MaskConvergence) -> None:
-        self._live = live
-        self._criterion = criterion
-        self._search = search
-        self._is_done = False
-
-    @property
-    def unfinished(self) -> str | None:
-        if self._is_done:
-            return None
-        return (
-            "early-bird drew no mask: skipped steps do not count, and those that did were over "
-            "before pruning.until_step; train longer, or search shorter"
-        )
-
-    def before_step(self, now: StepContext) -> MaskUpdate | None:
-        if self._is_done or not self._search.due(now.updates):
-            return None
-        masks = self._live.masks(self._criterion, lambda final: final)
-        outcome, figures = self._decide(masks, now.updates)
-        said = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        if outcome == "search":
-            return MaskUpdate(f"early-bird looks: {said or 'first mask'}", figures, changed=False)
-        if outcome == "exhausted":
-            raise everywhere(
-                TrainingError(
-                    f"step {now.step}: early-bird: no mask has settled by pruning.until_step "
-                    f"(last: {said}, pruning.threshold is above); search longer, or raise the "
-                    "threshold"
-                )
-            )
-        self._is_done = True
-        self._live.prune(masks)
-        figures |= self._live.figures()
-        return MaskUpdate(f"early-bird draws: {said}", figures, is_final=True)
-
-    def _decide(self, masks: ScoredMasks, updates: int) -> tuple[Outcome, dict[str, float]]:
-        """Compare these masks with the masks of the last round, over all stages."""
-        live = self._live
-        counts = torch.zeros(3, dtype=torch.int64)
-        for owner, state, tensor in live.counted():
-            shape = live.targets.shapes[owner]
-            mask = masks.mask(owner, shape, partial(state.dense_master, tensor.full_name))
-            mismatched = self._search.compare(owner, mask)
-            counts += torch.tensor([mismatched, mask.numel(), int(mask.sum())])
-        return self._search.decide(updates, *live.total(counts).tolist())
+        is_last = successful_steps + self.interval > self.max_steps
+        return "exhausted" if is_last else "search", distances
 
     def state(self) -> PrunerState:
-        if self._is_done:
+        if self.is_done:
             return PrunerState(MethodState(is_done=True))
-        search = self._search
-        method_state = MethodState(distances=tuple(search.queue), last_look=search.last_step)
-        return PrunerState(method_state, {KIND: dict(search.masks)})
+        method_state = MethodState(distances=tuple(self.churns), last_look=self.last_step)
+        return PrunerState(method_state, {KIND: dict(self.masks)})
 
     def restore(self, method_state: MethodState, read: Read) -> None:
-        self._is_done = method_state.is_done
-        self._search.last_step = method_state.last_look
-        self._search.queue.extend(method_state.distances)
+        self.is_done = method_state.is_done
+        self.last_step = method_state.last_look
+        self.churns.extend(method_state.distances)
         if method_state.last_look is None:
             return
-        for owner, _, _ in self._live.counted():
-            self._search.masks[owner] = read(KIND, owner)
+        for owner, _, _ in self.live.counted():
+            self.masks[owner] = read(KIND, owner)

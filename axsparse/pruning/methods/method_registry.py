@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from axsparse.config.schema import ONCE, Config
 from axsparse.pruning.criteria import Criterion
-from axsparse.pruning.methods.early_bird import EarlyBirdSearch, MaskConvergence
+from axsparse.pruning.methods.early_bird import EarlyBirdSearch
 from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds, Rewinding, sensitivity
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.pruner import Pruner
@@ -35,13 +35,14 @@ def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until
     """The method of a run that starts dense, without its rewinding."""
     pruning = config.pruning
     if pruning.method == "early-bird":
-        search = MaskConvergence(
+        return EarlyBirdSearch(
+            live,
+            criterion,
             interval=pruning.interval,
             start_step=max(pruning.at_step, config.schedule.warmup_steps),
             max_steps=until,
             threshold=pruning.threshold,
         )
-        return EarlyBirdSearch(live, criterion, search)
     if pruning.method in ("gradual", "iterative"):
         rounds = PruningRounds(pruning.at_step, pruning.interval, until)
         return GradualPruning(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from axsparse.pruning.methods.early_bird import MaskConvergence, Outcome
+from axsparse.pruning.criteria import Criterion
+from axsparse.pruning.methods.early_bird import EarlyBirdSearch, Outcome
 from axsparse.pruning.targets import kept_entries
 from axsparse.samo.selection import largest
 
@@ -17,8 +19,9 @@ Round = Mapping[str, Tensor]
 EVERY = 10
 
 
-def search(max_steps: int = 10_000) -> MaskConvergence:
-    return MaskConvergence(EVERY, 0, max_steps, threshold=0.1)
+def search(max_steps: int = 10_000) -> EarlyBirdSearch:
+    live: Any = None  # The counts are given.
+    return EarlyBirdSearch(live, Criterion("magnitude"), EVERY, 0, max_steps, threshold=0.1)
 
 
 def mask_of(kept: Iterable[int], numel: int = 100) -> Tensor:
@@ -27,7 +30,7 @@ def mask_of(kept: Iterable[int], numel: int = 100) -> Tensor:
     return mask
 
 
-def decide(one: MaskConvergence, step: int, masks: Round) -> tuple[Outcome, dict[str, float]]:
+def decide(one: EarlyBirdSearch, step: int, masks: Round) -> tuple[Outcome, dict[str, float]]:
     mismatched = sum(one.compare(name, mask) for name, mask in masks.items())
     total = sum(mask.numel() for mask in masks.values())
     kept = sum(int(mask.sum()) for mask in masks.values())
@@ -107,5 +110,5 @@ def test_a_count_of_steps_that_comes_twice_has_one_round() -> None:
     one.decide(0, 0, 1000, 50)
     one.decide(EVERY, 0, 1000, 50)
 
-    assert not one.due(EVERY)  # the next step overflowed
-    assert one.due(2 * EVERY)
+    assert not one.is_due(EVERY)  # the next step overflowed
+    assert one.is_due(2 * EVERY)
