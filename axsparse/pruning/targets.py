@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -17,8 +17,8 @@ from axsparse.config.schema import Config, PruningConfig, parse_pattern, prunes
 from axsparse.models.model_profile import ModelProfile, ParameterInfo, match, named_value
 from axsparse.models.start_weights import some_of
 from axsparse.pruning.mask_file import MaskFile, open_masks
-from axsparse.runtime.errors import ConfigError, everywhere
-from axsparse.samo.masks import Shape, Weight
+from axsparse.runtime.errors import ConfigError
+from axsparse.samo.masks import Shape
 
 FROM_START = frozenset(("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt"))
 """Methods whose first masks need nothing but the initial weights, and perhaps samples."""
@@ -255,66 +255,6 @@ def initial_share(pruning: PruningConfig) -> float:
     if pruning.initial_sparsity == 0 or pruning.mask is not None:
         return 0.0
     return pruning.initial_sparsity / pruning.sparsity
-
-
-# -- zeros of loaded weights, which is how other tools leave a pruned model -------------
-
-TOLERANCE = 0.01
-"""How far `pruning.sparsity`, with which runs are planned, may be from the sparsity found."""
-
-
-@dataclass(frozen=True)
-class ZeroMasks:
-    """Masks that keep every entry that is not zero. Tensors of zeros alone stay dense: nobody has
-    pruned them, they were initialized so."""
-
-    kept: Mapping[str, int]
-
-    def mask(self, name: str, shape: Shape, weight: Weight, within: Tensor | None = None) -> Tensor:
-        assert within is None, "zeros are looked for once, in weights that nobody has pruned here"
-        mask: Tensor = weight().view(-1) != 0
-        if not mask.any():
-            mask = ~mask
-        assert mask.numel() == math.prod(shape) and int(mask.sum()) == self.kept[name], name
-        return mask
-
-
-def masks_of_zeros(
-    targets: Targets,
-    pruning: PruningConfig,
-    values: Iterable[tuple[str, Weight]],
-    total: Callable[[Tensor], Tensor],
-) -> ZeroMasks:
-    """The masks of the zeros in the weights of all stages; ConfigError, on all ranks alike, where
-    the zeros do not fit the settings.
-
-    `values` has, by name, functions that give the initial weights of the tensors that count on
-    this rank, one at a time. `total` sums a vector of integers over all ranks, which call this
-    together.
-    """
-    numbers = {name: number for number, name in enumerate(targets.shapes)}
-    counts = torch.zeros(len(numbers), dtype=torch.int64)
-    for name, value in values:
-        if name in numbers:
-            counts[numbers[name]] = value().count_nonzero()
-    entries = {name: math.prod(shape) for name, shape in targets.shapes.items()}
-    kept = dict(zip(entries, total(counts).tolist(), strict=True))
-    kept = {name: number or entries[name] for name, number in kept.items()}
-    numel, final = sum(entries.values()), targets.sparsity
-    sparsity = 1 - sum(kept.values()) / numel
-    share = initial_share(pruning) or 1.0
-    planned = share * sum(n * targets.own.get(name, final) for name, n in entries.items()) / numel
-    if sparsity == 0 or abs(sparsity - planned) > TOLERANCE:
-        key = "initial_sparsity" if pruning.initial_sparsity else "sparsity"
-        given = pruning.initial_sparsity or final
-        raise everywhere(
-            ConfigError(
-                f"pruning.{key}: {given:g}, with which the run was planned, but {sparsity:.4f} of "
-                f"the loaded weights is zero; set it to {given * sparsity / planned:.2f}, or load "
-                "weights that were pruned so"
-            )
-        )
-    return ZeroMasks(kept)
 
 
 CHUNK = 131_072

@@ -38,10 +38,9 @@ from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.healing import HealedLayers, Reconstruction
 from axsparse.pruning.input_statistics import METHODS
 from axsparse.pruning.layer_pruning import CalibratedMasks, LayerPruning
-from axsparse.pruning.methods.live_masks import masks_of_start, stage_total
+from axsparse.pruning.methods.live_masks import masks_of_start, masks_of_zeros, stage_total
 from axsparse.pruning.methods.pruner import Pruner
 from axsparse.pruning.outliers import sparsities
-from axsparse.pruning.targets import masks_of_zeros
 from axsparse.runtime.communication import Collective, Link, Transport
 from axsparse.runtime.console import Console, make_console
 from axsparse.runtime.errors import ConfigError, check_kind

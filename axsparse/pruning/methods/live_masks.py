@@ -11,11 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from axsparse.config.schema import PruningConfig
 from axsparse.models.layer import Ties
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.mask_file import write_masks
-from axsparse.pruning.targets import Targets
+from axsparse.pruning.targets import Targets, initial_share
 from axsparse.runtime.communication import Op, Transport, wait
+from axsparse.runtime.errors import ConfigError, everywhere
 from axsparse.runtime.grid import RankCoords
 from axsparse.samo.layer_construction import BuiltLayer, StateOptions
 from axsparse.samo.layer_state import LayerState
@@ -177,3 +179,48 @@ def scored_masks(
         ties -= taken
         kept[name], thresholds[name] = above + taken, Threshold(key, taken)
     return ScoredMasks(criterion, kept, thresholds)
+
+
+# -- zeros of loaded weights, which is how other tools leave a pruned model -------------
+
+TOLERANCE = 0.01
+"""How far `pruning.sparsity`, with which runs are planned, may be from the sparsity found."""
+
+
+def masks_of_zeros(
+    targets: Targets,
+    pruning: PruningConfig,
+    values: Iterable[tuple[str, Weight]],
+    total: Callable[[Tensor], Tensor],
+) -> ScoredMasks:
+    """Masks that keep every entry that is not zero of the weights of all stages; ConfigError, on
+    all ranks alike, where the zeros do not fit the settings. Tensors of zeros alone stay dense:
+    nobody has pruned them, they were initialized so.
+
+    `values` has, by name, functions that give the initial weights of the tensors that count on
+    this rank, one at a time. `total` sums a vector of integers over all ranks, which call this
+    together.
+    """
+    numbers = {name: number for number, name in enumerate(targets.shapes)}
+    counts = torch.zeros(len(numbers), dtype=torch.int64)
+    for name, value in values:
+        if name in numbers:
+            counts[numbers[name]] = value().count_nonzero()
+    entries = {name: math.prod(shape) for name, shape in targets.shapes.items()}
+    kept = dict(zip(entries, total(counts).tolist(), strict=True))
+    kept = {name: number or entries[name] for name, number in kept.items()}
+    numel, final = sum(entries.values()), targets.sparsity
+    sparsity = 1 - sum(kept.values()) / numel
+    share = initial_share(pruning) or 1.0
+    planned = share * sum(n * targets.own.get(name, final) for name, n in entries.items()) / numel
+    if sparsity == 0 or abs(sparsity - planned) > TOLERANCE:
+        key = "initial_sparsity" if pruning.initial_sparsity else "sparsity"
+        given = pruning.initial_sparsity or final
+        raise everywhere(
+            ConfigError(
+                f"pruning.{key}: {given:g}, with which the run was planned, but {sparsity:.4f} of "
+                f"the loaded weights is zero; set it to {given * sparsity / planned:.2f}, or load "
+                "weights that were pruned so"
+            )
+        )
+    return ScoredMasks(Criterion("magnitude"), kept)
