@@ -20,7 +20,6 @@ from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from axsparse.models.layer import (
     Kind,
@@ -35,7 +34,7 @@ from axsparse.models.layer import (
 )
 from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums, Tracer
 from axsparse.models.module_buffers import slots, unfilled_attribute
-from axsparse.models.sequential import reject_other_tuple, reject_script
+from axsparse.models.sequential import reject_lazy, reject_other_tuple, reject_script
 from axsparse.models.stand_ins import PartModule, are_alike
 from axsparse.runtime.errors import ConfigError, check_kind, check_kinds, one_line
 from axsparse.runtime.files.safetensors import can_be_stored
@@ -43,8 +42,8 @@ from axsparse.runtime.seeds import preserved_rng
 
 EXAMPLE = "give a function of a number of samples, such as lambda n: (inputs[:n],)"
 COPIABLE = (
-    "give a module that copy.deepcopy can copy; if it has hooks of weight_norm, call "
-    "remove_weight_norm before"
+    "give a module that copy.deepcopy can copy; if it has hooks of weight_norm or of "
+    "torch.nn.utils.prune, call remove_weight_norm or prune.remove before"
 )
 FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
@@ -534,12 +533,8 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
                 f"layer {layer.name}: SyncBatchNorm needs torch.distributed, and its results would "
                 "depend on the layout; use BatchNorm, which sees one microbatch"
             )
+    reject_lazy(f"layer {layer.name}", module)
     for name, parameter in module.named_parameters():
-        if is_lazy(parameter):
-            raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} has no shape yet; give its module all "
-                "sizes, instead of a lazy one"
-            )
         if (
             not parameter.is_floating_point()
             or parameter.dtype == torch.float64

@@ -160,10 +160,27 @@ def replaced(values: Sequence[tuple[BufferSlot, Tensor]]) -> Iterator[None]:
             slot.put(tensor)
 
 
-def tracked_norms(module: nn.Module) -> dict[str, nn.Module]:
-    """The submodules of a module that keep running statistics, by name."""
+@contextmanager
+def same_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put the attributes and modes of modules and of all below them back afterwards."""
+    before = [(child, dict(vars(child))) for module in modules for child in module.modules()]
+    try:
+        yield
+    finally:
+        for child, attributes in before:
+            now = vars(child)
+            for name in now.keys() - attributes.keys():
+                del now[name]
+            for name, value in attributes.items():
+                if now.get(name) is not value:
+                    now[name] = value
+
+
+def types_of_statistics(module: nn.Module) -> dict[str, torch.dtype]:
+    """The type of the running statistics next to each parameter of a normalisation, by its name."""
     return {
-        prefix: child
+        name: child.running_mean.dtype
         for prefix, child in module.named_modules()
         if isinstance(child, _NormBase) and child.running_mean is not None
+        for name, _ in child.named_parameters(prefix, recurse=False)
     }

@@ -32,10 +32,18 @@ from axsparse.models.module_buffers import (
     BufferSlot,
     named_tensors,
     replaced,
+    same_attributes,
     slots,
     start_training,
 )
-from axsparse.models.sequential import PLAIN, OwnValues, holds_module, reject_unfit, structure
+from axsparse.models.sequential import (
+    PLAIN,
+    OwnValues,
+    holds_module,
+    reject_unfit,
+    structure,
+    version,
+)
 from axsparse.models.stand_ins import (
     Modules,
     PartModule,
@@ -94,10 +102,7 @@ def from_module(
     reject_unfit(module)
     start_training(module)
     inputs = _as_wide(example(2), module)
-    before = OwnValues({}, module).contents()
-    cut = _cut(module, inputs)
-    after = OwnValues({}, module).contents()
-    changed = [name for name in after if after[name] != before.get(name)]
+    cut, written = _cut(module, inputs)
     tensors = {
         layer.full_name(name): tensor
         for layer, part in cut.items()
@@ -114,41 +119,48 @@ def from_module(
         name=type(module).__name__.lower(),
         metrics=metrics,
         example=example,
-        start=OwnValues(tensors, module, [n for n in changed if isinstance(after[n], PLAIN)]),
+        start=OwnValues(tensors, module, written),
         container=module,
     )
 
 
-def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> dict[Layer, PartModule]:
-    """The layers of a module with their modules; the module is left as it was."""
-    modes = [(child, child.training) for child in module.modules()]
-    attributes = [(child, dict(vars(child))) for child in module.modules()]
+def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[dict[Layer, PartModule], set[str]]:
+    """The layers of a module with their modules, and the names of numbers and texts that its
+    forward writes; the module is left as it was."""
     given = [(slot, slot.tensor) for slot in slots(module)]
     buffers = [(slot, tensor.clone()) for slot, tensor in given]
     with torch.no_grad(), preserved_rng(), replaced(buffers):
-        try:
-            if not any(mode for _, mode in modes):
+        with _noted_writes(module, [module]) as written:
+            if not any(child.training for child in module.modules()):
                 _set_mode(module, training=True)  # as `is_in_evaluation` has it
             with _recorders(module) as recorders:
                 watch = _watched(module, inputs)
-            _set_back(modes)
-            _drop_graphs(attributes)
-            split = _Split(module, watch, inputs, recorders)
-            layers = dict(zip(*split.layers(), strict=True))
-            for part in layers.values():
-                within = [*part.modules(), *vars(part)["_parts"].values()]
-                modes += [(child, child.training) for child in within]
-                attributes += [(child, dict(vars(child))) for child in within]
+        split = _Split(module, watch, inputs, recorders)
+        layers = dict(zip(*split.layers(), strict=True))
+        views = [
+            view for part in layers.values() for view in (part, *vars(part)["_parts"].values())
+        ]
+        with _noted_writes(module, [module, *views]) as more:
             _reject_shared_changes(given, layers)
             _reject_other_result(module, watch.calls, layers, inputs)
             split.is_example = False
-        finally:
-            _set_back(modes)
-            _drop_graphs(attributes)
     for layer, part in layers.items():  # which have the copies of buffers
         for slot in slots(part):
             slot.put(module.get_buffer(layer.full_name(slot.name)))
-    return layers
+    return layers, written | more
+
+
+@contextmanager
+def _noted_writes(module: nn.Module, modules: Sequence[nn.Module]) -> Iterator[set[str]]:
+    """The names of numbers and texts of a module that the code within has written; the attributes
+    of some modules, which may also have the tensors of a graph, are put back."""
+    values, written = OwnValues({}, module), set[str]()
+    before = values.contents()
+    with same_attributes(modules):
+        yield written
+        after = values.contents(before)
+        changed = (name for name in after if after[name] != before.get(name))
+        written.update(name for name in changed if isinstance(after[name], PLAIN))
 
 
 HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -194,26 +206,10 @@ def _with_contents(hook: Callable[..., Any], module: nn.Module, *given: Any) -> 
     return None if any(each.is_meta for each in tensors_of(given)) else hook(module, *given)
 
 
-def _drop_graphs(attributes: Sequence[tuple[nn.Module, Mapping[str, object]]]) -> None:
-    """Put attributes back in which a forward has left tensors of its graph, which have no copy."""
-    for child, before in attributes:
-        for name, value in [*vars(child).items()]:
-            if value is before.get(name) or all(one.grad_fn is None for one in tensors_of(value)):
-                continue
-            if name in before:
-                vars(child)[name] = before[name]
-            else:
-                del vars(child)[name]
-
-
 def _set_mode(module: nn.Module, *, training: bool) -> None:
     """Set the mode of the user's modules, whose own `train` may change more."""
-    _set_back([(child, training) for child in module.modules()])
-
-
-def _set_back(modes: Sequence[tuple[nn.Module, bool]]) -> None:
-    for child, mode in modes:
-        child.training = mode
+    for child in module.modules():
+        child.training = training
 
 
 def _reject_shared_changes(
@@ -328,7 +324,7 @@ class _Run:
     def note(self, values: Sequence[Any]) -> None:
         """Note tensors, and the versions of all."""
         every = [*(tensor for tensor, _ in self.known.values()), *tensors_of(values)]
-        self.known = {id(tensor): (tensor, _version(tensor)) for tensor in every}
+        self.known = {id(tensor): (tensor, version(tensor)) for tensor in every}
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is among the noted ones."""
@@ -336,7 +332,7 @@ class _Run:
 
     def has_written_to(self, tensor: Tensor) -> bool:
         """Whether a noted tensor has been written to since."""
-        return self.known[id(tensor)][1] != _version(tensor)
+        return self.known[id(tensor)][1] != version(tensor)
 
 
 _RUN: ContextVar[_Run] = ContextVar("_RUN")
@@ -814,10 +810,6 @@ def _shapes_of(values: Mapping[Name, Tensor]) -> list[object]:
     """The shapes that tell what the forward does, and whether autograd records it."""
     shapes = [(*name, *each.shape) for name, each in values.items() if name[0] in ("size", "shape")]
     return [torch.is_grad_enabled(), *sorted(shapes)]
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 @torch.enable_grad()

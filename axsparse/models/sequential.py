@@ -12,7 +12,6 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.nn.utils.prune import BasePruningMethod
 
 from axsparse.models.layer import (
     Kind,
@@ -248,15 +247,10 @@ def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Modul
 
 
 def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError if two layers share a tensor, or if one has no shape yet."""
+    """Raise ConfigError if two layers share a tensor."""
     users: dict[int, str] = {}
     for layer, module in layers.items():
         for name, tensor in named_tensors(module):
-            if is_lazy(tensor):
-                raise ConfigError(
-                    f"sequential: parameter {layer}.{name} has no shape yet; give its module all "
-                    "sizes, instead of a lazy one"
-                )
             user = users.setdefault(id(tensor), layer)
             if user != layer:
                 tie = ", or write the model as Layers with a Tie"
@@ -277,9 +271,16 @@ def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
     for buffer in module.buffers():
         empty[id(buffer)] = buffer.detach().to("meta")
         vars(empty[id(buffer)]).update(vars(buffer))
-    shared = {id(hook): hook for hook in _hooks(module) if not holds_module(hook)}
-    made: nn.Module = copy.deepcopy(module, {**empty, **shared})
+    made = _copied(module, empty)
     return made.requires_grad_(requires_grad=False) if is_frozen else made
+
+
+def _copied(module: nn.Module, others: Mapping[int, Tensor]) -> nn.Module:
+    """A copy of a module with other tensors, by the ids of its own, and the same hooks of other
+    objects."""
+    shared = {id(hook): hook for hook in _hooks(module) if not holds_module(hook)}
+    made: nn.Module = copy.deepcopy(module, {**others, **shared})
+    return made
 
 
 def frozen_in_training(module: nn.Module) -> set[str]:
@@ -344,6 +345,7 @@ def is_compiled(module: object) -> bool:
 def reject_unfit(module: nn.Module) -> None:
     """ConfigError for a module that is compiled, has no values, or state that is no tensor."""
     reject_script(module)
+    reject_lazy(f"model: {type(module).__name__}", module)
     for child in module.modules():
         if is_compiled(child) or child._compiled_call_impl is not None:
             raise ConfigError(
@@ -355,13 +357,6 @@ def reject_unfit(module: nn.Module) -> None:
                 f"model: {type(child).__name__} has get_extra_state, and "
                 "checkpoints keep tensors only; put it into a buffer, and leave get_extra_state out"
             )
-        for hook in child._forward_pre_hooks.values():
-            if isinstance(hook, BasePruningMethod):
-                raise ConfigError(
-                    f"model: {type(child).__name__} has a hook of torch.nn.utils.prune, which "
-                    f"replaces its {hook._tensor_name} before each forward; call prune.remove("
-                    f'MODULE, "{hook._tensor_name}") before'
-                )
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         raise ConfigError(
             f"model: {type(module).__name__} is on the meta device, where nothing has values; "
@@ -381,6 +376,16 @@ def reject_script(module: nn.Module) -> None:
             raise ConfigError(
                 f"model: {child.original_name} is a ScriptModule, whose weights cannot be "
                 "replaced; give it as it was before torch.jit"
+            )
+
+
+def reject_lazy(where: str, module: nn.Module) -> None:
+    """ConfigError for a parameter that a first forward is to give its shape."""
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"{where}: parameter {name!r} has no shape yet; give its module all sizes, instead "
+                "of a lazy one"
             )
 
 
@@ -417,11 +422,10 @@ def given_module(layer: Layer) -> nn.Module | None:
 class Snapshot:
     """The modules that a model copies, as they were when it copied them."""
 
-    def __init__(self, model: Model) -> None:
-        self._start = model.start if isinstance(model.start, OwnValues) else None
-        tensors = {} if self._start is None else self._start.tensors
-        self._values = {name: (_version(one), _digest(one)) for name, one in tensors.items()}
-        self._contents = {} if self._start is None else self._start.contents()
+    def __init__(self, start: OwnValues) -> None:
+        self._start = start
+        self._values = {name: (version(one), _digest(one)) for name, one in start.tensors.items()}
+        self._contents = start.contents()
         self._looks = 0
 
     def change(
@@ -433,8 +437,6 @@ class Snapshot:
 
         Torch does not count writes to `.data`, which the 1st, 2nd, 4th, 8th, … look finds.
         """
-        if self._start is None:
-            return None
         before, now = self._contents, self._start.contents(self._contents)
         for name in () if now == before else (*before, *now):
             values = before.get(name), now.get(name)
@@ -447,16 +449,17 @@ class Snapshot:
         looks_at_all = self._looks & (self._looks - 1) == 0
         buffers = self._start.buffers()
         for name, given in self._start.tensors.items():
-            tensor, (version, digest) = buffers.get(name, given), self._values[name]
-            if looks_at_all or tensor is not given or _version(tensor) != version:
+            tensor, (seen, digest) = buffers.get(name, given), self._values[name]
+            if looks_at_all or tensor is not given or version(tensor) != seen:
                 found = _digest(tensor)
                 if found != digest and not may_have(name, tensor):
                     return name
-                self._values[name] = _version(tensor), found
+                self._values[name] = version(tensor), found
         return None
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """The number of writes to a tensor that torch has counted."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -484,16 +487,11 @@ def _contents(prefix: str, attributes: Mapping[str, object]) -> Iterator[tuple[s
             yield prefix + name, [*map(id, value.values())]
 
 
-def _copied(model: Model) -> list[nn.Module]:
-    """The modules that a model copies, with their submodules."""
-    given = [module for layer in model.layers if (module := given_module(layer)) is not None]
-    return [child for module in given for child in module.modules()]
-
-
 def is_in_evaluation(model: Model) -> bool:
     """Whether a model is made of modules that are all in evaluation mode, as from_pretrained
     returns them: a run then trains all."""
-    modes = [child.training for child in _copied(model)]
+    given = [module for layer in model.layers if (module := given_module(layer)) is not None]
+    modes = [child.training for module in given for child in module.modules()]
     return bool(modes) and not any(modes)
 
 
@@ -555,15 +553,9 @@ def filled_modules(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> d
 def plain_model(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> nn.Module:
     """The model with these parameters and buffers in evaluation mode, as one module: a copy of its
     container, or a `PlainModel` of what `filled_modules` makes."""
-    own = model.container
-    if own is not None and not (isinstance(own, nn.Sequential) and runs_in_order(own)):
-        return _filled_copy(own, tensors)
-    plain: nn.Module = PlainModel()
-    for name, module in filled_modules(model, ties, tensors).items():
-        plain.add_module(name, module)
-    if own is not None:
-        modules, plain = plain._modules, copy.copy(own)
-        vars(plain)["_modules"] = modules
+    if model.container is not None:
+        return _filled_copy(model.container, tensors)
+    plain = PlainModel(OrderedDict(filled_modules(model, ties, tensors)))
     plain.training = False  # as the modules are
     return plain
 
@@ -575,9 +567,10 @@ def _filled_copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if name in tensors
     }
-    filled.update(
-        (id(slot.tensor), tensors[slot.name]) for slot in slots(module) if slot.name in tensors
-    )
-    copied: nn.Module = copy.deepcopy(module, filled)
+    for slot in slots(module):
+        if slot.name in tensors:
+            filled[id(slot.tensor)] = tensors[slot.name]
+            vars(tensors[slot.name]).update(vars(slot.tensor))
+    copied = _copied(module, filled)
     set_mode(copied, training=False)
     return copied

@@ -23,7 +23,13 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import as_arguments, as_tuple, takes_tuple
-from axsparse.models.module_buffers import BufferSlot, replaced, slots, switch_mode, tracked_norms
+from axsparse.models.module_buffers import (
+    BufferSlot,
+    replaced,
+    slots,
+    switch_mode,
+    types_of_statistics,
+)
 from axsparse.runtime.canonical_form import canonical, canonical_gradient
 from axsparse.runtime.errors import ConfigError, note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
@@ -364,11 +370,8 @@ def _allow_graphs(more: int) -> None:
 def _half_parameters_of_norms(module: nn.Module) -> list[tuple[str, nn.Parameter, torch.dtype]]:
     """The parameters of normalisations in another type than the statistics there (fp32, since half
     precision loses small changes), each with its name and that type."""
-    narrow = []
-    for prefix, norm in tracked_norms(module).items():
-        statistics = norm.running_mean
-        assert isinstance(statistics, Tensor)
-        for key, parameter in norm.named_parameters(prefix, recurse=False):
-            if parameter.dtype != statistics.dtype:
-                narrow.append((key, parameter, statistics.dtype))
-    return narrow
+    return [
+        (name, parameter, dtype)
+        for name, dtype in types_of_statistics(module).items()
+        if (parameter := module.get_parameter(name)).dtype != dtype
+    ]

@@ -26,7 +26,13 @@ from torch import Tensor, nn
 
 from axsparse.data.batches import Batch
 from axsparse.models.layer import Layer, Model, on_meta
-from axsparse.models.module_buffers import replaced, slots, start_training, tracked_norms
+from axsparse.models.module_buffers import (
+    replaced,
+    same_attributes,
+    slots,
+    start_training,
+    types_of_statistics,
+)
 from axsparse.models.sequential import given_module, is_in_evaluation
 from axsparse.models.stand_ins import are_alike
 from axsparse.pipeline.engine import Engine
@@ -116,7 +122,7 @@ def check_layers(
         # What is recorded is freed on return, before the next layers need memory.
         buffers = [(slot, slot.tensor.clone()) for module in live for slot in slots(module)]
         runners = [engine.stage.layers[number] for number in here]
-        with _same_attributes(live), replaced(buffers):
+        with same_attributes(live), replaced(buffers):
             with (
                 _first_run(plan.config.precision),
                 _recorded(layers, runners, collector) as records,
@@ -255,7 +261,7 @@ def _plain_module(
         return
     data = [(parameter, parameter.data) for parameter in module.parameters()]
     own = [(slot, slot.tensor) for slot in slots(module)]
-    with _same_attributes([module]):
+    with same_attributes([module]):
         try:
             yield _filled(module, layer.spec.name, weights, record)
         finally:
@@ -281,12 +287,7 @@ def _filled(
         )
     for slot in places:
         slot.put(buffers[slot.name].clone())
-    types = {
-        local: norm.running_mean.dtype
-        for prefix, norm in tracked_norms(module).items()
-        if isinstance(norm.running_mean, Tensor)
-        for local, _ in norm.named_parameters(prefix, recurse=False)
-    }
+    types = types_of_statistics(module)
     for local, parameter in module.named_parameters():
         put_storage(parameter, weights[local].to(types.get(local, weights[local].dtype)))
     return module
@@ -499,22 +500,3 @@ def _distinct(layers: Sequence[BuiltLayer]) -> list[int]:
             known.append(kind)
             distinct.append(number)
     return distinct
-
-
-# -- what stays as it was -----------------------------------------------------------------
-
-
-@contextmanager
-def _same_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Put the attributes of modules and of all below them back afterwards."""
-    before = [(child, dict(vars(child))) for module in modules for child in module.modules()]
-    try:
-        yield
-    finally:
-        for child, attributes in before:
-            now = vars(child)
-            for name in now.keys() - attributes.keys():
-                del now[name]
-            for name, value in attributes.items():
-                if now.get(name) is not value:
-                    now[name] = value

@@ -27,7 +27,7 @@ from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
-from axsparse.models.sequential import Snapshot, plain_model, reject_dotted_names
+from axsparse.models.sequential import OwnValues, Snapshot, plain_model, reject_dotted_names
 from axsparse.models.teacher import with_teacher
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import with_advice
@@ -380,7 +380,8 @@ class Trainer:
         """Whether the program has closed this, and wants only weights of it."""
         self._handled: BaseException | None = None
         """The exception that the program was handling when it made the last call."""
-        self._given = Snapshot(plan.model)
+        start = plan.model.start
+        self._given = Snapshot(start) if isinstance(start, OwnValues) else None
         self.is_idle = True
         """Whether no loop is under way and the last call was no step."""
         self._is_ended = False
@@ -592,7 +593,10 @@ class Trainer:
         has changed the modules that it gave by more than trained weights."""
         self._adopt_writes()
         live = self._live_weights
-        if self._is_over or (name := self._given.change(live.may_have, live.may_be_set)) is None:
+        if self._is_over or self._given is None:
+            return
+        name = self._given.change(live.may_have, live.may_be_set)
+        if name is None:
             return
         copy = live.path_to_copy(name)
         way = (

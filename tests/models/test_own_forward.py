@@ -24,7 +24,7 @@ from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
 from axsparse.models.module_buffers import named_tensors
 from axsparse.models.own_forward import from_module
-from axsparse.models.sequential import Snapshot, plain_model
+from axsparse.models.sequential import OwnValues, Snapshot, plain_model
 from axsparse.runtime.errors import ConfigError
 
 
@@ -249,9 +249,9 @@ def test_a_buffer_that_the_watched_forward_writes_to_starts_as_given() -> None:
     module = Counting()
     model = from_module(module, summed_loss, lambda _: (torch.ones(2, 3, 8),))
 
-    assert model.start is not None
+    assert isinstance(model.start, OwnValues)
     assert model.start.read("calls") == module.get_buffer("calls") == 0
-    assert Snapshot(model).change(lambda *_: False, lambda *_: False) is None
+    assert Snapshot(model.start).change(lambda *_: False, lambda *_: False) is None
 
 
 class Keeping(Reader):
@@ -528,7 +528,9 @@ def test_numbers_that_the_forward_writes_may_change_in_the_given_module_and_othe
     None
 ):
     module = Counted()
-    seen = Snapshot(cut(module))
+    start = cut(module).start
+    assert isinstance(start, OwnValues)
+    seen = Snapshot(start)
 
     module.eval()(images().read(np.arange(3))[0][0])
 
