@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -350,13 +350,14 @@ class TensorShard:
         return math.prod(self.shape)
 
     @property
+    def numels(self) -> list[int]:
+        """The number of entries of each rank's shard."""
+        return [replace(self, index=index).numel for index in range(self.count)]
+
+    @property
     def full_numel(self) -> int:
         """The number of entries of the full tensor."""
         return math.prod(self.full_shape)
-
-    def of_rank(self, index: int) -> TensorShard:
-        """The shard that another rank holds."""
-        return TensorShard(self.full_shape, self.dim, index, self.count, self.packed)
 
     def take(self, full: Tensor) -> Tensor:
         """The shard of the full tensor, which may be flat; contiguous."""
@@ -371,8 +372,7 @@ class TensorShard:
         before, after = self._around
         if self.packed == 1 and math.prod(before) == 1:
             return flat.view(self.full_shape)
-        shards = [self.of_rank(index) for index in range(self.count)]
-        parts = flat.split([shard.numel for shard in shards])
+        parts = flat.split(self.numels)
         grouped = [part.view(*before, self.packed, -1, *after) for part in parts]
         return torch.cat(grouped, self.dim + 1).view(self.full_shape)
 

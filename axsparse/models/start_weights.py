@@ -252,6 +252,16 @@ def start_from(
     return replace(model, start=start)
 
 
+def is_left_over(shapes: Mapping[str, tuple[int, ...]], name: str) -> bool:
+    """Whether a tensor of a file is one that older versions of transformers saved, and nobody
+    needs, such as a mask (1, 1, S, S) that attention has as its `bias`."""
+    if re.search(r"rotary_emb\.inv_freq$|(attn|attention)\.masked_bias$", name):
+        return True
+    shape = shapes[name]
+    is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
+    return is_mask and re.search(r"(attn|attention)\.bias$", name) is not None
+
+
 def _depth_of(spare: Sequence[str], known: Set[str]) -> int:
     """The number of layers in a file, if what the model lacks are all of its further layers; 0 if
     it has other things."""

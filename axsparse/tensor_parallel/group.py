@@ -65,8 +65,7 @@ class TensorGroup:
     def gather(self, shard: TensorShard, part: Tensor) -> Tensor:
         """The full tensor, from the shard of this rank, which may be flat; all ranks call this
         together."""
-        sizes = (shard.of_rank(index).numel for index in range(self.size))
-        bounds = list(itertools.accumulate(sizes, initial=0))
+        bounds = list(itertools.accumulate(shard.numels, initial=0))
         flat = part.new_empty(bounds[-1])
         flat[bounds[self.rank] : bounds[self.rank + 1]] = part.reshape(-1)
         self._exchange(Op.ALL_GATHER, flat, bounds)

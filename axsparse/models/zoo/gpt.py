@@ -8,8 +8,6 @@ Shapes: B sequences of a microbatch, S tokens, H hidden size, V vocabulary.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -20,7 +18,7 @@ from axsparse.config.hf_config import CONFIG_FILE, from_gpt2, read_json, reject_
 from axsparse.config.model_config import GptConfig
 from axsparse.models.layer import Layer, Model, Tie, TpStyle
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time
-from axsparse.models.start_weights import WeightFile, start_from
+from axsparse.models.start_weights import WeightFile, is_left_over, start_from
 
 INIT_STD = 0.02
 """Standard deviation of the initial matrices (Radford et al. 2019)."""
@@ -41,19 +39,19 @@ class Head(nn.Module):
         return self.norm(x), self.weight
 
 
+RESIDUAL = ("attention.proj.weight", "fc2.weight")
+"""The matrices of a block that write into the residual stream."""
+
+
 def init_parameter(
-    num_layers: int,
-    residual: Collection[str],
-    name: str,
-    shape: tuple[int, ...],
-    generator: torch.Generator,
+    num_layers: int, name: str, shape: tuple[int, ...], generator: torch.Generator
 ) -> Tensor:
     """Start values: matrices N(0, 0.02²), residual projections divided by √(2 · layers); gains of
     norms 1, biases 0."""
     if len(shape) == 1:
         is_gain = "norm" in name and name.endswith("weight")
         return torch.full(shape, 1.0 if is_gain else 0.0)
-    std = INIT_STD / math.sqrt(2 * num_layers) if name in residual else INIT_STD
+    std = INIT_STD / math.sqrt(2 * num_layers) if name in RESIDUAL else INIT_STD
     return torch.empty(shape).normal_(0.0, std, generator=generator)
 
 
@@ -111,16 +109,12 @@ class Block(nn.Module):
         return out
 
 
-RESIDUAL = ("attention.proj.weight", "fc2.weight")
-"""The matrices of a block that write into the residual stream."""
-
-
 def gpt(config: GptConfig, sequence_length: int) -> Model:
     """A GPT of `num_layers + 2` layers; the embedding's weight is `token.weight`.
 
     `sequence_length` is the data's; only the layers' costs depend on it.
     """
-    s, init = sequence_length, partial(init_parameter, config.num_layers, RESIDUAL)
+    s, init = sequence_length, partial(init_parameter, config.num_layers)
     size = config.hidden_size // config.num_heads
     plan: dict[str, TpStyle | str] = {
         "attention.qkv": TpStyle("colwise", packed=3, unit=size),
@@ -176,8 +170,6 @@ _INSIDE = {
     "fc1": "mlp.c_fc",
     "fc2": "mlp.c_proj",
 }
-_OLD_BUFFERS = re.compile(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)")
-"""Names of buffers that older versions of transformers saved."""
 
 
 def gpt2_name(name: str, prefix: str = PREFIX) -> str:
@@ -219,7 +211,7 @@ def start_from_gpt2(model: Model, file: WeightFile, config: GptConfig) -> Model:
         file,
         named=partial(gpt2_name, prefix=PREFIX if has_prefix else ""),
         convert=turned,
-        ignored=lambda name: _OLD_BUFFERS.fullmatch(name) is not None,
+        ignored=partial(is_left_over, file.shapes),
         new=config.new,
         depth=f"n_layer in {CONFIG_FILE}" if beside.exists() else "model.num_layers",
     )

@@ -41,7 +41,7 @@ from axsparse.models.layer import InitFunction, Kind, Layer, Model, Tie, TpStyle
 from axsparse.models.losses import linear_cross_entropy, logits_at_a_time, summed_cross_entropy
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import Modules, PartModule, are_alike, tied_names
-from axsparse.models.start_weights import WeightFile, open_weights, start_from
+from axsparse.models.start_weights import WeightFile, is_left_over, open_weights, start_from
 from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.hf_forward import Forward, unfit
 from axsparse.runtime.errors import ConfigError, DataError, one_line
@@ -122,7 +122,8 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
         reject_other_settings(beside, settings, config.hf, HF)
     file = HfFile(opened, cut.causal)
     depth = _depth_setting(cut, config)
-    return start_from(model, file, ignored=file.is_ignored, new=config.new, depth=depth)
+    ignored = partial(is_left_over, file.shapes)
+    return start_from(model, file, ignored=ignored, new=config.new, depth=depth)
 
 
 def _depth_setting(cut: SplitModel, config: HfConfig) -> str:
@@ -386,10 +387,6 @@ def surrounding(causal: Any) -> tuple[Any, dict[str, str]]:
 # -- files whose tensors have other names or shapes than the model has ------------------------
 
 
-LEFT_OVER = (r"rotary_emb\.inv_freq$", r"(attn|attention)\.masked_bias$")
-"""Patterns of buffers that older versions saved."""
-
-
 def _drafting(settings: Any) -> list[str]:
     """Patterns of the layers behind the last one that draft tokens, which transformers has not."""
     count = getattr(settings, "num_nextn_predict_layers", 0) or 0
@@ -461,15 +458,6 @@ class HfFile:
         """The tensor of a name of the model."""
         to, there = self._made_with[name]
         return self._made(to, self._file.read)[there]
-
-    def is_ignored(self, name: str) -> bool:
-        """Whether a tensor is one that older versions of transformers saved, and nobody needs, such
-        as a mask (1, 1, S, S) that attention has as its `bias`."""
-        if any(re.search(each, name) for each in LEFT_OVER):
-            return True
-        shape = self.shapes[name]
-        is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]
-        return is_mask and re.search(r"(attn|attention)\.bias$", name) is not None
 
     def _empty(self, name: str) -> Tensor:
         return torch.empty(self._file.shapes[name], device="meta")
