@@ -16,7 +16,8 @@ before and after.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from time import monotonic, perf_counter
@@ -124,27 +125,22 @@ class Calibration:
     def draw(self) -> CalibratedMasks:
         """The masks; all ranks call this together."""
         masks = CalibratedMasks(self.pruning.kept(), self.options.start)
-        branch = self.transport.branch()
-        link = branch.link(self.coords)
         # Held-out samples also pass through the layers as they were, and all samples do where
         # layers are fitted.
         both = (*self.samples, *self.held_out.microbatches)
         again = both if self.fit is not None else self.held_out.microbatches
         fitted = self.samples if self.fit is not None else ()
-        if self.coords.is_first:
-            flow = [self._prepared(each.inputs) for each in (*both, *again)]
-            flow += [self._targets_of(number) for number in range(len(fitted))]
-        else:
-            flow = self._received(link, len(both) + len(again) + len(fitted))
-        pruned, dense = flow[: len(both)], flow[len(both) : len(both) + len(again)]
-        targets = flow[len(both) + len(again) :]
-        with torch.no_grad():
-            progress = CalibrationProgress(self.says, self.shows, len(self.layers))
+        with self._passing((*both, *again), len(fitted)) as flow, torch.no_grad():
+            pruned, dense = flow[: len(both)], flow[len(both) : len(both) + len(again)]
+            targets = flow[len(both) + len(again) :]
+            flow.clear()
+            progress = CalibrationProgress(self.says, self.shows, len(self.layers), monotonic())
             for number, layer in enumerate(self.layers):
                 progress.show(
                     number,
                     f"{self.pruning.method}: stage {self.coords.stage}, layer {number + 1} of "
                     f"{len(self.layers)}, {len(self.samples)} microbatches of samples",
+                    monotonic(),
                 )
                 self._pass(layer, pruned, dense, targets, masks)
             if masks.unmet:
@@ -154,23 +150,14 @@ class Calibration:
                 )
             if self.coords.is_last:
                 masks.losses.extend(map(self._mean_loss, (dense, pruned)))
-        if not self.coords.is_last:
-            for number, tensors in enumerate((*pruned, *dense, *targets)):
-                link.send(Message(Direction.FORWARD, number, tensors))
-        branch.close()  # and its link, once all is sent
+            flow.extend((*pruned, *dense, *targets))
         return masks
 
     def outlier_shares(self) -> dict[str, float]:
         """`outliers.outlier_share` of each layer of this stage of which something is to be pruned;
         all ranks call this together."""
-        branch = self.transport.branch()
-        link = branch.link(self.coords)
-        if self.coords.is_first:
-            flow = [self._prepared(each.inputs) for each in self.samples]
-        else:
-            flow = self._received(link, len(self.samples))
         shares = {}
-        with torch.no_grad():
+        with self._passing(self.samples) as flow, torch.no_grad():
             for layer in self.layers:
                 built = self._built(layer)
                 run = partial(self._run, built, flow)
@@ -178,11 +165,24 @@ class Calibration:
                     shares[layer.name] = outlier_share(found, built.state.dense_master)
                 for number, inputs in enumerate(flow):
                     flow[number] = self._forward(built, number, inputs)
+        return shares
+
+    @contextmanager
+    def _passing(self, samples: Sequence[Microbatch], targets: int = 0) -> Iterator[list[Tensors]]:
+        """The activations of samples that come to this stage, and behind them the targets of the
+        first ones; what has become of them then goes to the next stage."""
+        branch = self.transport.branch()
+        link = branch.link(self.coords)
+        if self.coords.is_first:
+            flow = [self._prepared(each.inputs) for each in samples]
+            flow += [self._targets_of(number) for number in range(targets)]
+        else:
+            flow = self._received(link, len(samples) + targets)
+        yield flow
         if not self.coords.is_last:
             for number, tensors in enumerate(flow):
                 link.send(Message(Direction.FORWARD, number, tensors))
-        branch.close()
-        return shares
+        branch.close()  # and its link, once all is sent
 
     def _mean_loss(self, flow: Sequence[Tensors]) -> float:
         """The mean loss of a target of the held-out samples, which are the last of a flow."""
@@ -234,11 +234,12 @@ class Calibration:
         self.pruning.draw(built, partial(self._run, built, samples), masks)
         if self.fit is None:
             return
-        differences = self._differences(built, samples, dense)
-        self._heal(self.fit, "error of a token", built, differences, masks)
+        difference = partial(self._difference, built, samples, dense)
+        self._heal(self.fit, "error of a token", built, difference, masks)
         if built.spec.name == self.pruned[-1]:
-            losses = self._losses(built, samples, targets)
-            self._heal(self.fit.by_loss, "loss of a target", built, losses, masks)
+            through = [built, *map(self._built, self.behind)]
+            loss = partial(self._loss_through, through, samples, targets)
+            self._heal(self.fit.by_loss, "loss of a target", built, loss, masks)
 
     def _built(self, layer: Layer) -> BuiltLayer:
         alone = replace(self.options, replicas=ALONE, sharding=None, expansion=None)
@@ -318,31 +319,26 @@ class Calibration:
                 masks.drawn[f"{FITTED}{tensor.name}"] = masters[local].cpu().clone()
         self.says(f"heal: {name}: {what} {before:.4f} before, {after:.4f} after")
 
-    def _differences(
-        self, built: BuiltLayer, flow: Sequence[Tensors], wanted: Sequence[Tensors]
-    ) -> Errors:
-        def errors(number: int) -> tuple[Tensor, int]:
-            outputs = self._forward(built, number, flow[number])
-            return relative_error(outputs, wanted[number])
+    def _difference(
+        self, built: BuiltLayer, flow: Sequence[Tensors], wanted: Sequence[Tensors], number: int
+    ) -> tuple[Tensor, int]:
+        return relative_error(self._forward(built, number, flow[number]), wanted[number])
 
-        return errors
-
-    def _losses(
-        self, built: BuiltLayer, flow: Sequence[Tensors], targets: Sequence[Tensors]
-    ) -> Errors:
-        """The losses of the model with a layer, through the layers after it."""
-        through = [built, *map(self._built, self.behind)]
-
-        def errors(number: int) -> tuple[Tensor, int]:
-            outputs = flow[number]
-            for layer in through:
-                outputs = self._forward(layer, number, outputs)
-            wanted, count = targets[number]
-            with preserved_rng(is_seeded=True):
-                seed_all(self.options.seed, "", number, "calibrate")
-                return self.loss(wanted, outputs), int(count)
-
-        return errors
+    def _loss_through(
+        self,
+        layers: Sequence[BuiltLayer],
+        flow: Sequence[Tensors],
+        targets: Sequence[Tensors],
+        number: int,
+    ) -> tuple[Tensor, int]:
+        """The loss of a microbatch through a layer and those after it, and its targets' number."""
+        outputs = flow[number]
+        for layer in layers:
+            outputs = self._forward(layer, number, outputs)
+        wanted, count = targets[number]
+        with preserved_rng(is_seeded=True):
+            seed_all(self.options.seed, "", number, "calibrate")
+            return self.loss(wanted, outputs), int(count)
 
     def _run(self, built: BuiltLayer, flow: Sequence[Tensors]) -> None:
         """Run a layer on all microbatches, for whoever watches its products."""
@@ -387,30 +383,22 @@ class Calibration:
         return flow
 
 
+@dataclass
 class CalibrationProgress:
     """Shows the first of several texts, and later ones when some seconds have passed, with the time
     that is left by the layers that are done."""
 
-    def __init__(
-        self,
-        says: Callable[[str], None],
-        shows: Callable[[int, int, str], None],
-        layers: int,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        self._says = says
-        self._shows = shows
-        self._layers = layers
-        self._clock = clock
-        self._began = clock()
-        self._said = -SECONDS
+    says: Callable[[str], None]
+    shows: Callable[[int, int, str], None]
+    layers: int
+    began: float
+    said: float = -math.inf
 
-    def show(self, done: int, text: str) -> None:
-        now = self._clock()
+    def show(self, done: int, text: str, now: float) -> None:
         if done:
-            left = (now - self._began) / done * (self._layers - done)
+            left = (now - self.began) / done * (self.layers - done)
             text += f", eta {format_seconds(left)}"
-        self._shows(done, self._layers, text)
-        if now - self._said >= SECONDS:
-            self._said = now
-            self._says(text)
+        self.shows(done, self.layers, text)
+        if now - self.said >= SECONDS:
+            self.said = now
+            self.says(text)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from inspect import Signature, signature
 from typing import Literal, TypeAlias
 
@@ -94,11 +93,6 @@ class Criterion:
     def sees_inputs(self) -> bool:
         """Whether the score takes the norms of its layer's inputs."""
         return callable(self.score) and _takes(self.score, "inputs")
-
-    def given(self, **arguments: Tensor) -> Criterion:
-        """A criterion whose custom score also gets these arguments."""
-        assert callable(self.score)
-        return replace(self, score=partial(self.score, **arguments))
 
     def scores(self, name: str, shape: Shape, weight: Weight) -> tuple[Tensor, Keys]:
         """The flat fp32 scores of a tensor, without NaN, and the keys that put them in order.

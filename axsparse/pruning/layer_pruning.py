@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -182,7 +183,9 @@ class LayerPruning:
         if self.criterion.sees_inputs or statistics is None:
             criterion = replace(self.criterion, input_dims=self.targets.input_dims)
             if statistics is not None:
-                criterion = criterion.given(inputs=statistics.norms.cpu())
+                assert callable(criterion.score)
+                score = partial(criterion.score, inputs=statistics.norms.cpu())
+                criterion = replace(criterion, score=score)
             shape = tuple(before.shape)
             mask = criterion.mask(name, shape, before.cpu, masks.kept[name])
             mask = mask.view(shape).to(before.device)

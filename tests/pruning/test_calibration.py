@@ -417,13 +417,10 @@ def test_it_says_how_far_it_is_and_what_the_pruning_costs(
 def test_it_shows_the_time_that_is_left_by_the_layers_that_are_done() -> None:
     said: list[str] = []
     shown: list[tuple[int, int, str]] = []
-    times = iter([0.0, 0.0, 3.0, 20.0])
-    progress = CalibrationProgress(
-        said.append, lambda *view: shown.append(view), 4, clock=lambda: next(times)
-    )
+    progress = CalibrationProgress(said.append, lambda *view: shown.append(view), 4, began=0.0)
 
-    for number in range(3):
-        progress.show(number, f"layer {number + 1}")
+    for number, now in enumerate([0.0, 3.0, 20.0]):
+        progress.show(number, f"layer {number + 1}", now)
 
     assert said == ["layer 1", "layer 3, eta 00:20"], "the second comes too early"
     assert shown == [(0, 4, "layer 1"), (1, 4, "layer 2, eta 00:09"), (2, 4, "layer 3, eta 00:20")]

@@ -8,8 +8,8 @@ fp32 from that step on.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import Tensor
 
@@ -47,77 +47,6 @@ class PruningRounds:
         return None if rest or number < 1 else number
 
 
-class GradualPruning:
-    """Prunes in every round, or once, in the only one."""
-
-    unfinished = None
-
-    def __init__(
-        self,
-        live: LiveMasks,
-        criterion: Criterion,
-        rounds: PruningRounds,
-        *,
-        geometric: bool = False,
-        initial_share: float = 0.0,
-    ) -> None:
-        """With `geometric`, each round removes the same share of the kept entries; without, the
-        sparsity rises as a cubic, from `initial_share` of the final one."""
-        assert rounds.count >= 1
-        self._live = live
-        self._criterion = criterion
-        self._rounds = rounds
-        rising = partial(gradual_sparsity, initial_share=initial_share)
-        self._sparsity = iterative_sparsity if geometric else rising
-        self._is_done = False
-
-    def before_step(self, now: StepContext) -> MaskUpdate | None:
-        number, rounds = self._rounds.number(now.step), self._rounds.count
-        if self._is_done or number is None:
-            return None
-        self._is_done = number == rounds
-        before, criterion = now.loss(), self._criterion
-        if criterion.sees_gradients:
-            now.gradients()
-            criterion = with_gradients(criterion, self._live)
-        masks = self._live.masks(
-            criterion, lambda final: self._sparsity(number, final=final, rounds=rounds)
-        )
-        self._live.prune(masks)
-        text = "pruned" if rounds == 1 else f"pruning {number} of {rounds}"
-        losses = {"loss_before": before, "loss_after": now.loss()}
-        known = {name: loss for name, loss in losses.items() if loss is not None}
-        return MaskUpdate(text, {**self._live.figures(), **known}, is_final=self._is_done)
-
-    def state(self) -> PrunerState:
-        return PrunerState(MethodState(is_done=self._is_done))
-
-    def restore(self, method_state: MethodState, read: Read) -> None:
-        del read  # the masks come with the saved layers
-        self._is_done = method_state.is_done
-
-
-def sensitivity(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
-    """Scores entries by |weight × gradient| (SNIP, Lee et al. 2019)."""
-    del name
-    return (gradient * weight).abs_()
-
-
-def with_gradients(criterion: Criterion, live: LiveMasks) -> Criterion:
-    """A criterion whose score is given the gradients that are in the state now."""
-    here = {owner: (state, tensor) for owner, state, tensor in live.pruned()}
-    for layer in live.layers:
-        layer.state.gather_gradient()
-    own = criterion.score
-    assert callable(own)
-
-    def score(name: str, weight: Tensor) -> Tensor:
-        state, tensor = here[name]
-        return own(name, weight, gradient=state.dense_gradient(tensor.full_name).view_as(weight))
-
-    return replace(criterion, score=score)
-
-
 def gradual_sparsity(
     number: int, *, final: float, rounds: int, initial_share: float = 0.0
 ) -> float:
@@ -139,6 +68,65 @@ def iterative_sparsity(number: int, *, final: float, rounds: int) -> float:
     """
     assert 0 <= number <= rounds
     return final if number == rounds else 1 - (1 - final) ** (number / rounds)
+
+
+@dataclass
+class GradualPruning:
+    """Prunes in every round, or once, in the only one."""
+
+    live: LiveMasks
+    criterion: Criterion
+    rounds: PruningRounds
+    sparsity: Callable[..., float] = gradual_sparsity
+    """The sparsity of a round, as `gradual_sparsity` and `iterative_sparsity` give it."""
+    is_done: bool = False
+    unfinished: str | None = None
+
+    def before_step(self, now: StepContext) -> MaskUpdate | None:
+        number, rounds = self.rounds.number(now.step), self.rounds.count
+        if self.is_done or number is None:
+            return None
+        self.is_done = number == rounds
+        before, criterion = now.loss(), self.criterion
+        if criterion.sees_gradients:
+            now.gradients()
+            criterion = with_gradients(criterion, self.live)
+        masks = self.live.masks(
+            criterion, lambda final: self.sparsity(number, final=final, rounds=rounds)
+        )
+        self.live.prune(masks)
+        text = "pruned" if rounds == 1 else f"pruning {number} of {rounds}"
+        losses = {"loss_before": before, "loss_after": now.loss()}
+        known = {name: loss for name, loss in losses.items() if loss is not None}
+        return MaskUpdate(text, {**self.live.figures(), **known}, is_final=self.is_done)
+
+    def state(self) -> PrunerState:
+        return PrunerState(MethodState(is_done=self.is_done))
+
+    def restore(self, method_state: MethodState, read: Read) -> None:
+        del read  # the masks come with the saved layers
+        self.is_done = method_state.is_done
+
+
+def sensitivity(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
+    """Scores entries by |weight × gradient| (SNIP, Lee et al. 2019)."""
+    del name
+    return (gradient * weight).abs_()
+
+
+def with_gradients(criterion: Criterion, live: LiveMasks) -> Criterion:
+    """A criterion whose score is given the gradients that are in the state now."""
+    here = {owner: (state, tensor) for owner, state, tensor in live.pruned()}
+    for layer in live.layers:
+        layer.state.gather_gradient()
+    own = criterion.score
+    assert callable(own)
+
+    def score(name: str, weight: Tensor) -> Tensor:
+        state, tensor = here[name]
+        return own(name, weight, gradient=state.dense_gradient(tensor.full_name).view_as(weight))
+
+    return replace(criterion, score=score)
 
 
 # -- rewinding --------------------------------------------------------------------------

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from axsparse.config.schema import ONCE, Config
 from axsparse.pruning.criteria import Criterion
 from axsparse.pruning.methods.early_bird import EarlyBirdSearch
-from axsparse.pruning.methods.gradual import GradualPruning, PruningRounds, Rewinding, sensitivity
+from axsparse.pruning.methods.gradual import (
+    GradualPruning,
+    PruningRounds,
+    Rewinding,
+    gradual_sparsity,
+    iterative_sparsity,
+    sensitivity,
+)
 from axsparse.pruning.methods.live_masks import LiveMasks
 from axsparse.pruning.methods.pruner import Pruner
 from axsparse.pruning.targets import initial_share
@@ -44,12 +52,10 @@ def _drawing_method(config: Config, criterion: Criterion, live: LiveMasks, until
             threshold=pruning.threshold,
         )
     if pruning.method in ("gradual", "iterative"):
+        rising = partial(gradual_sparsity, initial_share=initial_share(pruning))
+        sparsity = iterative_sparsity if pruning.method == "iterative" else rising
         rounds = PruningRounds(pruning.at_step, pruning.interval, until)
-        return GradualPruning(
-            *(live, criterion, rounds),
-            geometric=pruning.method == "iterative",
-            initial_share=initial_share(pruning),
-        )
+        return GradualPruning(live, criterion, rounds, sparsity)
     assert pruning.method in ONCE, f"no class for the method {pruning.method}"
     once = PruningRounds(begin=pruning.at_step - 1, interval=1, until_step=pruning.at_step)
     if pruning.method == "snip":
