@@ -130,7 +130,7 @@ def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[dict[Layer, PartM
     given = [(slot, slot.tensor) for slot in slots(module)]
     buffers = [(slot, tensor.clone()) for slot, tensor in given]
     with torch.no_grad(), preserved_rng(), replaced(buffers):
-        with _noted_writes(module, [module]) as written:
+        with _watched_writes(module, [module]) as written:
             if not any(child.training for child in module.modules()):
                 _set_mode(module, training=True)  # as `is_in_evaluation` has it
             with _recorders(module) as recorders:
@@ -140,7 +140,7 @@ def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[dict[Layer, PartM
         views = [
             view for part in layers.values() for view in (part, *vars(part)["_parts"].values())
         ]
-        with _noted_writes(module, [module, *views]) as more:
+        with _watched_writes(module, [module, *views]) as more:
             _reject_shared_changes(given, layers)
             _reject_other_result(module, watch.calls, layers, inputs)
             split.is_example = False
@@ -151,7 +151,7 @@ def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[dict[Layer, PartM
 
 
 @contextmanager
-def _noted_writes(module: nn.Module, modules: Sequence[nn.Module]) -> Iterator[set[str]]:
+def _watched_writes(module: nn.Module, modules: Sequence[nn.Module]) -> Iterator[set[str]]:
     """The names of numbers and texts of a module that the code within has written; the attributes
     of some modules, which may also have the tensors of a graph, are put back."""
     values, written = OwnValues({}, module), set[str]()
