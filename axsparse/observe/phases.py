@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -239,20 +240,20 @@ class _Stretch(NamedTuple):
     """The host's seconds in each phase; empty if the stretch is work."""
 
 
+@dataclass(eq=False)
 class LateSeconds(Mapping[str, float]):
     """Seconds of a step by phase; reading them waits until the GPU is through with the step.
 
     They are the times between the marks of the step, which are read once.
     """
 
-    def __init__(self, begin: Mark, anchor: Mark | None, free: list[Mark]) -> None:
-        """The marks are put into `free` once their times are read."""
-        self.anchor = anchor
-        self.stretches: list[_Stretch] = []
-        self.compressed = [0, 0]
-        """How many gradients were compressed without marks, and how many with marks."""
-        self._begin = begin
-        self._free = free
+    begin: Mark
+    anchor: Mark | None
+    free: list[Mark]
+    """Takes the marks once their times are read."""
+    stretches: list[_Stretch] = field(default_factory=list)
+    compressed: list[int] = field(default_factory=lambda: [0, 0])
+    """How many gradients were compressed without marks, and how many with marks."""
 
     def __getitem__(self, name: str) -> float:
         return self._seconds[name]
@@ -264,7 +265,7 @@ class LateSeconds(Mapping[str, float]):
         return len(PHASES) + 1
 
     def marks(self) -> list[Mark]:
-        return [self._begin, *(stretch.end for stretch in self.stretches)]
+        return [self.begin, *(stretch.end for stretch in self.stretches)]
 
     def parts(self) -> Iterator[tuple[str, str, float, float]]:
         """Phase, name, begin and end of each part of the GPU's time, in order, in seconds since the
@@ -285,10 +286,10 @@ class LateSeconds(Mapping[str, float]):
         """When the GPU passed each mark; the first reading waits for the end of the step."""
         marks = self.marks()
         marks[-1].wait()
-        began = 0.0 if self.anchor is None else self._begin.since(self.anchor)
+        began = 0.0 if self.anchor is None else self.begin.since(self.anchor)
         lengths = (later.since(earlier) for earlier, later in pairwise(marks))
         times = list(accumulate(lengths, initial=began))
-        self._free += marks
+        self.free += marks
         return times
 
     @cached_property

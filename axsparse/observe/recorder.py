@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
@@ -76,6 +76,7 @@ def step_line(record: StepRecord, steps: int, eta: float | None, unit: Unit) -> 
     return f"{line}  skipped {record.skipped_steps}" if record.skipped_steps else line
 
 
+@dataclass(eq=False)
 class Recorder:
     """Takes the figures of all ranks; rank 0 writes and shows them one step later.
 
@@ -86,35 +87,22 @@ class Recorder:
     up to 2**53.
     """
 
-    def __init__(
-        self,
-        world: Collective,
-        backoff: Backoff,
-        run: RunFigures,
-        file: MetricsFile | None,
-        console: Console | None,
-        slow: SlowRanks | None = None,
-    ) -> None:
-        """`file`, `console` and `slow`, which finds slow ranks, are given on rank 0 at most."""
-        self._world = world
-        self._backoff = backoff
-        self._run = run
-        self._file = file
-        self._console = console
-        self._slow = slow
-        self._late: tuple[StepFigures, LateSeconds, Mapping[str, int]] | None = None
-        self._pending: tuple[StepFigures, Sequence[str], Sequence[str], Tensor, Work] | None = None
-        """A step whose sums over ranks are under way: its figures, the names of its times and
-        maxima, the buffer of the sums and the operation."""
-        self._since = 0.0
-        """When the first step was shown, which also compiles and counts in no rate."""
-        self._compared_seconds: list[float] = []
-        self._first: int | None = None
-        self._drawn_at = -DRAWN_SECONDS
-
-    @property
-    def predicted_memory_bytes(self) -> float | None:
-        return self._run.predicted_memory_bytes
+    world: Collective
+    backoff: Backoff
+    run: RunFigures
+    file: MetricsFile | None
+    """None on ranks other than 0, as `console` and `slow`."""
+    console: Console | None
+    slow: SlowRanks | None = None
+    _late: tuple[StepFigures, LateSeconds, Mapping[str, int]] | None = None
+    _pending: tuple[StepFigures, Sequence[str], Sequence[str], Tensor, Work] | None = None
+    """A step whose sums over ranks are under way: its figures, the names of its times and maxima,
+    the buffer of the sums and the operation."""
+    _since: float = 0.0
+    """When the first step was shown, which also compiles and counts in no rate."""
+    _compared_seconds: list[float] = field(default_factory=list)
+    _first: int | None = None
+    _drawn_at: float = -DRAWN_SECONDS
 
     def step(
         self, figures: StepFigures, seconds: Mapping[str, float], maxima: Mapping[str, int]
@@ -143,20 +131,20 @@ class Recorder:
         """
         self.flush()
         shown = "".join(f"  {name} {100 * value:.2f} %" for name, value in metrics.items())
-        if self._run.unit == "tokens":
+        if self.run.unit == "tokens":
             metrics = {"perplexity": perplexity(loss), **metrics}
             shown = f"  perplexity {metrics['perplexity']:.3f}{shown}"
-        if self._file is not None:
-            self._file.write(EvalRecord(step, loss, metrics))
+        if self.file is not None:
+            self.file.write(EvalRecord(step, loss, metrics))
         shown += f"  ({part})" if part else ""
-        self.say(f"step {step}/{self._run.steps}  validation loss {loss:.4f}{shown}")
+        self.say(f"step {step}/{self.run.steps}  validation loss {loss:.4f}{shown}")
 
     def masks(self, record: MaskRecord) -> None:
         """Record a change of the masks, or a look at them; `record` is the same on all ranks."""
         self.flush()
-        if self._file is not None:
-            self._file.write(record)
-        parts = [f"step {record.step}/{self._run.steps}", record.masks]
+        if self.file is not None:
+            self.file.write(record)
+        parts = [f"step {record.step}/{self.run.steps}", record.masks]
         if "sparsity" in record.metrics:
             parts.append(f"sparsity {100 * record.metrics['sparsity']:.4g} %")
         if "loss_after" in record.metrics:
@@ -173,14 +161,14 @@ class Recorder:
         self._finish()
 
     def say(self, text: str) -> None:
-        if self._console is not None:
-            self._console.line(text)
+        if self.console is not None:
+            self.console.line(text)
 
     def close(self) -> None:
-        if self._console is not None:
-            self._console.close()
-        if self._file is not None:
-            self._file.close()
+        if self.console is not None:
+            self.console.close()
+        if self.file is not None:
+            self.file.close()
 
     def _start_late(self) -> None:
         if self._late is not None:
@@ -195,10 +183,10 @@ class Recorder:
         assert all(0 <= value <= 2**53 for value in maxima.values()), f"no exact float: {maxima}"
         slots = torch.tensor([*maxima.values(), seconds["compute"]], dtype=torch.float64)
         times = torch.tensor([*seconds.values()], dtype=torch.float64)
-        buffer = torch.zeros(len(times) + self._world.size * len(slots), dtype=torch.float64)
+        buffer = torch.zeros(len(times) + self.world.size * len(slots), dtype=torch.float64)
         buffer[: len(times)] = times
-        buffer[len(times) :].view(self._world.size, -1)[self._world.rank] = slots
-        work = self._world.start(Op.ALL_REDUCE, buffer)
+        buffer[len(times) :].view(self.world.size, -1)[self.world.rank] = slots
+        work = self.world.start(Op.ALL_REDUCE, buffer)
         self._pending = figures, tuple(seconds), tuple(maxima), buffer, work
 
     def _finish(self) -> None:
@@ -206,10 +194,10 @@ class Recorder:
         if self._pending is None:
             return
         (figures, time_names, maxima_names, buffer, work), self._pending = self._pending, None
-        wait(work, self._backoff)
-        if self._file is None and self._console is None:
+        wait(work, self.backoff)
+        if self.file is None and self.console is None:
             return
-        run, size = self._run, self._world.size
+        run, size = self.run, self.world.size
         means = (buffer[: len(time_names)] / size).tolist()
         seconds: dict[str, Any] = dict(zip(time_names, means, strict=True))
         slots = buffer[len(time_names) :].view(size, -1)
@@ -226,12 +214,12 @@ class Recorder:
             **{f"{name}_seconds": mean for name, mean in seconds.items()},
             **dict(zip(maxima_names, largest, strict=True)),
         )
-        if self._file is not None:
-            self._file.write(record)
-        if self._console is not None:
-            self._show(self._console, record)
+        if self.file is not None:
+            self.file.write(record)
+        if self.console is not None:
+            self._show(self.console, record)
         computed = slots[:, -1].tolist()
-        if self._slow is not None and (warning := self._slow.add(record.step, computed)):
+        if self.slow is not None and (warning := self.slow.add(record.step, computed)):
             self.say(warning)
         predicted = run.predicted_memory_bytes
         if predicted is not None and len(self._compared_seconds) < COMPARED_STEPS:
@@ -241,18 +229,18 @@ class Recorder:
 
     def _compare(self, predicted_bytes: float, record: StepRecord) -> None:
         """Record and say how far the prediction was off; the first step does not count."""
-        predicted = self._run.predicted_step_seconds
+        predicted = self.run.predicted_step_seconds
         measured = median(self._compared_seconds[1:])
         peak = record.peak_memory_bytes
-        if self._file is not None:
-            self._file.write(PlanRecord(record.step, predicted_bytes, peak, predicted, measured))
+        if self.file is not None:
+            self.file.write(PlanRecord(record.step, predicted_bytes, peak, predicted, measured))
         text = f"peak memory {format_bytes(peak)}, predicted {format_bytes(predicted_bytes)}"
         if predicted is not None:
             text += f"; {measured:.3g} s a step, predicted {predicted:.3g}"
-        self.say(f"step {record.step}/{self._run.steps}  {text}")
+        self.say(f"step {record.step}/{self.run.steps}  {text}")
 
     def _show(self, console: Console, record: StepRecord) -> None:
-        run = self._run
+        run = self.run
         assert self._first is not None, "a step has been pushed"
         done, eta, left = record.step - self._first, None, "compiling"
         if done == 0:

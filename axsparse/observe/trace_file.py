@@ -15,7 +15,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -147,27 +147,21 @@ def last_step(trace: Path) -> int:
     return int(named[1]) if named else -1
 
 
+@dataclass(eq=False)
 class TraceRecorder:
-    """Traces `steps` of a run; all ranks call it together."""
+    """Traces `steps` of a run, consecutive numbers from 1; all ranks call it together."""
 
-    def __init__(
-        self,
-        transport: Transport,
-        coords: RankCoords,
-        phases: Phases,
-        folder: Path,
-        steps: range,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        """`steps` are consecutive numbers, from 1. `clock` is the clock of `phases`."""
-        self._transport = transport
-        self._coords = coords
-        self._phases = phases
-        self._folder = folder
-        self._steps = steps
-        self._clock = clock
-        self._zero = 0.0
-        self._taken: list[tuple[int, Iterable[tuple[str, str, float, float]]]] = []
+    transport: Transport
+    coords: RankCoords
+    phases: Phases
+    folder: Path
+    steps: range
+    clock: Callable[[], float] = time.perf_counter
+    """The clock of `phases`."""
+    _zero: float = field(default=0.0, init=False)
+    _taken: list[tuple[int, Iterable[tuple[str, str, float, float]]]] = field(
+        default_factory=list, init=False
+    )
 
     def begin(self, step: int) -> None:
         """Called before a step.
@@ -175,12 +169,12 @@ class TraceRecorder:
         The clocks of hosts differ. Before the first traced step the ranks run a collective
         operation, which they leave at almost the same moment: there time begins.
         """
-        if step not in self._steps:
+        if step not in self.steps:
             return
-        if step == self._steps[0]:
-            sum_by_owner(self._transport.world, self._transport.backoff, [0.0])
-            self._zero = self._clock()
-        self._phases.start_spans()
+        if step == self.steps[0]:
+            sum_by_owner(self.transport.world, self.transport.backoff, [0.0])
+            self._zero = self.clock()
+        self.phases.start_spans()
 
     def end(self, step: int) -> None:
         """Called after a step; the last traced step writes the file.
@@ -188,21 +182,21 @@ class TraceRecorder:
         Raises OutputError on all ranks if one cannot write its part, and on rank 0 if it cannot
         join the parts.
         """
-        if step not in self._steps:
+        if step not in self.steps:
             return
         # A GPU may still run this step; only the writing of all waits for it.
-        self._taken.append((step, self._phases.take_spans()))
-        if step != self._steps[-1]:
+        self._taken.append((step, self.phases.take_spans()))
+        if step != self.steps[-1]:
             return
-        coords, zero, taken, self._taken = self._coords, self._zero, self._taken, []
+        coords, zero, taken, self._taken = self.coords, self._zero, self._taken, []
         spans = [
             Span(step, coords.replica, coords.stage, phase, name, begin - zero, end - zero)
             for step, of_step in (taken if coords.tp_rank == 0 else ())
             for phase, name, begin, end in of_step
         ]
-        trace = self._folder / TRACES / file_name(self._steps)
+        trace = self.folder / TRACES / file_name(self.steps)
         parts = [trace.with_suffix(f".rank-{each}") for each in range(coords.grid.size)]
         text = part(coords.replica, coords.stage, spans)
-        together(self._transport, lambda: _write(parts[coords.rank], [text]))
+        together(self.transport, lambda: _write(parts[coords.rank], [text]))
         if coords.rank == 0:
-            join(trace, parts, f"run: {self._folder}")
+            join(trace, parts, f"run: {self.folder}")

@@ -620,7 +620,7 @@ class Trainer:
                         f"{self.phases.action or self.activity.task} of step {self.activity.step}"
                     ),
                     self.state_bytes,
-                    self.recorder.predicted_memory_bytes,
+                    self.recorder.run.predicted_memory_bytes,
                 ),
             ):
                 yield

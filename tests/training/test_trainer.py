@@ -283,7 +283,7 @@ def test_a_predicted_peak_has_the_memory_of_expansions_once(
     assert state.expanded > 0
     assert predicted is not None
     beside = 10**9 - state.total + SMALL_BLOCKS
-    assert trainer.recorder._run.predicted_memory_bytes == predicted.memory_bytes + beside
+    assert trainer.recorder.run.predicted_memory_bytes == predicted.memory_bytes + beside
 
 
 def test_the_best_stays_until_another_is_better(

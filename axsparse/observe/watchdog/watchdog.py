@@ -20,7 +20,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -61,21 +61,19 @@ CLOSING_SECONDS = 5.0
 """How long the end of a run waits for a look, which a disk may hold up for ever."""
 
 
+@dataclass(eq=False)
 class Activity:
     """The current task of a rank, and a count that grows as long as it makes progress."""
 
-    def __init__(
-        self, phases: Phases, backoff: Backoff, awaited: Callable[[], Sequence[str]]
-    ) -> None:
-        self.task: Task = "training"
-        self.step = 0
-        """The step under way or, in a task between two steps, the number of steps done."""
-        self.steps = 0
-        self.phases = phases
-        self.backoff = backoff
-        """Pauses while the rank waits for others."""
-        self.awaited = awaited
-        self._beats = 0
+    phases: Phases
+    backoff: Backoff
+    """Pauses while the rank waits for others."""
+    awaited: Callable[[], Sequence[str]]
+    task: Task = "training"
+    step: int = 0
+    """The step under way or, in a task between two steps, the number of steps done."""
+    steps: int = 0
+    _beats: int = 0
 
     def at(self, task: Task, step: int) -> None:
         self.task, self.step = task, step

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -86,40 +87,34 @@ class MpiChannels:
 Requests = list[MPI.Request]
 
 
+@dataclass(eq=False)
 class MpiWork:
     """An operation of up to two phases, which its `MpiCollective` moves on in order."""
 
-    def __init__(
-        self,
-        owner: MpiCollective,
-        buffer: Tensor,
-        requests: Requests,
-        second: Callable[[], Requests] | None,
-    ) -> None:
-        """`requests` belong to the first phase; `second` begins the second, if any."""
-        self.second = second
-        """None once the last phase has begun."""
-        self._owner = owner
-        # Kept here, since mpi4py's Iallreduce and Iallgatherv do not keep their memory alive.
-        self._buffer = buffer
-        self._requests = requests
+    owner: MpiCollective
+    buffer: Tensor
+    """Kept here, since mpi4py's Iallreduce and Iallgatherv do not keep their memory alive."""
+    requests: Requests
+    """The requests of the present phase."""
+    second: Callable[[], Requests] | None
+    """Begins the second phase; None once the last phase has begun."""
 
     def poll(self) -> bool:
-        self._owner.advance()
+        self.owner.advance()
         return self.complete
 
     @property
     def complete(self) -> bool:
-        return self.second is None and not self._requests
+        return self.second is None and not self.requests
 
     def advance(self) -> None:
         """Begin the next phase if the requests of the present one have completed."""
-        if self._requests and not MPI.Request.Testall(self._requests):
+        if self.requests and not MPI.Request.Testall(self.requests):
             return
-        self._requests = []
+        self.requests = []
         if self.second is not None:
             second, self.second = self.second, None
-            self._requests = second()
+            self.requests = second()
 
 
 class MpiCollective:
