@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, TextIO
 
 from axsparse.runtime.process import started_by_launcher
@@ -14,46 +15,46 @@ _CLEAR = "\x1b[K"
 """Erases the row from the cursor on."""
 
 
+@dataclass(eq=False)
 class Console:
     """Prints lines on a stream and keeps a row with a progress bar below them, if asked to.
 
     The cursor rests at the beginning of that row, so that what others print covers it.
     """
 
-    def __init__(self, stream: TextIO | None, bar: bool) -> None:
-        """`stream` is None where the process has none, as a daemon; nothing is printed then."""
-        self._stream = stream
-        self._keeps_bar = bar
-        self._bar = ""
+    stream: TextIO | None
+    """None where the process has none, as a daemon; nothing is printed then."""
+    bar: bool
+    _row: str = ""
 
     def line(self, text: str) -> None:
         """Print a full line above the bar, and flush it, since pipes buffer."""
-        self._write(f"{_CLEAR if self._bar else ''}{text}\n{self._bar}")
+        self._write(f"{_CLEAR if self._row else ''}{text}\n{self._row}")
 
     def progress(self, step: int, steps: int, text: str) -> None:
         """Draw a bar at `step` of `steps` with a text next to it, where a bar is kept."""
-        if self._keeps_bar:
+        if self.bar:
             columns = shutil.get_terminal_size().columns
             width = min(24, columns // 4)
             done = width * step // steps
             row = f"{'█' * done}{'░' * (width - done)} {step}/{steps}  {text}"
-            self._bar = f"{row[: columns - 1]}\r"
-            self._write(_CLEAR + self._bar)
+            self._row = f"{row[: columns - 1]}\r"
+            self._write(_CLEAR + self._row)
 
     def close(self) -> None:
-        if self._bar:
-            self._bar = ""
+        if self._row:
+            self._row = ""
             self._write(_CLEAR)
 
     def _write(self, text: str) -> None:
         """Write and flush; once the reader has gone, do nothing, since metrics.jsonl has it all."""
-        if self._stream is None:
+        if self.stream is None:
             return
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            self.stream.write(text)
+            self.stream.flush()
         except OSError:
-            self._stream = None
+            self.stream = None
 
 
 def make_console(stream: TextIO | None) -> Console:

@@ -89,37 +89,31 @@ class Activity:
         return self._beats + self.phases.worked
 
 
+@dataclass(eq=False)
 class Watchdog:
     """The watchdog of one rank; its threads live from `start` to `close`, which may follow each
     other several times."""
 
-    def __init__(
-        self,
-        heartbeats: HeartbeatFolder,
-        activity: Activity,
-        coords: RankCoords,
-        *,
-        timeout: float,
-        end_job: Callable[[int], Any],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`timeout` is in seconds. `end_job(code)` ends the job, from any thread."""
-        self._heartbeats = heartbeats
-        self._activity = activity
-        self._coords = coords
-        self._timeout = timeout
-        self.report: Path | None = heartbeats.folder.parent / REPORT_FILE
+    heartbeats: HeartbeatFolder
+    activity: Activity
+    coords: RankCoords
+    timeout: float
+    """In seconds."""
+    end_job: Callable[[int], Any]
+    """`end_job(code)` ends the job, from any thread."""
+    clock: Callable[[], float] = time.monotonic
+    reworded: Callable[[str], str] = str
+    """Has a line name the options of the command that runs."""
+
+    def __post_init__(self) -> None:
+        self.report: Path | None = self.heartbeats.folder.parent / REPORT_FILE
         """The file of the report, in the run directory; None of a quiet run prints it."""
-        self.reworded: Callable[[str], str] = str
-        """Has a line name the options of the command that runs."""
-        self._end_job = end_job
-        self._clock = clock
-        self.interval = min(timeout / LOOKS, MOST_SECONDS)
+        self.interval = min(self.timeout / LOOKS, MOST_SECONDS)
         self._time = 0.0
-        self._looked_at = clock()
-        self._beats = activity.beats
+        self._looked_at = self.clock()
+        self._beats = self.activity.beats
         self._progress_at = 0.0
-        self._pauses = activity.backoff.pauses
+        self._pauses = self.activity.backoff.pauses
         self._written = 0
         self._watched: dict[int, tuple[Heartbeat | None, float]] = {}
         """The last heartbeat of each other rank since this one began to look at it, and the time
@@ -136,9 +130,9 @@ class Watchdog:
         if self._threads:
             return
         self._closed.clear()
-        self._looked_at, self._progress_at, self._unchanged_seconds = self._clock(), self._time, 0.0
+        self._looked_at, self._progress_at, self._unchanged_seconds = self.clock(), self._time, 0.0
         with suppress(OSError):  # as in `look`
-            self._heartbeats.write(self._heartbeat())
+            self.heartbeats.write(self._heartbeat())
         for work in (self.look, self.check_looks):
             thread = threading.Thread(
                 target=self._repeat, args=(work,), name=f"{THREAD} {work.__name__}", daemon=True
@@ -150,7 +144,7 @@ class Watchdog:
         self._closed.set()
         while self._threads:
             self._threads.pop().join(CLOSING_SECONDS)
-        self._heartbeats.remove_own()
+        self.heartbeats.remove_own()
 
     def look(self) -> None:
         """Every `interval`: write a heartbeat, and look at the other ranks if this one is quiet."""
@@ -158,39 +152,39 @@ class Watchdog:
         # A disk may fail for a while. The others then take this rank for silent, and that alone
         # does not end the run. On a full disk, a report has fewer stacks.
         with suppress(OSError):
-            self._heartbeats.write(own, stacks() if own.quiet >= self._timeout / 2 else "")
-        if own.quiet < self._timeout / 2 + self._coords.rank * self.interval:
+            self.heartbeats.write(own, stacks() if own.quiet >= self.timeout / 2 else "")
+        if own.quiet < self.timeout / 2 + self.coords.rank * self.interval:
             self._watched.clear()
             self._found_at = None
             return
-        ranks = [self._view(rank, own) for rank in range(self._coords.grid.size)]
+        ranks = [self._view(rank, own) for rank in range(self.coords.grid.size)]
         if all(rank.is_silent or rank.quiet >= self._patience for rank in ranks):
             self._report_hang(own, ranks)
 
     def check_looks(self) -> None:
         """End the job if neither `look` nor training gets on; a second thread calls this every
         `interval`, since a disk that hangs may hold up both."""
-        state = (self._written, self._activity.beats)
+        state = (self._written, self.activity.beats)
         self._unchanged_seconds = (
             self._unchanged_seconds + self.interval if state == self._last_state else 0.0
         )
         self._last_state = state
         if self._unchanged_seconds >= 2 * self._patience:
             self._end(
-                f"{self._coords}: hangs, and so does the disk of {self._heartbeats.folder.parent}, "
+                f"{self.coords}: hangs, and so does the disk of {self.heartbeats.folder.parent}, "
                 f"where it would be reported; {RESUME_AUTO} goes on from the last checkpoint"
             )
 
     @property
     def _patience(self) -> float:
-        return self._timeout * (1.0 if self._activity.steps else FIRST_STEP)
+        return self.timeout * (1.0 if self.activity.steps else FIRST_STEP)
 
     def _repeat(self, work: Callable[[], None]) -> None:
         while not self._closed.wait(self.interval):
             work()
 
     def _heartbeat(self) -> Heartbeat:
-        now, activity = self._clock(), self._activity
+        now, activity = self.clock(), self.activity
         # If more time has passed, this process or the job was stopped meanwhile.
         self._time += min(now - self._looked_at, 2 * self.interval)
         self._looked_at = now
@@ -213,10 +207,10 @@ class Watchdog:
         )
 
     def _view(self, rank: int, own: Heartbeat) -> RankView:
-        coords = self._coords.grid.coords(rank)
-        if rank == self._coords.rank:
+        coords = self.coords.grid.coords(rank)
+        if rank == self.coords.rank:
             return RankView(coords, own, own.quiet)
-        beat = self._heartbeats.read(rank)
+        beat = self.heartbeats.read(rank)
         heartbeat, since = self._watched.get(rank, (None, self._time))
         if beat is not None and (heartbeat is None or beat.written != heartbeat.written):
             heartbeat, since = beat, self._time
@@ -236,19 +230,19 @@ class Watchdog:
 
     def _report_hang(self, own: Heartbeat, ranks: Sequence[RankView]) -> None:
         try:
-            is_first = self._found_at is None and self._heartbeats.claim()
+            is_first = self._found_at is None and self.heartbeats.claim()
         except OSError:  # on a full disk, each rank that finds the hang reports what it knows
             is_first = True
         if not is_first:
             if self._found_at is None:
                 self._found_at = self._time
-            elif self._time - self._found_at >= self._timeout:
-                self._end(f"{self._coords}: hangs in {own}, and no rank reports it")
+            elif self._time - self._found_at >= self.timeout:
+                self._end(f"{self.coords}: hangs in {own}, and no rank reports it")
             return
         ranks = [
             replace(
                 view,
-                stacks=stacks() if rank == self._coords.rank else self._heartbeats.stacks_of(rank),
+                stacks=stacks() if rank == self.coords.rank else self.heartbeats.stacks_of(rank),
             )
             for rank, view in enumerate(ranks)
         ]
@@ -268,11 +262,11 @@ class Watchdog:
 
     def _end(self, line: str) -> None:
         write_line(f"error: {self.reworded(line)}")
-        # If MPI itself hangs, `_end_job` does not return.
+        # If MPI itself hangs, `end_job` does not return.
         timer = threading.Timer(ABORT_SECONDS, exit_at_once, (EXIT_INTERNAL,))
         timer.daemon = True
         timer.start()
-        self._end_job(EXIT_INTERNAL)
+        self.end_job(EXIT_INTERNAL)
 
 
 def open_watchdog(
@@ -301,9 +295,8 @@ def open_watchdog(
         folder = run_dir / HEARTBEATS
     heartbeats = HeartbeatFolder(folder, coords.rank)
     watchdog = Watchdog(
-        heartbeats, activity, coords, timeout=settings.timeout, end_job=transport.abort
+        heartbeats, activity, coords, settings.timeout, transport.abort, reworded=reworded
     )
-    watchdog.reworded = reworded
     if run_dir is None:
         watchdog.report = None
         return watchdog

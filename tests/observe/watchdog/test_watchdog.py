@@ -55,8 +55,8 @@ class Rank:
             timeout=TIMEOUT,
             end_job=lambda code: job.left.append((number, code)),
             clock=job.clock,
+            reworded=reworded,
         )
-        self.dog.reworded = reworded
 
     def second(self) -> None:
         if self.does == "works":
@@ -268,7 +268,7 @@ def test_its_line_names_the_options_of_the_command(
     trainer = build(job, tiny_gpt(config), lambda: Datasets(token_data()), config)
     dog = trainer._watchdog
     assert dog is not None
-    dog._end_job = bool
+    dog.end_job = bool
     dog._end(f"hangs; {RESUME_AUTO} goes on")
     trainer.close()
 
