@@ -144,8 +144,9 @@ GROUPS: Mapping[type[object], str] = {
     StepRecord: "train",
     EvalRecord: "validation",
     MaskRecord: "masks",
+    PlanRecord: "plan",
 }
-"""By kind of record, how the names of its curves begin; a record of no such kind is of the plan."""
+"""By kind of record, how the names of its curves begin."""
 
 
 Write = Callable[[int, Mapping[str, float]], None]
@@ -156,9 +157,8 @@ OpenSink = Callable[[int], AbstractContextManager[Write]]
 
 def curves_of(record: Record) -> dict[str, float]:
     """The finite numbers of a record by the names of their curves, such as "train/loss"."""
-    group = GROUPS.get(type(record), "plan")
     return {
-        f"{group}/{name}": float(value)
+        f"{GROUPS[type(record)]}/{name}": float(value)
         for name, value in values(record).items()
         if isinstance(value, (int, float)) and name != "step" and math.isfinite(value)
     }

@@ -163,8 +163,7 @@ class DevicePhases(Phases):
     def begin_step(self) -> None:
         if self._step is not None:
             self._free += self._step.marks()
-        self._seconds = [0.0] * len(PHASES)
-        self._since = self._clock()
+        super().begin_step()
         anchor = None if self._traced is None else self._anchor
         self._step = LateSeconds(self._set_mark(), anchor, self._free)
 

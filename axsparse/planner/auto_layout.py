@@ -82,7 +82,7 @@ def chosen_layout(
     if not stages:
         return None
     # Without a named cluster memory alone decides, and no time is predicted.
-    machine = replace(machine_of(cluster), overhead_bytes=budget.overhead)
+    machine = machine_of(cluster, budget.overhead)
     found = fewest_stages(run_request(model, machine, all_ranks, stages, budget.nbytes))
     if isinstance(found, Rejection):
         is_given = layout.memory_per_rank != "auto"
@@ -102,7 +102,7 @@ def fitting_row(
 ) -> Candidate | None:
     """The row of a given layout in a limited memory, by which `pipeline.extra_in_flight: auto` and
     `samo.weights: auto` are decided; None if nothing fits."""
-    machine = replace(machine_of(cluster), overhead_bytes=budget.overhead)
+    machine = machine_of(cluster, budget.overhead)
     request = run_request(model, machine, grid.size, [grid.g_inter], budget.nbytes)
     rows, _ = try_layouts(request)
     return rows[0] if rows else None
@@ -165,12 +165,9 @@ def resolve_grid(config: Config, ranks: int, num_layers: int) -> Grid:
 
 
 def cluster_of(config: Config) -> Cluster | None:
-    """The cluster by whose constants times are predicted, if the configuration names one.
-
-    Its overhead is 0, since `MemoryBudget.for_model` does not count the process's.
-    """
+    """The cluster by whose constants times are predicted, if the configuration names one."""
     name = config.layout.cluster
-    return None if name is None else replace(load_cluster(name), overhead_bytes=0.0)
+    return None if name is None else load_cluster(name)
 
 
 # -- the layers of each stage -----------------------------------------------------------
@@ -242,12 +239,14 @@ def run_request(
     )
 
 
-def machine_of(cluster: Cluster | None) -> Cluster:
-    """The cluster; None stands for one whose actions take as long as their flops say, at whatever
-    rate, and whose messages take no time."""
-    return cluster or replace(
+def machine_of(cluster: Cluster | None, overhead: float) -> Cluster:
+    """The cluster, of processes of this overhead in bytes; None stands for one whose actions take
+    as long as their flops say, at whatever rate, and whose messages take no time."""
+    if cluster is not None:
+        return replace(cluster, overhead_bytes=overhead)
+    return replace(
         load_cluster(DEFAULT_CLUSTER),
-        overhead_bytes=0.0,
+        overhead_bytes=overhead,
         jitter=0.0,
         intra_node_latency=0.0,
         inter_node_latency=0.0,

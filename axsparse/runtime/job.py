@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TextIO
+from typing import Any, NoReturn, Protocol
 
 import torch
 from pydantic import ValidationError
@@ -376,17 +376,12 @@ def _leave_at_once(job: Job, way: str, arguments: tuple[object, ...]) -> None:
 
 def _reopen_streams() -> None:
     """Replace closed streams, and replace characters that the locale lacks instead of failing."""
-    if sys.stdout is None:
-        sys.stdout = _nowhere()
-    if sys.stderr is None:
-        sys.stderr = _nowhere()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-
-
-def _nowhere() -> TextIO:
-    return Path(os.devnull).open("w", encoding="utf-8")
 
 
 def _last_words(job: Job, failure: BaseException) -> NoReturn:

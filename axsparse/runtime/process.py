@@ -106,11 +106,8 @@ def installed_mpi() -> list[str]:
 def torchrun_size() -> int:
     """The number of processes that torchrun started; 1 if it did not start this one."""
     is_alone = started_by_launcher() or not all(name in os.environ for name in TORCHRUN)
-    return 1 if is_alone else _number(os.environ["WORLD_SIZE"])
-
-
-def _number(text: str) -> int:
-    return int(text) if text.isascii() and text.isdigit() else 1
+    size = "1" if is_alone else os.environ["WORLD_SIZE"]
+    return int(size) if size.isascii() and size.isdigit() else 1
 
 
 def _tasks() -> Iterator[str]:
