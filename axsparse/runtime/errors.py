@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import NoneType
 from typing import Any, SupportsFloat, SupportsInt, TypeVar
 
@@ -88,33 +88,29 @@ def everywhere(error: Error) -> Error:
 
 
 @contextmanager
-def writing(what: str, suggestion: str) -> Iterator[None]:
-    """Turn an OSError of the code within into an OutputError; `what` names the place.
-
-    What Python raises for a name that no file can have counts as one.
-    """
+def _using(error: type[AxsparseError], what: str, suggestion: str) -> Iterator[None]:
+    """Raise `error` in place of an OSError of the code within, and of what Python raises for a name
+    that no file can have."""
     try:
         yield
     except (OSError, ValueError) as reason:
-        raise OutputError(f"{what} cannot be written ({_why(reason)}); {suggestion}") from reason
+        if isinstance(reason, OSError):
+            why = reason.strerror or str(reason)
+        elif isinstance(reason, UnicodeEncodeError) or "embedded null" in str(reason):
+            why = "its name has characters that no file name can have"
+        else:
+            raise
+        raise error(f"{what} ({why}); {suggestion}") from reason
 
 
-@contextmanager
-def reading(what: str, suggestion: str) -> Iterator[None]:
+def writing(what: str, suggestion: str) -> AbstractContextManager[None]:
+    """Turn an OSError of the code within into an OutputError; `what` names the place."""
+    return _using(OutputError, f"{what} cannot be written", suggestion)
+
+
+def reading(what: str, suggestion: str) -> AbstractContextManager[None]:
     """Turn an OSError of the code within into a MissingInputError; else like `writing`."""
-    try:
-        yield
-    except (OSError, ValueError) as reason:
-        raise MissingInputError(f"{what} cannot be read ({_why(reason)}); {suggestion}") from reason
-
-
-def _why(reason: OSError | ValueError) -> str | None:
-    """Why a file cannot be used; raises a ValueError that is about something else."""
-    if isinstance(reason, OSError):
-        return reason.strerror or str(reason)
-    if isinstance(reason, UnicodeEncodeError) or "embedded null" in str(reason):
-        return "its name has characters that no file name can have"
-    raise reason
+    return _using(MissingInputError, f"{what} cannot be read", suggestion)
 
 
 def check_kind(what: str, given: object, kinds: Any, suggestion: str) -> None:
