@@ -75,7 +75,7 @@ def bind_rank(transport: Transport, config: Config) -> Placement:
     for what these ranks lack, and on a rank that cannot reach the first one.
     """
     asked, where = config.transport, config.where("transport")
-    local = transport.local_rank() if isinstance(transport, MpiTransport) else 0
+    local = transport.local_rank if isinstance(transport, MpiTransport) else 0
     nccl, host = dist.is_available() and dist.is_nccl_available(), socket.gethostname()
     gpu_here = rank_gpu(transport.rank, host, local, visible_gpus(), nccl=nccl, environ=os.environ)
     rank_gpus: list[RankGpu] = []  # needed only if there is a GPU

@@ -64,18 +64,21 @@ class MpiTransport:
     max_call_bytes = MAX_CALL_BYTES
     """No call of MPI carries more to a rank, the same number on all ranks."""
 
-    def __init__(self, comm: MPI.Intracomm, backoff: Backoff | None = None) -> None:
-        """All ranks of `comm` call this together.
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        """All ranks of `comm` call this together."""
+        from mpi4py import MPI
 
-        `backoff` is how this rank waits; by default it depends on whether the ranks of this
-        machine are more than their cores.
-        """
         from axsparse.runtime.mpi.mpi_communication import MpiCollective
 
         self.name = f"mpi ({mpi_library()})"
         self.rank = comm.rank
         self.size = comm.size
-        self.backoff: Backoff = backoff or SleepingBackoff(shares_core=_shares_core(comm))
+        here = comm.Split_type(MPI.COMM_TYPE_SHARED)
+        self.local_rank: int = here.rank
+        """The number of this rank on its host."""
+        shares_core = share_cores(here.allgather(own_share()))
+        here.Free()
+        self.backoff: Backoff = SleepingBackoff(shares_core=shares_core)
         self._comm = comm
         self._world = MpiCollective(comm, self.backoff, self.max_call_bytes)
         self.world: Collective = self._world
@@ -118,15 +121,6 @@ class MpiTransport:
         self._made.append(branch)
         return branch
 
-    def local_rank(self) -> int:
-        """The local rank on this host; all ranks call this together."""
-        from mpi4py import MPI
-
-        here = self._comm.Split_type(MPI.COMM_TYPE_SHARED)
-        number: int = here.rank
-        here.Free()
-        return number
-
     def abort(self, code: int) -> NoReturn:
         end_all_ranks(self._comm, code)
 
@@ -134,16 +128,6 @@ class MpiTransport:
         for each in reversed(self._made):
             each.close()
         self._made.clear()
-
-
-def _shares_core(comm: MPI.Intracomm) -> bool:
-    """Whether this rank's machine has fewer cores than ranks; all ranks call this together."""
-    from mpi4py import MPI
-
-    here = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    shares = here.allgather(own_share())
-    here.Free()
-    return share_cores(shares)
 
 
 def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
