@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import mul
 from typing import Any
 
 import torch
@@ -102,11 +103,6 @@ def profile_of_tp_shard(
         return profiled
     words = max(p.shape[0] for p in layers[-1].parameters if "#" in p.name)
     [(hidden, _), *_] = tracer.shapes
-    logits = partial(_logits, hidden[:-1].numel() // samples * words)
+    logits = partial(mul, hidden[:-1].numel() // samples * words)
     sums = tracer.loss_sums(loss)
     return replace(profiled, loss_sums=sums, loss_logits=logits)
-
-
-def _logits(logits: int, samples: int) -> int:
-    """How many logits a rank holds at a time, of so many of a sample."""
-    return samples * logits

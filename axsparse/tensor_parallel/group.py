@@ -31,9 +31,9 @@ class TensorGroup:
         """All ranks call this together. They compute `on_gpus` or on CPUs."""
         grid = coords.grid
         self.rank, self.size, self.on_gpus = coords.tp_rank, grid.g_tensor, on_gpus
-        self.idle: Callable[[], object] = _nothing
+        self.idle: Callable[[], object] = lambda: None
         """Called while this rank waits for others, so that its messages are sent."""
-        self.beside: Callable[[Work], object] = _nothing
+        self.beside: Callable[[Work], object] = lambda _: None
         """Called with a running sum, to compute meanwhile."""
         self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the waiting."""
@@ -115,10 +115,6 @@ class TensorGroup:
         elif not work.poll():
             with self.timed():
                 wait(work, self._backoff, self.idle)
-
-
-def _nothing(*_: object) -> None:
-    """The idle function of a rank that waits, before there is a pipeline."""
 
 
 class _Copy(torch.autograd.Function):

@@ -173,12 +173,6 @@ class RowwiseLinear(nn.Module):
         group, features = self.group, self.shard.full_shape[1]
         if x.shape[-1] == features:
             x = scatter_to_tp(group, _features(x, features, self.shard), x)
-        if x.shape[-1] != self.product.in_features:
-            raise ConfigError(
-                f"layout.g_tensor: a row-parallel module of {features} features on {group.size} "
-                f"ranks gets {tuple(x.shape)}; let what lies before it take the number of heads "
-                "or features from the tensor"
-            )
         group.end_sharded()
         total = reduce_from_tp(group, self.product(x))
         return total if self.bias is None else total + self.bias
