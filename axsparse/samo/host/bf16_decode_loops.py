@@ -11,7 +11,7 @@ group: four at a time are one block of instructions, which the compiler does not
 
 from __future__ import annotations
 
-from functools import reduce
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,12 @@ from axsparse.samo.host.decode_parts import (
     fp32_at,
     int32_at,
     int64_at,
-    put_output,
+    load,
+    masked_product,
+    put_outputs,
     put_upper,
+    store_sums,
+    variables,
 )
 from axsparse.samo.host.kept_encodings import PARTS, ROWS, SLICE, SUMS, WORD
 from axsparse.samo.host.loop_parts import (
@@ -35,12 +39,10 @@ from axsparse.samo.host.loop_parts import (
     INT16,
     INT32,
     INT64,
-    alloca_once,
     compiled,
     fetch,
     for_range,
     intrinsic,
-    lane_sum,
     outside,
 )
 
@@ -49,7 +51,6 @@ AHEAD = 512
 
 _WORDS, _BYTES = ir.VectorType(INT16, 32), ir.VectorType(INT8, 32)
 _FACTORS, _TOTALS = ir.VectorType(BFLOAT, 32), ir.VectorType(FLOAT, 16)
-_ZERO = ir.Constant(_TOTALS, [0.0] * 16)
 _KIND = {_WORDS: "w", _BYTES: "b"}
 
 
@@ -67,29 +68,11 @@ def _expanded(builder: Any, values: list[Any], kept: list[Any]) -> list[Any]:
     return [builder.extract_value(found, number) for number in range(4)]
 
 
-def _load(builder: Any, address: Any, entry: Any, nbytes: int, kind: Any) -> Any:
-    return builder.load(address_of(builder, address, entry, nbytes, kind), align=nbytes)
-
-
 def _multiply_add(builder: Any, total: Any, weights: Any, inputs: Any) -> None:
     """Add the products of 32 weights and inputs, two and two, to a variable's 16 sums."""
     factors = [builder.bitcast(each, _FACTORS) for each in (weights, inputs)]
     name = "llvm.x86.avx512bf16.dpbf16ps.512"
     builder.store(outside(builder, name, _TOTALS, [builder.load(total), *factors]), total)
-
-
-def _sums(builder: Any, number: int) -> list[Any]:
-    """Variables for 16 sums each, which are zero."""
-    made = [alloca_once(builder, _TOTALS) for _ in range(number)]
-    for each in made:
-        builder.store(_ZERO, each)
-    return made
-
-
-def _counter(builder: Any) -> Any:
-    made = alloca_once(builder, INT64)
-    builder.store(INT64(0), made)
-    return made
 
 
 @compiled
@@ -115,27 +98,6 @@ def lay_out(x: int, is_bf16: int, tokens: int, columns: int, inputs: int, width:
     return parts
 
 
-# Reason: sums and all that an output depends on.
-@compiled
-def put_outputs(
-    sums: int,
-    lane: int,
-    lanes: int,
-    parts: int,
-    tokens: int,
-    bias: int,
-    row: int,
-    out: int,
-    rows: int,
-) -> None:
-    """Write the outputs of one row: the sums of its tokens' parts, which are `lanes` apart."""
-    for token in range(tokens):
-        total = fp32_at(sums, token * parts * lanes + lane)
-        for part in range(1, parts):
-            total += fp32_at(sums, (token * parts + part) * lanes + lane)
-        put_output(total, bias, row, out, parts == 1, token * rows + row)
-
-
 # -- kept entries by a mask -----------------------------------------------------------------------
 
 
@@ -147,20 +109,20 @@ def _masked_rows(tokens: int) -> Any:
     def multiply(_: Any, x: Any, width: Any, bits: Any, words: Any, values: Any, out: Any) -> Any:
         def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             x, width, bits, words, values, out = arguments
-            sums = [[_sums(builder, 2) for _ in range(ROWS)] for _ in range(tokens)]
-            number = _counter(builder)
+            sums = [[variables(builder, 2, _TOTALS) for _ in range(ROWS)] for _ in range(tokens)]
+            [number] = variables(builder, 1, INT64)
             with for_range(builder, words) as loop:
                 at, vectors, kept = builder.load(number), [], []
                 ahead = builder.add(at, INT64(AHEAD))
                 fetch(builder, address_of(builder, values, ahead, 2, INT8))
                 for row in range(ROWS):
                     entry = builder.add(builder.mul(loop.index, INT64(ROWS)), INT64(row))
-                    word = _load(builder, bits, entry, 8, INT64)
+                    word = load(builder, bits, entry, 8, INT64)
                     kept += [
                         builder.trunc(builder.lshr(word, INT64(begin)), INT32) for begin in (0, 32)
                     ]
                     middle = builder.add(at, builder.zext(builder.ctpop(kept[-2]), INT64))
-                    vectors += [_load(builder, values, each, 2, _WORDS) for each in (at, middle)]
+                    vectors += [load(builder, values, each, 2, _WORDS) for each in (at, middle)]
                     at = builder.add(at, builder.ctpop(word))
                 builder.store(at, number)
                 weights = _expanded(builder, vectors, kept)
@@ -169,13 +131,11 @@ def _masked_rows(tokens: int) -> Any:
                     entry = builder.add(column, builder.mul(width, INT64(token)))
                     for half in range(2):
                         place = builder.add(entry, INT64(32 * half))
-                        inputs = _load(builder, x, place, 2, _WORDS)
+                        inputs = load(builder, x, place, 2, _WORDS)
                         for row in range(ROWS):
                             total = sums[token][row][half]
                             _multiply_add(builder, total, weights[2 * row + half], inputs)
-            for entry, pair in enumerate(pair for token in sums for pair in token):
-                total = lane_sum(builder, reduce(builder.fadd, map(builder.load, pair)))
-                builder.store(total, address_of(builder, out, INT64(entry), 4, FLOAT))
+            store_sums(builder, chain.from_iterable(sums), out)
             return context.get_dummy_value()
 
         return types.void(x, width, bits, words, values, out), call
@@ -183,41 +143,7 @@ def _masked_rows(tokens: int) -> Any:
     return intrinsic(multiply)
 
 
-_masked_1, _masked_4 = _masked_rows(1), _masked_rows(4)
-
-
-# Reason: arrays by their addresses, their sizes, and the rows of a thread.
-@compiled
-def multiply_masked(
-    x: int,
-    bias: int,
-    out: int,
-    is_bf16: int,
-    tokens: int,
-    matrix: int,
-    scratch: int,
-    begin: int,
-    end: int,
-) -> None:
-    """Do what `multiply_masked` of `decode_loops.py` does, with the same arrays."""
-    values, mask, first = int64_at(matrix, 0), int64_at(matrix, 1), int64_at(matrix, 2)
-    rows, columns = int64_at(matrix, 3), int64_at(matrix, 4)
-    words = (columns + WORD - 1) // WORD
-    inputs, width = scratch + 4 * SUMS, WORD * words
-    parts = lay_out(x, is_bf16, tokens, columns, inputs, width)
-    for row in range(begin, end, ROWS):
-        at, bits = values + 2 * int32_at(first, row // ROWS), mask + 8 * words * row
-        token = 0
-        while token < tokens * parts:
-            here, sums = inputs + 2 * width * token, scratch + 4 * ROWS * token
-            if token + 4 <= tokens * parts:
-                _masked_4(here, width, bits, words, at, sums)
-                token += 4
-            else:
-                _masked_1(here, width, bits, words, at, sums)
-                token += 1
-        for each in range(row, min(row + ROWS, end)):
-            put_outputs(scratch, each - row, ROWS, parts, tokens, bias, each, out, rows)
+multiply_masked = masked_product(2, lay_out, _masked_rows(1), _masked_rows(4))
 
 
 # -- kept entries by slices of rows ---------------------------------------------------------------
@@ -238,10 +164,10 @@ def _sliced_rows(tokens: int) -> Any:
         def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             x, width, about, at, step, steps, out = arguments
             values, columns, masks, moves = (
-                _load(builder, about, INT64(number), 8, INT64) for number in range(4)
+                load(builder, about, INT64(number), 8, INT64) for number in range(4)
             )
-            sums = [_sums(builder, 2) for _ in range(tokens)]
-            number, first = _counter(builder), _counter(builder)
+            sums = [variables(builder, 2, _TOTALS) for _ in range(tokens)]
+            number, first = variables(builder, 2, INT64)
             builder.store(at, number)
             with for_range(builder, builder.udiv(steps, INT64(2))) as loop:
                 at, vectors, kept, begins = builder.load(number), [], [], []
@@ -252,14 +178,14 @@ def _sliced_rows(tokens: int) -> Any:
                 for half in range(2):
                     entry = builder.add(step, builder.mul(loop.index, INT64(2)))
                     entry = builder.add(entry, INT64(half))
-                    mask = _load(builder, masks, entry, 4, INT32)
+                    mask = load(builder, masks, entry, 4, INT32)
                     kept += [mask, mask]
                     vectors += [
-                        _load(builder, values, at, 2, _WORDS),
-                        _load(builder, columns, at, 1, _BYTES),
+                        load(builder, values, at, 2, _WORDS),
+                        load(builder, columns, at, 1, _BYTES),
                     ]
                     at = builder.add(at, builder.zext(builder.ctpop(mask), INT64))
-                    move = _load(builder, moves, entry, 1, INT8)
+                    move = load(builder, moves, entry, 1, INT8)
                     begin = builder.add(begin, builder.zext(move, INT64))
                     begins.append(begin)
                 builder.store(at, number)
@@ -271,7 +197,7 @@ def _sliced_rows(tokens: int) -> Any:
                     for token in range(tokens):
                         entry = builder.add(begin, builder.mul(width, INT64(token)))
                         window = [
-                            _load(builder, x, builder.add(entry, INT64(more)), 2, _WORDS)
+                            load(builder, x, builder.add(entry, INT64(more)), 2, _WORDS)
                             for more in (0, 32)
                         ]
                         name = "llvm.x86.avx512.vpermi2var.hi.512"
@@ -332,4 +258,4 @@ def multiply_sliced(
                 token += 1
         for lane in range(min(SLICE, rows - SLICE * number)):
             row = int32_at(order, SLICE * number + lane)
-            put_outputs(scratch, lane, SLICE, parts, tokens, bias, row, out, rows)
+            put_outputs(scratch, lane, SLICE, parts, tokens, bias, row, out, is_bf16, rows)

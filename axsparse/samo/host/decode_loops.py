@@ -9,21 +9,25 @@ fp32. A mask says for 64 columns at a time which entries of a row are kept; a sh
 from __future__ import annotations
 
 from functools import reduce
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 
-from axsparse.samo.host.compiled_loops import Array
 from axsparse.samo.host.decode_parts import (
     address_of,
     bf16_at,
     fp32_at,
     int32_at,
     int64_at,
+    load,
+    masked_product,
     put_fp32,
-    put_output,
+    put_outputs,
+    store_sums,
+    variables,
 )
 from axsparse.samo.host.kept_encodings import GROUP, ROWS, SUMS, WORD
 from axsparse.samo.host.loop_parts import (
@@ -35,11 +39,10 @@ from axsparse.samo.host.loop_parts import (
     compiled,
     fetch,
     for_range,
+    global_constant,
     intrinsic,
-    lane_sum,
     outside,
     picks,
-    vector_pointer,
 )
 
 LANES = 8
@@ -50,7 +53,7 @@ AHEAD = 512
 """Values from what is multiplied to what is fetched into the cache meanwhile."""
 
 
-def _shuffles() -> Array:
+def _shuffles() -> ir.Constant:
     """For each byte of a mask, the control of a shuffle that moves bf16 values to the upper halves
     of the fp32 numbers of their columns, and zero to the other bytes."""
     table = np.full((256, 32), 0x80, np.uint8)
@@ -58,7 +61,7 @@ def _shuffles() -> Array:
         kept = [column for column in range(8) if byte >> column & 1]
         for number, column in enumerate(kept):
             table[byte, 4 * column + 2 : 4 * column + 4] = 2 * number, 2 * number + 1
-    return table.reshape(-1)
+    return ir.Constant(ir.ArrayType(INT8, table.size), bytearray(table))
 
 
 SHUFFLES = _shuffles()
@@ -85,20 +88,30 @@ def lay_out(
             put_fp32(wide, token * apart + column * next_column, number)
 
 
+@compiled
+def lay_out_rows(x: int, is_bf16: int, tokens: int, columns: int, wide: int, width: int) -> int:
+    """Write tokens to rows of `width` numbers, filled up with zeros; returns the rows of a
+    token."""
+    lay_out(x, is_bf16, tokens, columns, wide, width, 1)
+    for token in range(tokens):
+        for column in range(columns, width):
+            put_fp32(wide, token * width + column, np.float32(0))
+    return 1
+
+
 # -- kept entries by a mask -----------------------------------------------------------------------
 
 
-def _expand(builder: Any, word: Any, number: Any, read: Any, table: Any) -> list[Any]:
-    """The fp32 weights of a word's columns, 8 at a time; `read(number, kind)` loads the values from
-    a number on."""
+def _expand(builder: Any, word: Any, number: Any, values: Any, table: Any) -> list[Any]:
+    """The fp32 weights of a word's columns, 8 at a time, whose values begin at a number."""
     weights = []
     half, control = ir.VectorType(INT8, 16), ir.VectorType(INT8, 32)
     for group in range(WORD // LANES):
         shift = 8 * group - CONTROL_BITS
         moved = builder.lshr(word, INT64(shift)) if group else builder.shl(word, INT64(-shift))
         begin = builder.and_(moved, INT64(255 << CONTROL_BITS))
-        values = read(number, half)
-        twice = builder.shuffle_vector(values, values, picks([*range(16)] * 2))
+        some = load(builder, values, number, 2, half)
+        twice = builder.shuffle_vector(some, some, picks([*range(16)] * 2))
         where = builder.bitcast(builder.gep(table, [begin]), control.as_pointer())
         arguments = [twice, builder.load(where, align=1)]
         expanded = outside(builder, "llvm.x86.avx2.pshuf.b", control, arguments)
@@ -111,35 +124,26 @@ def _expand(builder: Any, word: Any, number: Any, read: Any, table: Any) -> list
 def _masked_rows(tokens: int) -> Any:
     """A function for the products of `ROWS` rows with `tokens` tokens."""
     vector = ir.VectorType(FLOAT, LANES)
-    zero = ir.Constant(vector, [0.0] * LANES)
     chains = CHAINS if tokens == 1 else 1
 
     # Reason: addresses of the tokens, of the rows' words and first value, and of the sums.
-    def multiply(_: Any, x: Any, bits: Any, words: Any, values: Any, out: Any, tab: Any) -> Any:
-        def call(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            x, bits, words, values, out, table = arguments
-            controls = vector_pointer(context, builder, signature.args[5], table, INT64(0), INT8)
+    def multiply(_: Any, x: Any, width: Any, bits: Any, words: Any, values: Any, out: Any) -> Any:
+        def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
+            x, width, bits, words, values, out = arguments
+            table = global_constant(builder, "shuffles", SHUFFLES)
+            controls = builder.bitcast(table, INT8.as_pointer())
             sums = [
-                [[alloca_once(builder, vector) for _ in range(chains)] for _ in range(tokens)]
-                for _ in range(ROWS)
+                [variables(builder, chains, vector) for _ in range(ROWS)] for _ in range(tokens)
             ]
-            for each in (each for row in sums for token in row for each in token):
-                builder.store(zero, each)
-            number = alloca_once(builder, INT64)
-            builder.store(INT64(0), number)
-            width = builder.mul(words, INT64(WORD))
-
-            def read(entry: Any, kind: Any) -> Any:
-                return builder.load(address_of(builder, values, entry, 2, kind), align=2)
-
+            [number] = variables(builder, 1, INT64)
             with for_range(builder, words) as loop:
                 before, expanded = builder.load(number), []
                 ahead = builder.add(before, INT64(AHEAD))
                 fetch(builder, address_of(builder, values, ahead, 2, INT8))
                 for row in range(ROWS):
                     entry = builder.add(builder.mul(loop.index, INT64(ROWS)), INT64(row))
-                    word = builder.load(address_of(builder, bits, entry, 8, INT64), align=8)
-                    expanded.append(_expand(builder, word, before, read, controls))
+                    word = load(builder, bits, entry, 8, INT64)
+                    expanded.append(_expand(builder, word, before, values, controls))
                     before = builder.add(before, builder.ctpop(word))
                 builder.store(before, number)
                 begin = builder.mul(loop.index, INT64(WORD))
@@ -147,73 +151,21 @@ def _masked_rows(tokens: int) -> Any:
                     column = builder.add(begin, INT64(LANES * group))
                     for token in range(tokens):
                         entry = builder.add(column, builder.mul(width, INT64(token)))
-                        factor = builder.load(address_of(builder, x, entry, 4, vector), align=4)
+                        factor = load(builder, x, entry, 4, vector)
                         for row, weights in enumerate(expanded):
-                            total = sums[row][token][group % chains]
+                            total = sums[token][row][group % chains]
                             now = builder.load(total)
                             added = _multiply_add(builder, weights[group], factor, now)
                             builder.store(added, total)
-            for row in range(ROWS):
-                for token in range(tokens):
-                    result = reduce(builder.fadd, map(builder.load, sums[row][token]))
-                    entry = INT64(row * tokens + token)
-                    where = address_of(builder, out, entry, 4, FLOAT)
-                    builder.store(lane_sum(builder, result), where)
+            store_sums(builder, chain.from_iterable(sums), out)
             return context.get_dummy_value()
 
-        return types.void(x, bits, words, values, out, tab), call
+        return types.void(x, width, bits, words, values, out), call
 
     return intrinsic(multiply)
 
 
-_masked_1, _masked_4 = _masked_rows(1), _masked_rows(4)
-
-
-# Reason: arrays by their addresses, their sizes, and the rows of a thread.
-@compiled
-def multiply_masked(
-    x: int,
-    bias: int,
-    out: int,
-    is_bf16: int,
-    tokens: int,
-    matrix: int,
-    scratch: int,
-    begin: int,
-    end: int,
-) -> None:
-    """Write `x Wᵀ + bias` for rows [begin, end) of a matrix to `out`, `(tokens, rows)`.
-
-    `x`, `(tokens, columns)`, `bias`, `(rows,)` or 0, and `out` are bf16 or fp32. `matrix` has five
-    int64: addresses of the bf16 values of kept entries, of their places and of the number of the
-    first value of each two rows, int32; then rows and columns. Places are words of 64 columns:
-    one word of each of two rows, then the next ones; values are in the same order. `begin` is
-    even. Before and behind the values, 32 more may be read. `scratch` is for `SUMS` fp32 numbers
-    and the tokens in whole words.
-    """
-    values, mask, first = int64_at(matrix, 0), int64_at(matrix, 1), int64_at(matrix, 2)
-    rows, columns = int64_at(matrix, 3), int64_at(matrix, 4)
-    words = (columns + WORD - 1) // WORD
-    wide, width = scratch + 4 * SUMS, WORD * words
-    lay_out(x, is_bf16, tokens, columns, wide, width, 1)
-    for token in range(tokens):
-        for column in range(columns, width):
-            put_fp32(wide, token * width + column, np.float32(0))
-    for row in range(begin, end, ROWS):
-        at, bits = values + 2 * int32_at(first, row // ROWS), mask + 8 * words * row
-        token = 0
-        while token < tokens:
-            here = wide + 4 * width * token
-            count = 4 if token + 4 <= tokens else 1
-            if count == 4:
-                _masked_4(here, bits, words, at, scratch, SHUFFLES)
-            else:
-                _masked_1(here, bits, words, at, scratch, SHUFFLES)
-            for each in range(row, min(row + ROWS, end)):
-                for number in range(count):
-                    total = fp32_at(scratch, count * (each - row) + number)
-                    put_output(total, bias, each, out, is_bf16, (token + number) * rows + each)
-            token += count
+multiply_masked = masked_product(4, lay_out_rows, _masked_rows(1), _masked_rows(4))
 
 
 # -- kept entries by a list of columns ------------------------------------------------------------
@@ -227,7 +179,6 @@ def _listed_row(lanes: int) -> Any:
     bytes before the entry; what the other lanes have is of no meaning.
     """
     vector = ir.VectorType(FLOAT, max(lanes, 4))
-    zero = ir.Constant(vector, [0.0] * vector.count)
     words = ir.VectorType(INT32, 4)
     upper = ir.Constant(words, [0xFFFF0000] * 4)
 
@@ -236,9 +187,7 @@ def _listed_row(lanes: int) -> Any:
     def multiply(_: Any, x: Any, values: Any, steps: Any, at: Any, end: Any, out: Any) -> Any:
         def call(context: Any, builder: Any, _: Any, arguments: Any) -> Any:
             x, values, steps, at, end, out = arguments
-            sums = [alloca_once(builder, vector) for _ in range(GROUP)]
-            for each in sums:
-                builder.store(zero, each)
+            sums = variables(builder, GROUP, vector)
             last = alloca_once(builder, INT64)
             builder.store(INT64(-1), last)
             groups = builder.udiv(builder.sub(end, at), INT64(GROUP))
@@ -247,10 +196,10 @@ def _listed_row(lanes: int) -> Any:
                 column = builder.load(last)
                 for number, total in enumerate(sums):
                     entry = builder.add(begin, INT64(number))
-                    step = builder.load(address_of(builder, steps, entry, 1, INT8))
+                    step = load(builder, steps, entry, 1, INT8)
                     column = builder.add(column, builder.zext(step, INT64))
                     before = builder.sub(entry, INT64(1))
-                    bits = builder.load(address_of(builder, values, before, 2, words), align=2)
+                    bits = load(builder, values, before, 2, words)
                     weight = builder.bitcast(builder.and_(bits, upper), ir.VectorType(FLOAT, 4))
                     where = address_of(builder, x, column, 4 * lanes, vector)
                     factor = builder.load(where, align=4)
@@ -306,7 +255,6 @@ def multiply_listed(
                 _listed_4(wide, values, steps, at, past, sums)
             else:
                 _listed_8(wide, values, steps, at, past, sums)
-            for token in range(count):
-                total = fp32_at(sums, token)
-                put_output(total, bias, row, out, is_bf16, (done + token) * rows + row)
+            here = out + size * rows * done
+            put_outputs(sums, 0, 1, 1, count, bias, row, here, is_bf16, rows)
         done += count

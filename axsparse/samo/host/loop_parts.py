@@ -25,6 +25,7 @@ _cgutils: Any = cgutils
 _extending: Any = extending
 _njit: Any = njit
 alloca_once, for_range = _cgutils.alloca_once, _cgutils.for_range
+global_constant = _cgutils.global_constant
 
 
 def compiled(function: Callable[..., Any], **settings: Any) -> Any:
