@@ -41,7 +41,7 @@ from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.machine import host_memory_bytes, resident_memory_bytes
-from axsparse.samo.optim.optimizer import optimizer_of
+from axsparse.samo.optim.update import optimizer_of
 from axsparse.samo.precision import DTYPES
 from axsparse.training.run_recorder import matrix_peak
 from axsparse.training.trainer import Trainer, build

@@ -25,7 +25,7 @@ from axsparse.planner.what_fits import DoesNotFitError, fewest_devices, least_me
 from axsparse.pruning.criteria import Score, configured_criterion
 from axsparse.pruning.targets import Targets, kept_at_start, starts_pruned, what_is_pruned
 from axsparse.runtime.errors import ConfigError, check_kind, check_kinds
-from axsparse.samo.optim.optimizer import optimizer_of
+from axsparse.samo.optim.update import optimizer_of
 from axsparse.samo.precision import DTYPES
 
 Method = Literal["start", "dense", "samo"]

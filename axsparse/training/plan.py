@@ -69,7 +69,8 @@ from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first
 from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.machine import host_memory_bytes, resident_memory_bytes
 from axsparse.runtime.provenance import versions
-from axsparse.samo.optim.optimizer import LearningRate, Optimizer, optimizer_of
+from axsparse.samo.optim.optimizer import LearningRate, Optimizer
+from axsparse.samo.optim.update import optimizer_of
 from axsparse.samo.precision import DTYPES, accumulates_in_half, cpu_multiplies
 from axsparse.samo.state_bytes import StateFormat, WeightKind, stage_bytes
 from axsparse.tensor_parallel.modules import check_ties

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from axsparse.config.schema import OptimizerConfig
 from axsparse.samo.optim.optimizer import Compiled, Hyper, Optimizer, StateBlock
 
 
@@ -66,8 +65,3 @@ ADAMW = Optimizer(
     apply=apply,
     compiled=Compiled("adamw", factors),
 )
-
-
-def configured(_: OptimizerConfig) -> Optimizer:
-    """AdamW, whose settings are all in `Hyper`."""
-    return ADAMW

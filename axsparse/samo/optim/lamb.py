@@ -17,7 +17,6 @@ import math
 import torch
 from torch import Tensor
 
-from axsparse.config.schema import OptimizerConfig
 from axsparse.samo.optim import adamw
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock
 
@@ -52,8 +51,3 @@ LAMB = Optimizer(
     apply=apply,
     num_statistics=2,
 )
-
-
-def configured(_: OptimizerConfig) -> Optimizer:
-    """LAMB, whose settings are all in `Hyper`."""
-    return LAMB

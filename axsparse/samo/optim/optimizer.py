@@ -20,8 +20,7 @@ Adding an optimizer to the package:
   2. Add the name to the literal of `OptimizerConfig.name` in `config/schema.py`, with the settings
      it needs. Settings that `Hyper` has reach the functions at every call; others are passed when
      the `Optimizer` is made, as `sgd(momentum, nesterov=…)` does.
-  3. Give its file a function `configured(settings)` that returns the `Optimizer` of an
-     `OptimizerConfig`, which `optimizer_of` below calls by the name of the file.
+  3. Return it from `optimizer_of` of `samo/optim/update.py`.
   4. Write `tests/samo/optim/test_<name>.py`, which compares kept entries with a dense masked run,
      write the dense rule into `tests/support/oracle.py` and rows of it into
      `tests/behavior/test_state_equivalence.py`, and add the name to the lists in `test_resume.py`
@@ -38,13 +37,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from axsparse.config.schema import OptimizerConfig, ScheduleConfig
+from axsparse.config.schema import ScheduleConfig
 from axsparse.runtime.errors import ConfigError, check_kinds, one_line
 from axsparse.samo.cuda.launch import check
 from axsparse.samo.index.base import Index
@@ -169,13 +167,6 @@ class Optimizer:
                     f"optimizer: the moment {name!r} is no name for a tensor of a checkpoint; give "
                     f"a tuple of different names, and other ones than {', '.join(TAKEN)}"
                 )
-
-
-def optimizer_of(settings: OptimizerConfig) -> Optimizer:
-    """The optimizer of a configuration, which the file of its name makes."""
-    # Late, since the files of optimizers import this one.
-    made: Optimizer = import_module(f"axsparse.samo.optim.{settings.name}").configured(settings)
-    return made
 
 
 def learning_rate(step: int, schedule: ScheduleConfig, *, peak: float, decay_steps: int) -> float:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from axsparse.config.schema import OptimizerConfig
 from axsparse.samo.optim.optimizer import Compiled, Hyper, Optimizer, StateBlock
 
 
@@ -49,11 +48,6 @@ def sgd(momentum: float, *, nesterov: bool) -> Optimizer:
         apply=apply,
         compiled=Compiled("sgd", factors, variant),
     )
-
-
-def configured(settings: OptimizerConfig) -> Optimizer:
-    """SGD with the momentum that is set."""
-    return sgd(settings.momentum, nesterov=settings.nesterov)
 
 
 def _decayed(block: StateBlock, hyper: Hyper) -> Tensor:

@@ -1,4 +1,4 @@
-"""The norm of all gradients, and the step over compressed state.
+"""The norm of all gradients, and the step over compressed state by an optimizer.
 
 Gradients are converted to fp32 and scaled, masters updated, rounded and written to the dense
 weights. A GPU's kernels and a CPU's compiled loops do that in one pass; elsewhere torch's
@@ -19,6 +19,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from axsparse.config.schema import OptimizerConfig
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import ConfigError
 from axsparse.samo.cuda import kernels
@@ -27,7 +28,10 @@ from axsparse.samo.host import host_step
 from axsparse.samo.host.compiled_loops import FEW, can_compile
 from axsparse.samo.host.host_step import sum_of_squares
 from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim.adamw import ADAMW
+from axsparse.samo.optim.lamb import LAMB
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, StateBlock, TensorSlot
+from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.tensor_state import TensorState
 
@@ -75,6 +79,13 @@ def clip_factor(norm: float, clip_norm: float) -> float:
     limit = torch.tensor(clip_norm, dtype=torch.float32)
     factor = limit / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
     return float(torch.clamp(factor, max=1.0))
+
+
+def optimizer_of(settings: OptimizerConfig) -> Optimizer:
+    """The optimizer of a configuration."""
+    if settings.name == "sgd":
+        return sgd(settings.momentum, nesterov=settings.nesterov)
+    return {"adamw": ADAMW, "lamb": LAMB}[settings.name]
 
 
 NONE: Mapping[str, Hyper] = {}
