@@ -38,8 +38,8 @@ from axsparse.samo.gradient_hooks import GradientCollector, SparseWeight
 class Deferred:
     """The gradients of one product's weights, before they are computed."""
 
-    products: WeightProducts | None
-    """The products of the module that multiplied; None for a gradient that autograd has made."""
+    sparse: SparseWeight | None
+    """Computes kept entries alone, where enough of the weight is pruned; None if it never does."""
     weights: tuple[nn.Parameter, ...]
     saved: tuple[Tensor, ...]
     compute: Callable[..., list[Tensor]]
@@ -47,8 +47,7 @@ class Deferred:
 
     def gradients(self) -> list[Tensor]:
         """The dense gradients; none if just the kept entries could be accumulated."""
-        sparse = None if self.products is None else self.products.sparse
-        if sparse is not None and sparse.accumulate(*self.saved):
+        if self.sparse is not None and self.sparse.accumulate(*self.saved):
             return []
         return self.compute(*self.saved)
 
@@ -102,14 +101,14 @@ class DeferredGradients:
 
     def append(
         self,
-        products: WeightProducts | None,
+        sparse: SparseWeight | None,
         weights: tuple[nn.Parameter, ...],
         saved: tuple[Tensor, ...],
         compute: Callable[..., list[Tensor]],
     ) -> None:
         """Defer gradients to the `run` of the microbatch whose backward runs."""
         assert self._current is not None, "no backward runs"
-        self._current.each.append(Deferred(products, weights, saved, compute))
+        self._current.each.append(Deferred(sparse, weights, saved, compute))
         self._current.left.update(weights)
 
     @torch.no_grad()
@@ -197,7 +196,7 @@ class WeightProducts:
         """
         if self._stage.is_in_backward and not any(map(_has_hooks, weights)):
             if self.deferred is not None:
-                self.deferred.append(self, tuple(weights), saved, compute)
+                self.deferred.append(self.sparse, tuple(weights), saved, compute)
                 return [None] * len(weights)
             if self.sparse is not None and self.sparse.accumulate(*saved):
                 return [None]
@@ -291,7 +290,7 @@ class StageProducts:
 
 def _uncompiled(module: nn.Module) -> Iterator[nn.Module]:
     """A module and all below it, less those that torch.compile runs."""
-    if getattr(module, "_compiled_call_impl", None) is None and not is_compiled(module):
+    if module._compiled_call_impl is None and not is_compiled(module):
         yield module
         for child in module.children():
             yield from _uncompiled(child)
