@@ -223,8 +223,7 @@ class LayerState:
         has the other shards of sharded tensors. `backend` is where all of the state is, parameters
         included. With an `expansion` pruned weights are sparse at rest, now and later.
         """
-        self.gathers = expansion is not None and replicas.shard and replicas.gather
-        self.gathers &= replicas.size > 1
+        self.gathers = expansion is not None and stored.holds_none
         """Whether replicas gather the weights before they use them, and hold none (ZeRO stage 3).
         Masters are then separate in every precision, and updates write to these alone."""
         self.has_weights = False
@@ -248,10 +247,7 @@ class LayerState:
         self.optimizer_state = OptimizerState(self.shares, stored, backend, gathers=self.gathers)
         self._looks, self._is_written_uncounted = 0, False
         self._expansion = expansion
-        is_fp32 = stored.weight == torch.float32
-        self._stores_weights = not self.gathers and (
-            is_fp32 or self.shares.is_sharded or backend.host is not None
-        )
+        self._stores_weights = stored.stores_weights
         """Whether kept weights have separate memory, since not all masters are on the device."""
         if expansion is not None:
             expansion.register(self)

@@ -53,8 +53,6 @@ class Replicas:
     """How to wait for an exchange; needed if there is a group."""
     shard: bool = False
     """Whether each replica holds the master weights and moments of its share only."""
-    gather: bool = False
-    """Whether weights that are sparse at rest are gathered before they are used (ZeRO stage 3)."""
 
     @property
     def rank(self) -> int:

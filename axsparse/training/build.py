@@ -403,7 +403,6 @@ def _replicas(plan: RunPlan, transport: Transport) -> Replicas:
         ),
         transport.backoff,
         shard=bool(plan.config.samo.zero_stage),
-        gather=plan.gathers_weights,
     )
 
 

@@ -216,8 +216,10 @@ class GatheredStage:
                 )
                 for shape in GATHERED
             ]
-            replicas = Replicas(self.group, backoff, shard=True, gather=True)
-            types = StateFormat(HALF, HALF, ADAMW.moments)
+            replicas = Replicas(self.group, backoff, shard=True)
+            types = StateFormat(
+                HALF, HALF, ADAMW.moments, weights="sparse", replicas=2, gathers=True
+            )
             layer = LayerState(
                 f"{number}", tensors, types, replicas=replicas, expansion=self.expansion
             )
