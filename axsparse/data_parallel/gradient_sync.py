@@ -69,7 +69,10 @@ class GradientSync:
         """The sums over two stages under way, and which entries of a layer they sum."""
         self._ties_begun = False
         self._started = 0
-        self._extremes: list[Tensor] = []
+        self.own_extremes: list[Tensor] = []
+        """The smallest and the largest gradient of each bucket on this replica, before the sum over
+        replicas: they are finite if all its gradients were. Empty for a single replica, whose sums
+        are its gradients, and for sums of integers."""
 
     def begin(self) -> None:
         self._complete.clear()
@@ -78,7 +81,7 @@ class GradientSync:
         self._buckets = [
             _Bucket(layer, part) for layer in self._order for part in self._parts(layer)
         ]
-        self._extremes.clear()
+        self.own_extremes.clear()
         self._started = 0
 
     def ready(self, layer: LayerState) -> None:
@@ -114,17 +117,6 @@ class GradientSync:
         with self.phases("optimizer"):
             for layer in self._order:
                 layer.finish_gradient()
-
-    @property
-    def own_extremes(self) -> Sequence[Tensor]:
-        """The smallest and the largest gradient of each bucket on this replica, before the sum over
-        replicas: they are finite if all its gradients were. Empty for a single replica, whose sums
-        are its gradients, and for sums of integers."""
-        return self._extremes
-
-    @property
-    def gradient_bytes_sent(self) -> int:
-        return self.replicas.bytes_sent
 
     @property
     def tie_bytes_sent(self) -> int:
@@ -190,7 +182,7 @@ class GradientSync:
             if gradient.dtype != self.wire_dtype:
                 gradient = bucket.wire = gradient.to(self.wire_dtype)
             # This pass only reads, and takes a few per cent of the time of a norm.
-            self._extremes += gradient.aminmax()
+            self.own_extremes += gradient.aminmax()
         if bucket.layer.shares.is_sharded:
             bucket.work = self.replicas.start(
                 Op.REDUCE_SCATTER, gradient, bucket.layer.shares.bounds

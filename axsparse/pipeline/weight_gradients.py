@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -94,22 +94,16 @@ class DeferredGradients:
         if current is None or weight not in current.left:
             return False
         if weight.grad is not None:
-            self.append(None, (weight,), (weight.grad,), lambda gradient: [gradient])
+            self.append(Deferred(None, (weight,), (weight.grad,), lambda gradient: [gradient]))
             weight.grad = None
         current.arrived.add(weight)
         return True
 
-    def append(
-        self,
-        sparse: SparseWeight | None,
-        weights: tuple[nn.Parameter, ...],
-        saved: tuple[Tensor, ...],
-        compute: Callable[..., list[Tensor]],
-    ) -> None:
+    def append(self, deferred: Deferred) -> None:
         """Defer gradients to the `run` of the microbatch whose backward runs."""
         assert self._current is not None, "no backward runs"
-        self._current.each.append(Deferred(sparse, weights, saved, compute))
-        self._current.left.update(weights)
+        self._current.each.append(deferred)
+        self._current.left.update(deferred.weights)
 
     @torch.no_grad()
     def run(self, microbatch: int) -> None:
@@ -196,7 +190,7 @@ class WeightProducts:
         """
         if self._stage.is_in_backward and not any(map(_has_hooks, weights)):
             if self.deferred is not None:
-                self.deferred.append(self.sparse, tuple(weights), saved, compute)
+                self.deferred.append(Deferred(self.sparse, tuple(weights), saved, compute))
                 return [None] * len(weights)
             if self.sparse is not None and self.sparse.accumulate(*saved):
                 return [None]
@@ -248,24 +242,21 @@ class StageProducts:
             or (products.sparse is not None and products.sparse.is_wanted)
         }
 
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        with forwards_in_place(self._forwards):
-            yield
+    def in_place(self) -> AbstractContextManager[None]:
+        """A block in which the modules' forwards call the products."""
+        return forwards_in_place(self._forwards)
 
     @contextmanager
     def backward_of(self, microbatch: int) -> Iterator[None]:
         """The backward of a microbatch; forwards that it recomputes call the products as well."""
+        deferred = self.deferred
+        deferring = nullcontext() if deferred is None else deferred.backward_of(microbatch)
         self.is_in_backward = True
         try:
-            if self.deferred is None:
-                with self.in_place():
-                    yield
-            else:
-                with self.in_place(), self.deferred.backward_of(microbatch):
-                    yield
-                if not self._is_split:
-                    self.deferred.run(microbatch)
+            with self.in_place(), deferring:
+                yield
+            if deferred is not None and not self._is_split:
+                deferred.run(microbatch)
         finally:
             self.is_in_backward = False
 

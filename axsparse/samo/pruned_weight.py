@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -131,7 +132,7 @@ def _stays_here(wanted: Mapping[str, Any]) -> bool:
 # -- products -------------------------------------------------------------------------------------
 
 
-def _product(x: Any, weight: Any, bias: Tensor | None, *, is_transposed: bool) -> Any:
+def _product(x: Any, weight: Any, bias: Tensor | None = None, *, is_transposed: bool) -> Any:
     """`x Wᵀ + bias`; NotImplemented where torch's own has to be taken, with the dense weight."""
     if (
         not isinstance(weight, PrunedWeight)
@@ -153,12 +154,7 @@ def _fits(x: Tensor, weight: PrunedWeight) -> bool:
     )
 
 
-def _linear(x: Any, weight: Any, bias: Tensor | None = None) -> Any:
-    return _product(x, weight, bias, is_transposed=False)
-
-
-def _matmul(x: Any, weight: Any) -> Any:
-    return _product(x, weight, None, is_transposed=True)
+_matmul = partial(_product, is_transposed=True)
 
 
 def _addmm(bias: Any, x: Any, weight: Any, **scales: Any) -> Any:
@@ -182,7 +178,7 @@ def _turned(weight: Any) -> Any:
 
 _turned_property: Any = Tensor.T
 _PRODUCTS: Mapping[Any, Callable[..., Any]] = {
-    functional.linear: _linear,
+    functional.linear: partial(_product, is_transposed=False),
     torch.matmul: _matmul,
     torch.mm: _matmul,
     Tensor.matmul: _matmul,

@@ -1048,7 +1048,7 @@ class Trainer:
         others = self.link.bytes_sent + sync.tie_bytes_sent + of_group
         gather = None if self.expansion is None else self.expansion.gather
         gathered = 0 if gather is None else gather.bytes_sent
-        return sync.gradient_bytes_sent + gathered, others
+        return sync.replicas.bytes_sent + gathered, others
 
     def _heed_signal(self, *, is_idle: bool = False) -> None:
         """Learn outside of a step whether a rank was asked to stop; StoppedError if nothing is to

@@ -209,7 +209,7 @@ def test_ties_start_in_their_fixed_order_and_their_bytes_are_counted_apart() -> 
     assert started(pair, layers) == ["a", "b"]
     # The two ties of one pair count once.
     assert sync.tie_bytes_sent == 2 * KEPT * 4
-    assert sync.gradient_bytes_sent == 2 * KEPT * 4
+    assert sync.replicas.bytes_sent == 2 * KEPT * 4
 
 
 def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:
@@ -287,7 +287,7 @@ def gradient_bytes(precision: str, **samo: Any) -> tuple[int, int, int]:
         batch={"microbatch_size": 6},
         train={"steps": 1},
     )
-    sent = sum(trainer.sync.gradient_bytes_sent for trainer, _ in ranks)
+    sent = sum(trainer.sync.replicas.bytes_sent for trainer, _ in ranks)
     tensors = [tensor for layer in ranks[0][0].layers for tensor in layer.state.owned]
     kept = sum(tensor.kept for tensor in tensors)
     return sent, kept, sum(tensor.parameter.numel() for tensor in tensors)

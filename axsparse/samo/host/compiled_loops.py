@@ -89,7 +89,13 @@ class Loop:
     def of_numbers(self, count: int) -> Callable[..., None]:
         """The loop for so many whole numbers, without a look at what each argument is: a call takes
         a tenth of the time."""
-        return _of_numbers(self, count)
+        function = self.load(("int",) * count)
+
+        def call(*numbers: int) -> None:
+            status = function(_RESULT, None, *numbers)
+            assert status == 0, f"{self._name}: {status}"
+
+        return call
 
     def load(self, kinds: tuple[Kind, ...]) -> Any:
         """The function for arguments of these types, compiled if no run has done so before.
@@ -106,17 +112,6 @@ class Loop:
                         code = _read(path) or _compiled(self._module, self._name, kinds, path)
                 self._functions[kinds] = _function(key, code, kinds)
             return self._functions[kinds]
-
-
-@cache
-def _of_numbers(loop: Loop, count: int) -> Callable[..., None]:
-    function = loop.load(("int",) * count)
-
-    def call(*numbers: int) -> None:
-        status = function(_RESULT, None, *numbers)
-        assert status == 0, f"{status}"
-
-    return call
 
 
 NOTHING = Loop("axsparse.samo.index.mask_loops", "nothing")

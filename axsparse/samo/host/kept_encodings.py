@@ -14,20 +14,18 @@ each place says whether there is one. At 90 % zeros three of four places are tak
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from functools import cached_property
+from typing import ClassVar
 
 import numpy as np
 
 from axsparse.samo.host.compiled_loops import Array, Loop
 
-LOOPS = {
-    ("mask", False): Loop("axsparse.samo.host.decode_loops", "multiply_masked"),
-    ("list", False): Loop("axsparse.samo.host.decode_loops", "multiply_listed"),
-    ("mask", True): Loop("axsparse.samo.host.bf16_decode_loops", "multiply_masked"),
-    ("slices", True): Loop("axsparse.samo.host.bf16_decode_loops", "multiply_sliced"),
-}
-"""The loop for each encoding, and whether it multiplies by the processor's products of bf16."""
-Name = Literal["mask", "list", "slices"]
+MASKED = Loop("axsparse.samo.host.decode_loops", "multiply_masked")
+LISTED = Loop("axsparse.samo.host.decode_loops", "multiply_listed")
+BF16_MASKED = Loop("axsparse.samo.host.bf16_decode_loops", "multiply_masked")
+SLICED = Loop("axsparse.samo.host.bf16_decode_loops", "multiply_sliced")
 WORD = 64
 """Columns of a word of the mask, and of a step of a slice."""
 ROWS = 2
@@ -54,22 +52,25 @@ SPARE = 64
 class Encoding(ABC):
     """The kept entries of a matrix `(rows, columns)`, as loops read them."""
 
-    name: ClassVar[Name]
+    name: ClassVar[str]
     block: ClassVar[int]
     """Rows that are multiplied together."""
 
     # Reason: each encoding has arrays of its own.
-    def __init__(
-        self, shape: tuple[int, ...], by_bf16: bool, values: Array, *arrays: Array
-    ) -> None:
+    def __init__(self, shape: tuple[int, ...], loop: Loop, values: Array, *arrays: Array) -> None:
         """A loop gets the addresses of the values and of `arrays`, then rows and columns."""
         rows, columns = self.shape = shape
-        self.loop = LOOPS[self.name, by_bf16]
+        self._loop = loop
         self._padded = np.pad(values, SPARE)
         self.values, self.arrays = self._padded[SPARE : SPARE + len(values)], arrays
         addresses = [array.ctypes.data for array in (self._padded[SPARE:], *arrays)]
         self._about = np.array([*addresses, rows, columns], np.int64)
         self.address: int = self._about.ctypes.data
+
+    @cached_property
+    def multiply(self) -> Callable[..., None]:
+        """The loop over rows, which is compiled when it is first asked for."""
+        return self._loop.of_numbers(9)
 
     @property
     def nbytes(self) -> int:
@@ -90,7 +91,8 @@ class Masked(Encoding):
         bits, mask = (self._in_pairs(array) for array in (bits_D, mask_D))
         words = np.packbits(mask, axis=-1, bitorder="little").view(np.uint64)
         first = _first(mask.sum(axis=(1, 2, 3)))
-        super().__init__(bits_D.shape, by_bf16, bits[mask], words, first)
+        loop = BF16_MASKED if by_bf16 else MASKED
+        super().__init__(bits_D.shape, loop, bits[mask], words, first)
 
     @classmethod
     def _in_pairs(cls, array_D: Array) -> Array:
@@ -132,7 +134,7 @@ class Listed(Encoding):
         steps[place] = step - between * LONGEST
         for number in np.flatnonzero(between):
             steps[place[number] - between[number] : place[number]] = LONGEST
-        super().__init__(bits_D.shape, False, values, steps, first)
+        super().__init__(bits_D.shape, LISTED, values, steps, first)
 
     def dense(self) -> Array:
         dense = np.zeros(self.shape, np.uint16)
@@ -164,7 +166,7 @@ class Sliced(Encoding):
         values, columns, masks, moves, kept, steps = map(np.concatenate, zip(*parts, strict=True))
         first = np.stack([_first(kept), _first(steps)], axis=1)
         columns = np.pad(columns, (0, SPARE))  # which are read in vectors, as values are
-        super().__init__(bits_D.shape, True, values, columns, masks, moves, first, order)
+        super().__init__(bits_D.shape, SLICED, values, columns, masks, moves, first, order)
 
     def dense(self) -> Array:
         dense = np.zeros(self.shape, np.uint16)

@@ -108,7 +108,7 @@ class KeptMatrix:
     def _multiply_rows(self, numbers: tuple[int, ...], begin: int, end: int) -> None:
         """Compute rows, by the loop for this encoding."""
         scratch = _SCRATCH.of(self._scratch)
-        self.encoding.loop.of_numbers(9)(*numbers, scratch, begin, end)
+        self.encoding.multiply(*numbers, scratch, begin, end)
 
 
 class _Scratch(threading.local):
