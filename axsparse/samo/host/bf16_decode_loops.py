@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import types
 
 from axsparse.samo.host.decode_parts import (
+    Numbers,
     address_of,
     bf16_at,
     fp32_at,
@@ -217,29 +218,17 @@ def _sliced_rows(tokens: int) -> Any:
 _sliced_1, _sliced_4 = _sliced_rows(1), _sliced_rows(4)
 
 
-# Reason: arrays by their addresses, their sizes, and the rows of a thread.
 @compiled
-def multiply_sliced(
-    x: int,
-    bias: int,
-    out: int,
-    is_bf16: int,
-    tokens: int,
-    matrix: int,
-    scratch: int,
-    begin: int,
-    end: int,
-) -> None:
-    """Write `x Wᵀ + bias` for the slices that begin in rows [begin, end) to `out`.
+def multiply_sliced(numbers: Numbers) -> None:
+    """The loop for the slices that begin in rows [begin, end).
 
-    `x`, `(tokens, columns)`, `bias`, `(rows,)` or 0, and `out`, `(tokens, rows)`, are bf16 or fp32.
     `matrix` has eight int64: addresses of the bf16 values of kept entries; of their columns from
     the first of their step on, uint8; of each step's mask of its 32 places, uint32; of the columns
     from the first of one step to the next, uint8; of the numbers of the first value and step of
     each slice, int32; of the rows in the slices' order, int32; then rows and columns. Each slice
-    has an even number of steps. Behind values and columns, 32 more may be read. `scratch` is for
-    `SUMS` fp32 numbers and the tokens.
+    has an even number of steps. Behind values and columns, 32 more may be read.
     """
+    x, bias, out, is_bf16, tokens, matrix, scratch, begin, end = numbers
     first, order = int64_at(matrix, 4), int64_at(matrix, 5)
     rows, columns = int64_at(matrix, 6), int64_at(matrix, 7)
     inputs, width = scratch + 4 * SUMS, columns + WORD

@@ -89,7 +89,7 @@ class Loop:
     def of_numbers(self, count: int) -> Callable[..., None]:
         """The loop for so many whole numbers, without a look at what each argument is: a call takes
         a tenth of the time."""
-        function = self.load(("int",) * count)
+        function = self.load((("int",) * count,))
 
         def call(*numbers: int) -> None:
             status = function(_RESULT, None, *numbers)

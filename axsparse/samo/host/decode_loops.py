@@ -17,6 +17,7 @@ from llvmlite import ir
 from numba import types
 
 from axsparse.samo.host.decode_parts import (
+    Numbers,
     address_of,
     bf16_at,
     fp32_at,
@@ -220,21 +221,11 @@ def _listed_row(lanes: int) -> Any:
 _listed_1, _listed_4, _listed_8 = _listed_row(1), _listed_row(4), _listed_row(8)
 
 
-# Reason: arrays by their addresses, their sizes, and the rows of a thread.
 @compiled
-def multiply_listed(
-    x: int,
-    bias: int,
-    out: int,
-    is_bf16: int,
-    tokens: int,
-    matrix: int,
-    scratch: int,
-    begin: int,
-    end: int,
-) -> None:
-    """Do what `multiply_masked` does, where places are the distances of each entry's column from
-    the last one's, one byte each; each row has a multiple of four entries."""
+def multiply_listed(numbers: Numbers) -> None:
+    """`matrix` has the five int64 of `multiply_masked`, where places are the distances of each
+    entry's column from the last one's, one byte each; each row has a multiple of four entries."""
+    x, bias, out, is_bf16, tokens, matrix, scratch, begin, end = numbers
     values, steps, first = int64_at(matrix, 0), int64_at(matrix, 1), int64_at(matrix, 2)
     rows, columns = int64_at(matrix, 3), int64_at(matrix, 4)
     wide, sums, size = scratch + 4 * SUMS, scratch, 2 if is_bf16 else 4

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 from llvmlite import ir
 from numba import types
@@ -25,6 +25,12 @@ from axsparse.samo.host.loop_parts import (
     intrinsic,
     lane_sum,
 )
+
+Numbers: TypeAlias = tuple[int, ...]
+"""The arguments of a loop, which writes `x Wᵀ + bias` for some rows of a matrix W: addresses of
+`x`, `(tokens, columns)`, of `bias`, `(rows,)`, or 0, and of `out`, `(tokens, rows)`; whether these
+are bf16, or fp32; the number of tokens; addresses of W's encoding (`matrix`) and of memory for
+`SUMS` fp32 numbers and the tokens (`scratch`); and the bounds of the rows."""
 
 
 def address_of(builder: Any, address: Any, entry: Any, nbytes: int, kind: Any) -> Any:
@@ -153,28 +159,14 @@ def masked_product(nbytes: int, lay_out: Any, of_one: Any, of_four: Any) -> Any:
     multiply `ROWS` rows of the matrix with so many of these rows.
     """
 
-    # Reason: arrays by their addresses, their sizes, and the rows of a thread.
     @compiled
-    def multiply_masked(
-        x: int,
-        bias: int,
-        out: int,
-        is_bf16: int,
-        tokens: int,
-        matrix: int,
-        scratch: int,
-        begin: int,
-        end: int,
-    ) -> None:
-        """Write `x Wᵀ + bias` for rows [begin, end) of a matrix to `out`, `(tokens, rows)`.
-
-        `x`, `(tokens, columns)`, `bias`, `(rows,)` or 0, and `out` are bf16 or fp32. `matrix` has
-        five int64: addresses of the bf16 values of kept entries, of their places and of the number
-        of the first value of each two rows, int32; then rows and columns. Places are words of 64
-        columns: one word of each of two rows, then the next ones; values are in the same order.
-        `begin` is even. Before and behind the values, 32 more may be read. `scratch` is for `SUMS`
-        fp32 numbers and the tokens in whole words.
+    def multiply_masked(numbers: Numbers) -> None:
+        """`matrix` has five int64: addresses of the bf16 values of kept entries, of their places
+        and of the number of the first value of each two rows, int32; then rows and columns. Places
+        are words of 64 columns: one word of each of two rows, then the next ones; values are in the
+        same order. `begin` is even. Before and behind the values, 32 more may be read.
         """
+        x, bias, out, is_bf16, tokens, matrix, scratch, begin, end = numbers
         values, mask, first = int64_at(matrix, 0), int64_at(matrix, 1), int64_at(matrix, 2)
         rows, columns = int64_at(matrix, 3), int64_at(matrix, 4)
         words = (columns + WORD - 1) // WORD
