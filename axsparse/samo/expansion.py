@@ -229,7 +229,6 @@ class LayerGather:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffers."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def resize(self, entries: int, like: Tensor) -> None:

@@ -168,7 +168,6 @@ class OptimizerState:
         return self._shares.gathered(tensor, read, self._backend.device)
 
     def reset_moments(self) -> None:
-        """Set all moments to zero."""
         for values_K in self.moments_K.values():
             values_K.zero_()
 
@@ -192,7 +191,6 @@ class OptimizerState:
         return new
 
     def live_bytes(self) -> StateBytes:
-        """Bytes of these buffers."""
         stored = self.stored()
         master = 0 if stored.master is None else stored.master.nbytes
         optimizer = sum(values.nbytes for values in stored.moments.values())
@@ -633,7 +631,6 @@ class Use:
 
     @property
     def sums(self) -> Tensor:
-        """This use's accumulated kept gradient, a view."""
         return self.layer.sums_of(self.tensor)
 
 

@@ -43,7 +43,6 @@ class Offload:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both places."""
         return sum(place.nbytes for place in self._places)
 
     def staged_layers(self, layers: Sequence[LayerState]) -> Iterator[LayerState]:

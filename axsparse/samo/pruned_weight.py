@@ -59,7 +59,6 @@ class PrunedWeight(Tensor):
 
     @property
     def compressed_bytes(self) -> int:
-        """Bytes in memory."""
         return sum(matrix.nbytes for matrix in self.matrices)
 
     def expanded(self) -> Tensor:

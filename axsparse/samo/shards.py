@@ -56,7 +56,6 @@ class Replicas:
 
     @property
     def rank(self) -> int:
-        """This replica's number."""
         return 0 if self.group is None else self.group.rank
 
     @property

@@ -69,7 +69,6 @@ class TensorState:
 
     @property
     def kept(self) -> int:
-        """Kept entries."""
         return self.index.kept
 
     def positions(self) -> Tensor:
@@ -95,17 +94,14 @@ class TensorState:
 
     @property
     def full_name(self) -> str:
-        """The global name of the full parameter."""
         return self.name if self.shard is None else self.name.rpartition("#")[0]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the full parameter."""
         return tuple(self.parameter.shape) if self.shard is None else self.shard.full_shape
 
     @property
     def full_numel(self) -> int:
-        """Entries of the full parameter."""
         return torch.Size(self.full_shape).numel()
 
     @property

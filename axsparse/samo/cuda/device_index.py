@@ -132,5 +132,4 @@ def _blocks(mask_D: Tensor, size: int) -> Tensor:
 
 
 def _places_of_bits(device: torch.device) -> Tensor:
-    """The places of a byte's bits, the lowest first."""
     return torch.arange(8, dtype=torch.uint8, device=device)

@@ -100,7 +100,6 @@ def source(arithmetic: str) -> str:
 
 
 def read_source(name: str) -> str:
-    """A file of `source/`."""
     return (Path(__file__).parent / "source" / f"{name}.cuh").read_text(encoding="utf-8")
 
 

@@ -40,6 +40,7 @@ from axsparse.samo.host.loop_parts import (
     INT16,
     INT32,
     INT64,
+    add_bf16_products,
     compiled,
     fetch,
     for_range,
@@ -72,8 +73,7 @@ def _expanded(builder: Any, values: list[Any], kept: list[Any]) -> list[Any]:
 def _multiply_add(builder: Any, total: Any, weights: Any, inputs: Any) -> None:
     """Add the products of 32 weights and inputs, two and two, to a variable's 16 sums."""
     factors = [builder.bitcast(each, _FACTORS) for each in (weights, inputs)]
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    builder.store(outside(builder, name, _TOTALS, [builder.load(total), *factors]), total)
+    builder.store(add_bf16_products(builder, builder.load(total), *factors), total)
 
 
 @compiled

@@ -74,7 +74,6 @@ class Encoding(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         return self._padded.nbytes + sum(array.nbytes for array in self.arrays)
 
     @abstractmethod

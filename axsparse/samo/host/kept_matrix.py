@@ -57,7 +57,6 @@ class KeptMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in memory."""
         return self.encoding.nbytes
 
     def dense(self) -> Tensor:
@@ -106,7 +105,6 @@ class KeptMatrix:
         return out
 
     def _multiply_rows(self, numbers: tuple[int, ...], begin: int, end: int) -> None:
-        """Compute rows, by the loop for this encoding."""
         scratch = _SCRATCH.of(self._scratch)
         self.encoding.multiply(*numbers, scratch, begin, end)
 

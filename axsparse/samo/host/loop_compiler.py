@@ -33,7 +33,6 @@ _support: Any = numpy_support
 
 
 def main() -> None:
-    """Compile the requested loop."""
     job = json.load(sys.stdin)
     binding.initialize_native_asmparser()  # for loops with instructions by their names
     try:

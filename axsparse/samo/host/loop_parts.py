@@ -93,6 +93,11 @@ def outside(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
     return builder.call(function, arguments)
 
 
+def add_bf16_products(builder: Any, sums: Any, one: Any, other: Any) -> Any:
+    """16 sums, and the products of two vectors of 32 numbers of bf16, two and two."""
+    return outside(builder, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, [sums, one, other])
+
+
 def fetch(builder: Any, address: Any) -> None:
     """Have the processor fetch memory that will soon be read, which may lie beyond an array."""
     byte = builder.bitcast(address, INT8.as_pointer())

@@ -21,6 +21,7 @@ from axsparse.samo.host.loop_parts import (
     INT16,
     INT32,
     INT64,
+    add_bf16_products,
     alike,
     alloca_once,
     compiled,
@@ -77,11 +78,6 @@ def _numbers(value: int) -> ir.Constant:
 
 def _words(value: int) -> ir.Constant:
     return ir.Constant(_WORDS, [value] * SUMS)
-
-
-def _multiply_add(builder: Any, sums: Any, one: Any, other: Any) -> Any:
-    """`sums` and the products of two vectors of PAIRS numbers, two and two."""
-    return outside(builder, "llvm.x86.avx512bf16.dpbf16ps.512", sums.type, [sums, one, other])
 
 
 # -- transposing --------------------------------------------------------------------------------
@@ -161,7 +157,7 @@ def _dot_of(instructions: int) -> Any:
                     )
                     read.append(builder.load(where, align=2))
                 chain = number % CHAINS
-                totals[chain] = _multiply_add(builder, totals[chain], *read)
+                totals[chain] = add_bf16_products(builder, totals[chain], *read)
             return lane_sum(builder, builder.fadd(*totals))
 
         return types.float32(one, at_one, other, at_other), call
@@ -324,7 +320,7 @@ def _add_pairs(
                         mixed = builder.shuffle_vector(*read, picks(_HALVES[half]))
                         total = totals[chain, vector, half]
                         products = builder.bitcast(mixed, _FACTORS)
-                        added = _multiply_add(builder, builder.load(total), products, factors)
+                        added = add_bf16_products(builder, builder.load(total), products, factors)
                         builder.store(added, total)
         for (vector, half), where in places.items():
             found = [builder.load(totals[chain, vector, half]) for chain in range(AT_ONCE // 2)]

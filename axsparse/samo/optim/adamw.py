@@ -21,7 +21,6 @@ from axsparse.samo.optim.optimizer import Compiled, Hyper, Optimizer, StateBlock
 
 
 def update_moments(block: StateBlock, hyper: Hyper) -> None:
-    """Update the first and second moments."""
     beta1, beta2 = hyper.betas
     block.moments["exp_avg"].lerp_(block.grad, 1 - beta1)
     block.moments["exp_avg_sq"].mul_(beta2).addcmul_(block.grad, block.grad, value=1 - beta2)
@@ -36,7 +35,6 @@ def rounded_root(values: Tensor) -> Tensor:
 
 
 def apply(block: StateBlock, statistics: Tensor | None, hyper: Hyper) -> None:
-    """Decay and move the master weights."""
     assert statistics is None
     *_, decay, correction, eps, rate = factors(hyper)
     block.master.mul_(decay)

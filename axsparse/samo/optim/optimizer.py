@@ -60,7 +60,6 @@ class Hyper:
     step: int
     """Number of this update, from 1; skipped steps do not count."""
     learning_rate: float
-    """The learning rate of this step."""
     betas: tuple[float, float]
     eps: float
     weight_decay: float
