@@ -70,10 +70,6 @@ class _Throttled:
         return None if self._is_congested() else self._policy.next()
 
 
-def decides_alone(policy: Policy, _: bool) -> Policy:
-    return policy
-
-
 class Engine:
     """Runs a stage as its policy says, and exchanges messages with the neighbouring stages."""
 
@@ -85,7 +81,7 @@ class Engine:
         *,
         schedule: Schedule,
         while_idle: Callable[[], None],
-        around: Callable[[Policy, bool], Policy] = decides_alone,
+        around: Callable[[Policy, bool], Policy] = lambda policy, _: policy,
     ) -> None:
         """`while_idle` is called again and again while nothing can run: it advances work in the
         background, such as all-reduces. `around` is given the policy of each step and each

@@ -249,7 +249,9 @@ class LayerGather:
         while True:
             assert self._under_way, f"{layer.name} is not expected in this pass"
             gathered, buffer, work = self._under_way.popleft()
-            self._wait(work)
+            if not work.poll():
+                with self.timed():
+                    wait(work, self._backoff, self.idle)
             self._start_next()
             if gathered is layer:
                 return buffer
@@ -274,8 +276,3 @@ class LayerGather:
         self._begun += 1
         layer.collect_weights(buffer)
         self._under_way.append((layer, buffer, self._group.start(Op.ALL_GATHER, buffer, bounds)))
-
-    def _wait(self, work: Work) -> None:
-        if not work.poll():
-            with self.timed():
-                wait(work, self._backoff, self.idle)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from axsparse.samo.host.compiled_loops import Loop, can_compile
 from axsparse.samo.precision import array_of
+from axsparse.samo.selection import DEVICE_CHUNK
 
 ADD = Loop("axsparse.samo.host.step_loops", "add_integers")
 MARGIN = 8
@@ -41,8 +42,6 @@ FIRST_LARGEST = 10
 """The unit of the first step admits entries of 2**10."""
 CHUNK = 65_536
 """Entries that a CPU converts at a time, so that their copies stay in its cache."""
-DEVICE_CHUNK = 1 << 24
-"""The same on a GPU, where every operation costs a launch."""
 
 
 def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bool) -> None:

@@ -409,7 +409,8 @@ def sums_of_squares_are_those_of_the_cpu_in_another_order(
 
     same_bits(partials, reference.partials(layer.gradient))
     theirs = norm_partials([layer], ["w"])["w"]
-    torch.testing.assert_close(partials.cpu(), theirs, rtol=kernels.NORM_TOLERANCE, atol=0)
+    # 65,536 roundings of fp64, which the other order may do otherwise.
+    torch.testing.assert_close(partials.cpu(), theirs, rtol=1e-11, atol=0)
 
 
 @promise([math.inf, -math.inf, math.nan])

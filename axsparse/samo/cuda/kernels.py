@@ -41,9 +41,6 @@ from axsparse.samo.cuda.launch import (
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, TensorSlot
 from axsparse.samo.shards import BLOCK
 
-NORM_TOLERANCE = 1e-11
-"""The largest relative difference of a sum from one in another order: 65,536 roundings of fp64."""
-
 
 def compress(index: DeviceIndex, dense_D: Tensor, gradient_K: Tensor, *, accumulate: bool) -> None:
     """Move a dense gradient's kept entries into `gradient_K`, or add them to it.

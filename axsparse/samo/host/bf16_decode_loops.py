@@ -5,8 +5,7 @@ Only the process that compiles loops imports this file. Inputs in fp32 are taken
 numbers of bf16 whose sum they are, and each is multiplied like a token of its own.
 
 Values come to their columns, or to their rows, by an instruction that expands them (`vpexpandw`).
-Where others follow it at once, AMD's Zen 4 takes six cycles for it, and one and a half within a
-group: four at a time are one block of instructions, which the compiler does not reorder.
+Four at a time are one block, which the compiler does not reorder (docs/decisions/056-decoding.md).
 """
 
 from __future__ import annotations
