@@ -30,6 +30,8 @@ class ModelLayout:
     """Bytes of model state on the fullest rank as the run begins."""
     teacher_bytes: int = 0
     """Bytes of the teacher's weights on the rank that has most; 0 without a teacher."""
+    has_saved_masks: bool = False
+    """Whether a checkpoint gives the masks of `pruning.mask`."""
 
 
 def banner(
@@ -43,8 +45,9 @@ def banner(
     profile, grid = model.profile, model.grid
     parameters = f"{format_count(profile.num_params)} parameters"
     ranks = f"{grid.size} rank" + "s" * (grid.size > 1)
+    pruning = _pruning(config, has_saved_masks=model.has_saved_masks)
     yield (
-        f"axsparse {__version__} · {model.name} {parameters} · {_pruning(config)} · "
+        f"axsparse {__version__} · {model.name} {parameters} · {pruning} · "
         f"{config.precision} · {ranks} = {grid} · {model.transport}"
     )
     yield "   ".join(
@@ -68,7 +71,7 @@ def banner(
     yield f"{steps} step{'s' * (steps != 1)} · metrics → {metrics}"
 
 
-def _pruning(config: Config) -> str:
+def _pruning(config: Config, *, has_saved_masks: bool) -> str:
     if not config.samo.enabled:
         return "dense (samo.enabled is false)"
     pruning = config.pruning
@@ -76,7 +79,7 @@ def _pruning(config: Config) -> str:
         return "dense (pruning.sparsity is 0)"
     what = "of the block weights" if pruning.include == "blocks" else "of all matrices"
     if pruning.mask is not None:
-        return f"pruned by the masks of {pruning.mask}"
+        return f"pruned by the masks of {'the checkpoint' if has_saved_masks else pruning.mask}"
     when = f" after step {pruning.at_step}" if pruning.at_step else ""
     if pruning.pattern is not None:
         return f"{pruning.pattern} {what} kept by {pruning.method}{when}"

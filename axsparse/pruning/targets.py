@@ -39,18 +39,21 @@ class Targets:
     own: Mapping[str, float]
     """The sparsities of tensors that `pruning.layers` names."""
     mask_file: MaskFile | None = None
-    """The file whose masks are used from the start, and which names the tensors; None without."""
+    """The file whose masks are used from the start, and which names the tensors; None without, and
+    where a checkpoint has its masks."""
+    given: Mapping[str, int] | None = None
+    """Kept entries of each tensor where `pruning.mask` gives the masks; None without."""
     input_dims: Mapping[str, int] = field(default_factory=dict)
     """`ParameterInfo.input_dim` of stacks and of transposed matrices."""
 
     def kept(self, at: Callable[[float], float] = lambda final: final) -> dict[str, int]:
         """How many entries each tensor keeps; `at` maps a final sparsity to the present one.
 
-        A mask file says that by itself. A global distribution needs the weights to say it; here it
-        counts as uniform.
+        Given masks say that by themselves. A global distribution needs the weights to say it;
+        here it counts as uniform.
         """
-        if self.mask_file is not None:
-            return dict(self.mask_file.kept)
+        if self.given is not None:
+            return dict(self.given)
         return kept_counts(
             self.shapes,
             at(self.sparsity),
@@ -78,9 +81,12 @@ class Targets:
         return [name for name in self.shapes if name not in self.own]
 
 
-def what_is_pruned(config: Config, profiled: ModelProfile) -> Targets | None:
+def what_is_pruned(
+    config: Config, profiled: ModelProfile, saved: Mapping[str, int] | None = None
+) -> Targets | None:
     """The tensors that a run prunes, with the mask file of the settings, if there is one; None for
-    dense training.
+    dense training. `saved` has the kept entries in the checkpoint that the run is resumed from,
+    whose masks stay, so that the file is not read.
 
     Raises ConfigError where the settings or the masks do not fit the model, and what `open_masks`
     raises.
@@ -91,8 +97,12 @@ def what_is_pruned(config: Config, profiled: ModelProfile) -> Targets | None:
         return None
     if pruning.mask is None:
         return targets
+    given = replace(targets, own={}, input_dims={})
+    if saved is not None:
+        found = [name for name in profiled.counted if name in saved]
+        return replace(given, shapes={name: profiled.shapes[name] for name in found}, given=saved)
     masks = open_masks(pruning.mask)
-    return replace(targets, shapes=masks.targets(profiled), own={}, mask_file=masks, input_dims={})
+    return replace(given, shapes=masks.targets(profiled), mask_file=masks, given=masks.kept)
 
 
 def find_targets(
@@ -239,7 +249,7 @@ def starts_pruned(config: Config, targets: Targets | None) -> bool:
     pruning = config.pruning
     at_start = pruning.at_step == 0 and pruning.method in FROM_START
     has_masks = at_start or initial_share(pruning) > 0
-    return targets is not None and (targets.mask_file is not None or has_masks)
+    return targets is not None and (targets.given is not None or has_masks)
 
 
 def kept_at_start(config: Config, targets: Targets | None) -> Mapping[str, int]:

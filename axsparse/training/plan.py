@@ -233,8 +233,8 @@ def plan_run(
     """
     check_transport(config, transport, on_host=on_host)
     check_types(config, model, profile)
-    targets = what_is_pruned(config, profile)
-    draws = targets is not None and targets.mask_file is None
+    targets = what_is_pruned(config, profile, saved)
+    draws = targets is not None and targets.given is None
     looks = config.pruning.method in ("zeros", "sparsegpt") or config.pruning.initial_sparsity
     if targets is not None and draws and looks:
         check_weights_are_loaded(config, model, targets)

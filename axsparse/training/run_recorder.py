@@ -89,6 +89,7 @@ def make_recorder(
         dense_bytes=max(plan.state_bytes(plan.layers_of(n), {}) for n in range(len(plan.stages))),
         live_bytes=int(max(row[0] for row in rows)),
         teacher_bytes=int(max(row[3] for row in rows)),
+        has_saved_masks=plan.targets is not None and plan.targets.mask_file is None,
     )
     lines = banner(
         config,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from support.exhaustive import by_default
 from support.resuming import Layout, Ran, ran, records_of, same, settings
 from support.runs import (
@@ -18,6 +19,7 @@ from support.runs import (
     random_init,
     summed_loss,
     tiny_config,
+    tiny_gpt,
     token_data,
     vector_data,
 )
@@ -26,6 +28,7 @@ from torch import Tensor, nn
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Layer, Model
+from axsparse.models.model_profile import profile
 from axsparse.models.sequential import from_sequential, given_module
 from axsparse.training.evaluation import Evaluation
 from axsparse.training.trainer import Trainer
@@ -127,6 +130,26 @@ def test_every_pruning_method_goes_on_where_it_stood(method: str, tmp_path: Path
         value.numel() for key, value in reference.state.items() if key.startswith("weight/")
     )
     assert kept < dense, "the method did something"
+
+
+def test_a_run_goes_on_without_its_mask_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "mask.safetensors"
+    config = config_of(pruning={"mask": str(file)})
+    shapes = profile(tiny_gpt(config)).shapes
+    masks = {name: torch.rand(shapes[name]) < 0.4 for name in shapes if ".fc" in name}
+    save_file({name: mask for name, mask in masks.items() if mask.ndim == 2}, file)
+    whole = ran((2, 1), config, tmp_path / "whole")
+    ran((2, 1), config, tmp_path / "run", stop_after=STOP)
+    file.unlink()
+    capsys.readouterr()
+
+    resumed = ran((1, 1), config, tmp_path / "run", resume="auto")
+
+    assert list(resumed.losses) == [4, 5]
+    same(resumed, whole)
+    assert " · pruned by the masks of the checkpoint · " in capsys.readouterr().out
 
 
 BUFFER_TYPES = [
