@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from axsparse.cli.parser import override
 from axsparse.cli.prune_order import BLOCKWISE, ONE_BY_ONE, Distribution, Heal, PruneOrder
@@ -61,7 +62,13 @@ MEASURED: Mapping[str, Mapping[float, float]] = {
 }
 """Perplexity over the dense model's of English text, by healing (a training whose masks rise is
 "gradual") and sparsity, for `MODEL`:
-benchmarks/results/smollm2_healed.md, smollm2_recovered.md (393,000 tokens with the teacher)."""
+benchmarks/results/smollm2_healed.md, smollm2_recovered.md."""
+RECIPES = {
+    "blocks": "blocks alone",
+    "train": "SparseGPT, blocks, and 393,000 tokens with a teacher",
+    "gradual": "blocks at 50 %, and 393,000 tokens with a teacher",
+}
+"""The healing of `MEASURED`, for a user whose training is shorter or has no teacher."""
 
 
 def rule_of(sparsity: float) -> Rule:
@@ -239,7 +246,8 @@ def plan_lines(order: PruneOrder, config: Config, work: Work | None) -> Iterator
     if trains:
         tokens = config.train.steps * config.batch.global_batch_size * length
         to = f", rising to {100 * sparsity:g} %" if rises else ""
-        taught = ", taught by the dense model" if config.train.teacher else ""
+        teacher = config.train.teacher
+        taught = f", taught by {Path(teacher).absolute().name}" if teacher else ""
         parts.append(
             f"{config.train.steps:,} steps ({format_count(tokens)} tokens, learning rate "
             f"{config.optimizer.learning_rate:g}){to}{taught}"
@@ -249,16 +257,17 @@ def plan_lines(order: PruneOrder, config: Config, work: Work | None) -> Iterator
         seconds = work.of_layers(config) + (work.of_training(config, length) if trains else 0)
         line += f"; about {format_seconds(seconds)} on this machine"
     yield line
-    measured = MEASURED.get("gradual" if rises else order.heal or "none", {})
+    healing = "gradual" if rises else order.heal or "none"
+    measured = MEASURED.get(healing, {})
     nearest = min(measured, key=lambda at: abs(at - sparsity), default=None)
     if nearest is not None and math.isclose(nearest, sparsity, abs_tol=0.05):
         yield (
-            f"{MODEL} had {measured[nearest]:g} times the perplexity of dense after this at "
-            f"{100 * nearest:g} %"
+            f"{MODEL} had {measured[nearest]:g} times the perplexity of dense at "
+            f"{100 * nearest:g} % after {RECIPES[healing]}"
         )
     else:
         blocks = ", ".join(f"{r:g} at {100 * at:g} %" for at, r in MEASURED["blocks"].items())
         yield (
             f"not measured yet at {100 * sparsity:g} %; {MODEL} had {blocks} times the perplexity "
-            "of dense after blocks alone"
+            f"of dense after {RECIPES['blocks']}"
         )

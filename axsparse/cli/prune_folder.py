@@ -339,7 +339,7 @@ class Facts:
     """The results of the pruning."""
 
     before: float
-    """The validation loss of the dense model."""
+    """The validation loss of the model of --from."""
     after: float
     """The validation loss of the pruned model."""
     held_out: int
@@ -369,7 +369,8 @@ def card(order: PruneOrder, config: Config, facts: Facts) -> str:
     removed = 1 - facts.kept / facts.entries
     how, *_ = plan_lines(order, config, None)
     data = ", ".join(map(str, order.data))
-    losses = {"dense": facts.before, "before training": facts.pruned, "this folder": facts.after}
+    # This page may become a part of the card of a folder that is made of this one.
+    losses = {"before": facts.before, "before training": facts.pruned, "after": facts.after}
     found = {name: loss for name, loss in losses.items() if loss is not None}
     settings = (
         override("model.from", order.out),

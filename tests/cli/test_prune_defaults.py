@@ -190,15 +190,16 @@ def test_it_says_what_it_does_how_long_and_how_good_it_was_elsewhere(order: Prun
     # 13 forwards of 0.1 s for 128 samples in 10 layers, 5 for 3,200 in 12 on two ranks.
     assert first == (
         "wanda to 50 %; blocks are healed; 100 steps (819k tokens, learning rate 0.0003), rising "
-        "to 80 %, taught by the dense model; about 3:07:44 on this machine"
+        "to 80 %, taught by model; about 3:07:44 on this machine"
     )
-    assert second == "SmolLM2 135M had 41.7 times the perplexity of dense after this at 80 %"
+    had = "SmolLM2 135M had {} times the perplexity of dense at {} % after {}".format
+    assert second == had(41.7, 80, "blocks at 50 %, and 393,000 tokens with a teacher")
     _, second = plan_lines(replace(order, schedule="once"), config, work)
-    assert second == "SmolLM2 135M had 2.31 times the perplexity of dense after this at 80 %"
+    assert second == had(2.31, 80, "SparseGPT, blocks, and 393,000 tokens with a teacher")
     _, second = plan_lines(order, order.configured("pruning.sparsity=0.9"), None)
     assert second.startswith("not measured yet at 90 %; SmolLM2 135M had 1.24 at 50 %, 1.53 at 60")
     assert "taught" not in next(plan_lines(order, order.configured("train.teacher=null"), None))
     blocks = replace(order, heal="blocks", schedule="once")
     first, second = plan_lines(blocks, order.configured("pruning.sparsity=0.7"), None)
     assert first == "wanda to 70 %; blocks are healed"
-    assert second == "SmolLM2 135M had 2.07 times the perplexity of dense after this at 70 %"
+    assert second == had(2.07, 70, "blocks alone")

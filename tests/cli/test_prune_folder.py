@@ -91,7 +91,7 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / out)
     assert torch.equal(dict(model.named_parameters())[gates], found[gates])
     said = (tmp_path / out / "README.md").read_text()
-    assert re.search(r"\| 8 validation samples \| dense \| this folder \|", said)
+    assert re.search(r"\| 8 validation samples \| before \| after \|", said)
     assert re.search(r"\| perplexity \| \d+\.\d+ \| \d+\.\d+ \|", said)
     assert "model, pruned by axsparse: wanda to 50 %; blocks are healed.\n50.0 % of the" in said
     assert "Data: texts; 8 samples of calibration; seed 1234.\n" in said
@@ -217,7 +217,7 @@ def test_the_card_has_the_zeros_that_are_there_and_its_command_trains_them(
     # Wanda removes whole entries of each row, which are 32 or 44 here.
     assert 0.52 < share < 0.549
     assert f"wanda to 55 %.\n{100 * share:.1f} % of the entries of the pruned matrices are" in said
-    assert "| 4 validation samples | dense | this folder |" in said
+    assert "| 4 validation samples | before | after |" in said
     [command] = re.findall(r"^axsparse train .*$", said, re.MULTILINE)
     few = ("precision=fp32", "batch.global_batch_size=4", "train.peak_flops=1e12", "train.steps=1")
     words = ["-m", *shlex.split(command), *(word for one in few for word in ("--set", one))]
@@ -334,7 +334,7 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
     )
     assert re.search(
         "^axsparse: wanda to 50 %; sparsities by OWL; blocks are healed; 24 steps .*, rising to 80 "
-        r"%, taught by the dense model; about \d\d:\d\d on this machine$",
+        r"%, taught by model; about \d\d:\d\d on this machine$",
         stopped.stdout,
         re.MULTILINE,
     )
@@ -343,7 +343,7 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
     assert all(torch.equal(cut[name], value) for name, value in alone.items())
     said = (tmp_path / "alone" / "README.md").read_text()
     assert "80.0 % of the entries of the pruned matrices are zero" in said
-    assert "rising to 80 %, taught by the dense model.\n" in said
+    assert "rising to 80 %, taught by model.\n" in said
     sparsities = dict(
         entry.split("=")
         for entry in json.loads((tmp_path / "alone.run" / "pruned.json").read_text())["layers"]
@@ -411,7 +411,7 @@ def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:
 
     assert "model, pruned by axsparse: magnitude to 90 %; 100 steps (" in said
     assert "\n60.0 % of the entries of the pruned matrices are zero.\n" in said
-    assert "| 7 validation samples | dense | before training | this folder |\n|---|" in said
+    assert "| 7 validation samples | before | before training | after |\n|---|" in said
     assert "| perplexity | 7.389 | 9.025 | 12.182 |\n" in said
 
 
