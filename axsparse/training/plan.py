@@ -426,10 +426,11 @@ def parameter_groups(
     config: Config, profile: ModelProfile, targets: Targets | None
 ) -> dict[str, ParameterGroup]:
     """The separate settings of some parameters; ConfigError for an entry of another form, or with a
-    pattern that no parameter matches."""
+    pattern that no parameter matches, and for two values of one tied weight."""
     settings, names, shapes = config.optimizer, profile.counted, profile.shapes
+    ties = {second: first for second, first in profile.ties.items() if first in names}
     rates, decays = (
-        _own_values(config.where(f"optimizer.{key}"), getattr(settings, key), names)
+        _own_values(config.where(f"optimizer.{key}"), getattr(settings, key), names, ties)
         for key in ("learning_rates", "weight_decays")
     )
     if targets is not None and config.pruning.rate_power:
@@ -443,17 +444,30 @@ def parameter_groups(
             decay = settings.weight_decay if len(shapes[name]) >= 2 else 0.0
             peak = rates.get(name, settings.learning_rate)
             groups[name] = ParameterGroup(peak, decays.get(name, decay))
-    return groups | {second: groups[of] for second, of in profile.ties.items() if of in groups}
+    return groups | {second: groups[of] for second, of in ties.items() if of in groups}
 
 
-def _own_values(key: str, entries: Sequence[str], names: Sequence[str]) -> dict[str, float]:
-    """The value of each parameter that an entry `pattern=value` names; the last one counts."""
+def _own_values(
+    key: str, entries: Sequence[str], names: Sequence[str], ties: Mapping[str, str]
+) -> dict[str, float]:
+    """The value of each parameter that an entry `pattern=value` names, a tied weight by either
+    name; the last one counts. ConfigError for entries that name the two apart, and differ."""
     values: dict[str, float] = {}
+    apart: dict[str, float] = {}
     for entry in entries:
         form = "pattern=value with a value of at least 0; write it like head.*=0.01"
         pattern, value = named_value(key, entry, math.inf, form)
-        named = match([pattern], names, key, "no trained parameter")
-        values.update(dict.fromkeys(named, value))
+        named = match([pattern], [*names, *ties], key, "no trained parameter")
+        values.update(dict.fromkeys((ties.get(name, name) for name in named), value))
+        for pair in ties.items():
+            alone = [name for name in pair if name in named]
+            apart.update(dict.fromkeys(alone if len(alone) == 1 else (), value))
+    for second, first in ties.items():
+        if first in apart and second in apart and apart[first] != apart[second]:
+            raise ConfigError(
+                f"{key}: {first} gets {apart[first]:g} and {second} {apart[second]:g}, but they "
+                "are one tied weight; give both the same value, or name one of them"
+            )
     return values
 
 

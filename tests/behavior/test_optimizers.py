@@ -37,7 +37,7 @@ def run(g_inter: int, g_data: int, config: Config) -> list[Trace]:
 
 
 GROUPS: dict[str, Any] = {
-    "learning_rates": ["block0.*=0.02", "*.fc2.weight=0.003", "embed.token.weight=0"],
+    "learning_rates": ["block0.*=0.02", "*.fc2.weight=0.003", "head.weight=0"],
     "weight_decays": ["block1.fc1.bias=0.5", "embed.*=0.3", "block0.fc1.weight=0"],
 }
 
