@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from axsparse.config.section import counted
 from axsparse.models.layer import LossFunction, MetricFunction
@@ -75,6 +76,7 @@ class Stage:
         self._loss = loss
         self._loss_is_known = False
         self._leaves_are_known = False
+        self._own = {id(weight) for layer in layers for weight in layer.parameters}
         self._metrics = metrics
         self._input_dtype = input_dtype
         self._seed = seed
@@ -131,10 +133,10 @@ class Stage:
         with preserved_rng(is_seeded=True), products, self._expanding():
             for layer in self.layers:
                 outputs = layer.train(outputs, key.of(self._seed, layer.name))
+            known = {output.grad_fn for output in outputs if self._leaves_are_known}
             if self._loss is not None:
                 outputs = (self._summed_loss(outputs, targets, key, taught) / divisor,)
-        if not self._leaves_are_known:
-            self._reject_foreign(outputs)
+        self._reject_foreign(outputs, known)
         self._live[microbatch] = inputs, outputs
         return outputs
 
@@ -291,17 +293,18 @@ class Stage:
                 "in a buffer and return it for the loss, or draw from the global random generators"
             )
 
-    def _reject_foreign(self, outputs: Tensors) -> None:
-        """ConfigError if a parameter that no layer has gets a gradient. Other leaves of the graph
-        may belong to the forward, as in a gradient penalty."""
+    def _reject_foreign(self, outputs: Tensors, known: set[Node | None]) -> None:
+        """ConfigError if a parameter that no layer has gets a gradient in the graph of the outputs,
+        behind its `known` nodes. Other leaves may belong to the forward, as in a gradient penalty.
+        """
         self._leaves_are_known = True
-        known = {id(weight) for layer in self.layers for weight in layer.parameters}
-        nodes = [output.grad_fn for output in outputs if output.grad_fn is not None]
-        seen = set(nodes)
+        ends = {output.grad_fn for output in outputs} - known
+        nodes = [node for node in ends if node is not None]
+        seen = known | ends
         while nodes:
             node = nodes.pop()
             leaf = getattr(node, "variable", None)
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in known:
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in self._own:
                 named, more = self._named(leaf), ""
                 if not named.startswith("loss"):
                     more = (
