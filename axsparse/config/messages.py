@@ -29,90 +29,68 @@ class Setting:
     """The scalar as it was typed, or a list of them; None unless YAML was read."""
 
 
-OTHER_NAMES = {
-    "optimizer.name": ("optim", "optimizer_type", "optimizer_name"),
-    "optimizer.learning_rate": ("lr", "max_lr"),
-    "optimizer.betas, both in one list such as [0.9, 0.95]": (
-        *("beta1", "beta2", "adam_beta1", "adam_beta2"),
-    ),
-    "optimizer.eps": ("epsilon", "adam_epsilon", "adam_eps"),
-    "optimizer.weight_decay": (
-        *("wd", "l2", "weight_decay_rate", "adam_weight_decay", "optimizer.decay"),
-    ),
-    "optimizer.clip_norm": (
-        *("max_grad_norm", "gradient_clip", "grad_clip", "clip_grad", "gradient_clip_val"),
-        *("gradient_clipping", "max_norm"),
-    ),
-    "schedule.warmup_steps": ("warmup", "lr_warmup", "num_warmup_steps"),
-    "schedule.warmup_steps, a number of steps": ("warmup_ratio", "warmup_fraction"),
-    "schedule.final_ratio, a fraction of optimizer.learning_rate": (
-        *("min_lr", "lr_min", "eta_min"),
-    ),
-    "schedule.decay": (
-        *("scheduler", "lr_scheduler", "lr_scheduler_type", "optimizer.schedule", "train.schedule"),
-    ),
-    "train.steps": (
-        *("max_steps", "num_steps", "total_steps", "iterations", "max_iters", "train_iters"),
-        "optimizer.steps",
-    ),
-    "train.steps, a number of steps": (
-        *("epoch", "epochs", "max_epochs", "num_epochs", "num_train_epochs"),
-    ),
-    "train.log_every": (
-        *("logging_steps", "log_interval", "print_every"),
-        *("logging.steps", "logging.interval", "logging.every"),
-    ),
-    "train.eval_every": ("eval_interval", "evaluation_interval"),
-    "batch.global_batch_size": ("batch_size", "train_batch_size"),
-    "batch.microbatch_size": (
-        *("per_device_train_batch_size", "micro_batch_size", "train_micro_batch_size_per_gpu"),
-    ),
-    "batch.microbatch_size, the samples of a microbatch": (
-        *("gradient_accumulation_steps", "accumulate_grad_batches"),
-    ),
-    "pruning.sparsity": ("amount", "ratio"),
-    "pruning.sparsity, 1 minus the density": ("density",),
-    "pruning.sparsity, 0 for none": ("pruning.enabled",),
-    "model.sequence_length": ("max_position_embeddings", "n_positions", "n_ctx"),
-    "model.hidden_size": ("n_embd", "d_model", "hidden_dim"),
-    "model.hidden_size, a quarter of the width of MLPs": (
-        *("ffn_hidden_size", "intermediate_size", "n_inner", "d_ff", "ffn_dim"),
-    ),
-    "model.num_layers": ("n_layer", "n_layers", "num_hidden_layers", "model.layers"),
-    "model.num_heads": ("n_head", "n_heads", "num_attention_heads"),
-    "model.tie_embeddings": ("tie_word_embeddings",),
-    "model.from": ("model_name_or_path",),
-    "model.from, the model's folder": ("architectures", "model_type"),
-    "data.sequence_length": (
-        *("block_size", "max_length", "max_seq_len", "max_seq_length", "context_length"),
-        *("seq_len", "seqlen"),
-    ),
-    "pipeline.checkpoint_activations, 1 for all layers": (
-        *("gradient_checkpointing", "activation_checkpointing", "recompute"),
-    ),
-    "precision": ("dtype", "torch_dtype"),
-    "precision, such as bf16": ("bf16", "fp16", "amp"),
-    "run_dir": ("output_dir", "save_dir", "out_dir"),
-    "checkpoint.every": (
-        *("save_every", "save_steps", "save_interval", "checkpoint.steps", "checkpoint.interval"),
-    ),
-    "watchdog.timeout, 0 for none": ("watchdog.enabled",),
-    "layout.g_tensor": ("tensor_parallel", "tensor_parallel_size", "tp_size", "tp"),
-    "layout.g_inter": (
-        *("pipeline_stages", "pipeline_parallel", "pipeline_parallel_size", "pp_size", "pp"),
-    ),
-    "layout.g_data": ("data_parallel", "data_parallel_size", "dp_size", "dp"),
-    "seed": ("random_seed", "manual_seed"),
-}
-"""Key -> names that other libraries have for the setting, and that look like no key of ours; with a
-section where they mean it there alone. What follows the key says what its value is, where other
-libraries have another unit or meaning."""
+OTHER_NAMES = """
+optimizer.name: optim optimizer_type optimizer_name
+optimizer.learning_rate: lr max_lr
+optimizer.betas, both in one list such as [0.9, 0.95]: beta1 beta2 adam_beta1 adam_beta2
+optimizer.eps: epsilon adam_epsilon adam_eps
+optimizer.weight_decay: wd l2 weight_decay_rate adam_weight_decay optimizer.decay
+optimizer.clip_norm: max_grad_norm gradient_clip grad_clip clip_grad gradient_clip_val
+  gradient_clipping max_norm
+schedule.warmup_steps: warmup lr_warmup num_warmup_steps
+schedule.warmup_steps, a number of steps: warmup_ratio warmup_fraction
+schedule.final_ratio, a fraction of optimizer.learning_rate: min_lr lr_min eta_min
+schedule.decay: scheduler lr_scheduler lr_scheduler_type optimizer.schedule train.schedule
+train.steps: max_steps num_steps total_steps iterations max_iters train_iters optimizer.steps
+train.steps, a number of steps: epoch epochs max_epochs num_epochs num_train_epochs
+train.log_every: logging_steps log_interval print_every logging.steps logging.interval
+  logging.every
+train.eval_every: eval_interval evaluation_interval
+batch.global_batch_size: batch_size train_batch_size
+batch.microbatch_size: per_device_train_batch_size micro_batch_size
+  train_micro_batch_size_per_gpu
+batch.microbatch_size, the samples of a microbatch: gradient_accumulation_steps
+  accumulate_grad_batches
+pruning.sparsity: amount ratio
+pruning.sparsity, 1 minus the density: density
+pruning.sparsity, 0 for none: pruning.enabled
+model.sequence_length: max_position_embeddings n_positions n_ctx
+model.hidden_size: n_embd d_model hidden_dim
+model.hidden_size, a quarter of the width of MLPs: ffn_hidden_size intermediate_size n_inner
+  d_ff ffn_dim
+model.num_layers: n_layer n_layers num_hidden_layers model.layers
+model.num_heads: n_head n_heads num_attention_heads
+model.tie_embeddings: tie_word_embeddings
+model.from: model_name_or_path
+model.from, the model's folder: architectures model_type
+data.sequence_length: block_size max_length max_seq_len max_seq_length context_length seq_len
+  seqlen
+pipeline.checkpoint_activations, 1 for all layers: gradient_checkpointing
+  activation_checkpointing recompute
+precision: dtype torch_dtype
+precision, such as bf16: bf16 fp16 amp
+run_dir: output_dir save_dir out_dir
+checkpoint.every: save_every save_steps save_interval checkpoint.steps checkpoint.interval
+watchdog.timeout, 0 for none: watchdog.enabled
+layout.g_tensor: tensor_parallel tensor_parallel_size tp_size tp
+layout.g_inter: pipeline_stages pipeline_parallel pipeline_parallel_size pp_size pp
+layout.g_data: data_parallel data_parallel_size dp_size dp
+seed: random_seed manual_seed
+"""
+"""A row is a key, and names that other libraries have for the setting and that look like no key of
+ours; with a section where they mean it there alone. What follows the key says what its value is,
+where other libraries have another unit or meaning."""
 GENERAL = (
     *("name", "path", "source", "from", "new", "weights", "layers", "split", "schedule", "method"),
     *("enabled", "steps", "every", "interval", "initial", "threshold", "gradient", "decay"),
 )
 """Last words of keys that mean something else in another section."""
-FOREIGN_KEYS = {name: key for key, names in OTHER_NAMES.items() for name in names}
+FOREIGN_KEYS = {
+    name: key
+    for row in re.split(r"\n(?! )", OTHER_NAMES.strip())
+    for key, _, names in [row.partition(": ")]
+    for name in names.split()
+}
 OFF = ("null", "false", "'none'", "'off'", "0", "-1")
 """Values by which other libraries switch something off."""
 SWITCHES_OFF = re.compile(r"[.;]\s((?:0|null)\s[a-z][^.;(]*)")
