@@ -15,16 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-    default_collate,
-)
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from axsparse.data.dataset import counted, may_be, read_tensors
 from axsparse.runtime.canonical_form import digest_of
@@ -44,9 +35,6 @@ UNFIT = (TypeError, ValueError, RuntimeError)
 WHY = 200
 """The length to which the reason of an error is cut, in letters."""
 
-REPLACED = (RandomSampler, SequentialSampler)
-"""Samplers of a DataLoader in whose place the run draws as they do, where they draw each sample
-once; so it does for a DistributedSampler."""
 DRAWS = frozenset(
     (
         *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
@@ -182,28 +170,13 @@ def _compared(samples: TorchSamples) -> Iterator[list[Tensor]]:
 def advice_for(given: object) -> str:
     """The suggestion for something that is no `Dataset` of axsparse."""
     if isinstance(given, DataLoader):
-        way, samples = "give its data set", "loader.dataset"
-        sampler: Any = given.batch_sampler
-        dataset: Any = given.dataset
         numbers = "[n for batch in loader.batch_sampler for n in batch]"
-        if type(sampler) is BatchSampler:
-            sampler, numbers = sampler.sampler, "[*loader.batch_sampler.sampler]"
-        elif sampler is None:
-            sampler, numbers = given.sampler, "[*loader.sampler]"
-        draws_all = type(sampler) is DistributedSampler or (
-            type(sampler) in REPLACED
-            and len(sampler) == len(dataset)
-            and not getattr(sampler, "replacement", False)
-        )
-        if not draws_all and not isinstance(dataset, IterableDataset):
-            way = (
-                f"its {type(sampler).__name__} is not followed: give the samples that it draws "
-                "once, after torch.manual_seed(0)"
-            )
-            samples = f"torch.utils.data.Subset(loader.dataset, {numbers})"
         return (
-            f"{way}, ax.from_torch({samples}, loader.collate_fn), since "
-            "batch.global_batch_size, batch.microbatch_size and seed say what a batch is"
+            "give its data set, ax.from_torch(loader.dataset, loader.collate_fn), since "
+            "batch.global_batch_size, batch.microbatch_size and seed say what a batch is; where "
+            "its sampler leaves samples out or repeats them, give those that it draws once, after "
+            "torch.manual_seed(0), "
+            f"ax.from_torch(torch.utils.data.Subset(loader.dataset, {numbers}), loader.collate_fn)"
         )
     are_columns = isinstance(given, list) and all(isinstance(one, Tensor) for one in given)
     if isinstance(given, Dataset) or (isinstance(given, list) and not are_columns):
