@@ -200,38 +200,31 @@ def _width(config: Config) -> int | None:
 
 @dataclass(frozen=True)
 class Work:
-    """The products of a model, and the time of some of them on this machine."""
+    """The size of a model in pruned layers, and the time of one of them on this machine."""
 
-    block_flops: float
-    """Flops of the forward of a pruned layer, for one sample of calibration."""
-    blocks: int
+    layers: int
     """The number of pruned layers."""
-    model_flops: float
-    """Flops of the forward of the model, for one sample of calibration."""
+    size: float
+    """The products of the model, relative to those of a pruned layer."""
+    seconds: float
+    """Seconds of the forward of a pruned layer, for one sample of calibration."""
     length: int
     """Tokens of that sample."""
-    block_seconds: float
-    """Seconds of a forward and a backward of a pruned layer for it."""
     ranks: int = 1
-
-    @property
-    def seconds_per_flop(self) -> float:
-        return self.block_seconds / (3 * self.block_flops)
 
     def of_layers(self, config: Config) -> float:
         """Seconds of pruning and healing, layer by layer: 5 forwards for inputs, statistics and
         errors, and as many as three forwards for each step, whose update takes as long as one."""
         pruning = config.pruning
         forwards = 5 + (4 * pruning.heal_passes if pruning.heal != "none" else 0)
-        samples = pruning.calibration_samples
-        return forwards * samples * self.blocks * self.block_flops * self.seconds_per_flop
+        return forwards * pruning.calibration_samples * self.layers * self.seconds
 
     def of_training(self, config: Config, length: int) -> float:
         """Seconds of a training on all ranks: three forwards for each sample, one more that is
         recomputed, and one of the teacher."""
         forwards = 3 + bool(config.pipeline.checkpoint_activations) + bool(config.train.teacher)
         samples = config.train.steps * config.batch.global_batch_size * length / self.length
-        return forwards * samples * self.model_flops * self.seconds_per_flop / self.ranks
+        return forwards * samples * self.size * self.seconds / self.ranks
 
 
 def plan_lines(order: PruneOrder, config: Config, work: Work | None) -> Iterator[str]:

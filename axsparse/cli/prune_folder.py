@@ -216,9 +216,9 @@ def _announce(
         if any(parameter.name in names for parameter in layer.parameters)
     ]
     if block_seconds is not None and pruned[0]:  # an embedding multiplies nothing
-        length = sample_length(plan.config)
-        seconds = block_seconds / plan.config.batch.microbatch_size
-        work = Work(pruned[0], len(pruned), plan.profile.flops, length, seconds, transport.size)
+        size, length = plan.profile.flops / pruned[0], sample_length(plan.config)
+        seconds = block_seconds / (3 * plan.config.batch.microbatch_size)  # with the backward
+        work = Work(len(pruned), size, seconds, length, transport.size)
     for line in plan_lines(order, asked, work):
         say(f"axsparse: {line}")
 

@@ -181,9 +181,7 @@ def test_it_says_what_it_does_how_long_and_how_good_it_was_elsewhere(order: Prun
     settings = ("pruning.sparsity=0.8", "train.steps=100", "batch.global_batch_size=8")
     order = with_settings(order, *settings, "data.sequence_length=1024")
     order = chosen(replace(order, schedule="gradual"))
-    work = Work(
-        block_flops=1e9, blocks=10, model_flops=12e9, length=256, block_seconds=0.3, ranks=2
-    )
+    work = Work(layers=10, size=12.0, seconds=0.1, length=256, ranks=2)
     config = order.configured("pruning.heal_passes=2", "optimizer.learning_rate=3e-4")
 
     first, second = plan_lines(order, config, work)
