@@ -20,6 +20,7 @@ from axsparse.config.hf_config import read_json
 from axsparse.config.load import bundled_source, configure
 from axsparse.config.messages import shorten
 from axsparse.config.schema import Config, final_sparsity, prunes, sample_length
+from axsparse.config.section import flat
 from axsparse.data.documents import Reading
 from axsparse.data.token_file import read_sidecar
 from axsparse.models.start_weights import fingerprint, open_weights
@@ -27,7 +28,7 @@ from axsparse.runtime.errors import ConfigError, DataError, writing
 from axsparse.runtime.files.atomic import UNFINISHED, new_path, remove_unfinished
 from axsparse.runtime.files.paths import is_own, reject_within
 from axsparse.runtime.files.run_folder import LOCK_FILE, RunLock
-from axsparse.training.checkpoint.verification import MEANS, START, flat, steps_in
+from axsparse.training.checkpoint.verification import MEANS, START, steps_in
 
 ORDER, PRUNED, FACTS = "order.json", "pruned", "pruned.json"
 """The names in the folder of the work of the settings of the training, of the pruned folder that is

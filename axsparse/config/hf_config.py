@@ -14,6 +14,7 @@ from typing import Any
 
 from axsparse.config.messages import Setting, shorten, show
 from axsparse.config.model_config import Family, GptConfig, HfConfig
+from axsparse.config.section import flat
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 CONFIG_FILE = "config.json"
@@ -100,7 +101,7 @@ def model_settings(path: Path, name: object = None) -> dict[str, Any]:
 
 def reject_other_sizes(path: Path, theirs: Mapping[str, Any], model: Family) -> None:
     """ConfigError if a config.json, as `model_settings` returns it, is not of these settings."""
-    own, there = _flat(model.model_dump()), _flat(theirs)
+    own, there = flat(model.model_dump()), flat(theirs)
     odd = {name: value for name, value in there.items() if own.get(name) != value}
     if odd:
         raise ConfigError(
@@ -108,13 +109,6 @@ def reject_other_sizes(path: Path, theirs: Mapping[str, Any], model: Family) -> 
             f"{', '.join(f'model.{name} {shown(own.get(name))}' for name in odd)}; set "
             f"{', '.join(f'model.{name} to {shown(value)}' for name, value in odd.items())}"
         )
-
-
-def _flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings as one level of keys; transformers' settings have names such as
-    "hf.hidden_size"."""
-    inner = {f"hf.{key}": value for key, value in settings.get("hf", {}).items()}
-    return {**{key: value for key, value in settings.items() if key != "hf"}, **inner}
 
 
 def read_json(path: Path) -> dict[str, Any]:

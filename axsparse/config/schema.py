@@ -27,6 +27,7 @@ from axsparse.config.section import (
     PathText,
     Rate,
     Section,
+    flat,
 )
 
 ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
@@ -604,13 +605,7 @@ class Config(Section):
 
     def by_key(self) -> dict[str, Any]:
         """The values by dotted key."""
-        values: dict[str, Any] = {}
-        for name, value in self.model_dump().items():
-            if isinstance(value, dict):
-                values |= {f"{name}.{leaf}": one for leaf, one in value.items()}
-            else:
-                values[name] = value
-        return values
+        return flat(self.model_dump())
 
     def named(self, name: str) -> Config:
         """The configuration under a name, unless it has one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import isqrt
 from typing import Annotated, Any, Literal
 
@@ -106,6 +106,15 @@ class Section(BaseModel):
                     "text", "Input should be text without NUL, rare line breaks and surrogates"
                 )
         return value
+
+
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of all sections by dotted key, such as `train.steps`."""
+    return {
+        f"{section}.{key}" if isinstance(values, Mapping) else section: value
+        for section, values in settings.items()
+        for key, value in (values.items() if isinstance(values, Mapping) else [("", values)])
+    }
 
 
 class BrokenRule(ValueError):  # noqa: N818 - pydantic wraps it, and nobody catches it by name

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from axsparse.config.schema import Config
+from axsparse.config.section import flat
 from axsparse.config.validate import check_config, check_offload, reject_quiet
 from axsparse.data.batches import Batch, Batches
 from axsparse.data.dataset import Datasets
@@ -66,7 +67,6 @@ from axsparse.training.checkpoint.verification import (
     MEANS,
     START,
     Checkpoint,
-    flat,
     reject_other_model,
     reject_other_settings,
     reject_other_teacher,

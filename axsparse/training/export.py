@@ -42,6 +42,7 @@ from axsparse.config.hf_config import (
 from axsparse.config.load import data_elsewhere
 from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.config.schema import Config
+from axsparse.config.section import flat
 from axsparse.data.tokenizers import (
     EOS,
     GENERATION,
@@ -83,7 +84,7 @@ from axsparse.runtime.files.safetensors import (
 from axsparse.samo.precision import DTYPES
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, DataEntry, ParameterEntry
 from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE, CheckpointFiles
-from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, flat, verify
+from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 
 Form = Literal["hf", "sparse", "torch"]
 WEIGHTS = re.compile(

@@ -14,6 +14,7 @@ import yaml
 
 from axsparse.config.load import to_yaml
 from axsparse.config.schema import Config, token_sources
+from axsparse.config.section import flat
 from axsparse.observe.metrics import WANDB_ID
 from axsparse.observe.trace_file import TRACE_FILE, TRACES
 from axsparse.pruning.mask_file import MASK_FILE
@@ -43,7 +44,6 @@ from axsparse.training.checkpoint import checkpoint_folder
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, run_of, step_of
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
-    flat,
     newest_complete,
     remains,
     steps_in,

@@ -4,15 +4,16 @@ may be resumed from it, which needs the same model, data and settings."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import xxhash
 
 from axsparse.config.messages import shorten
 from axsparse.config.schema import ONCE, Config
+from axsparse.config.section import flat
 from axsparse.models.model_profile import ModelProfile
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import (
@@ -306,15 +307,6 @@ def reject_other_settings(checkpoint: Checkpoint, config: Config, loaded: Config
             )
         lines.append(f"{key} is now {_short(new)}, before it was {_short(old)}")
     return lines
-
-
-def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of all sections by dotted key, such as `train.steps`."""
-    return {
-        f"{section}.{key}" if isinstance(values, Mapping) else section: value
-        for section, values in settings.items()
-        for key, value in (values.items() if isinstance(values, Mapping) else [("", values)])
-    }
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
