@@ -233,15 +233,6 @@ DEEPEST = 10_000
 """Layers of a model at most, many times more than any published model has."""
 
 
-def hf_settings(where: object, theirs: Mapping[str, Any]) -> Any:
-    """The settings of a language model, or of the text model in one that also takes pictures, as
-    transformers has them; `where` is their place in messages.
-
-    Raises the errors of `folder_settings`.
-    """
-    return folder_settings(where, theirs).get_text_config()
-
-
 def has_others(settings: Any) -> bool:
     """Whether a model, of these settings of transformers, has other parts than a language model."""
     return settings.get_text_config() is not settings
@@ -313,7 +304,7 @@ def reject_other_settings(
     `where` is the place of our settings. Those that we leave to transformers are not compared.
     """
     there, here = (
-        hf_settings(place, settings).to_dict()
+        folder_settings(place, settings).get_text_config().to_dict()
         for place, settings in ((path, theirs), (where, ours))
     )
     for key in ours:
@@ -337,9 +328,9 @@ def reject_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
 
 
 def hf_sizes(where: object, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes in settings of transformers that a run asks for; raises the errors of
-    `hf_settings`."""
-    settings = hf_settings(where, theirs)
+    """The sizes in settings of transformers that a run asks for, of a text model in one that also
+    takes pictures; raises the errors of `folder_settings`."""
+    settings = folder_settings(where, theirs).get_text_config()
     sizes = {"vocab_size": settings.vocab_size}
     longest = getattr(settings, "max_position_embeddings", None)
     return sizes if longest is None else {"sequence_length": longest, **sizes}

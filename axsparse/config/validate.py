@@ -336,13 +336,11 @@ def check_data(
     words: int | None,
     vocab_size: int,
     num_samples: int,
-    is_cut: bool,
 ) -> None:
     """ConfigError for a vocabulary larger than the model's, DataError for less than one step.
 
     `source` names the data in messages; `words` is the size of the model's vocabulary, if it
-    has one; `num_samples` counts the training samples; `is_cut` says that they are sequences, cut
-    from a longer one.
+    has one; `num_samples` counts the training samples.
     """
     batch = config.batch.global_batch_size
     if words is not None and words < vocab_size:
@@ -357,12 +355,10 @@ def check_data(
             f"{vocab_size}; {suggestion}"
         )
     if num_samples < batch:
-        ways = "more data, a smaller batch or a smaller data.sequence_length"
-        if not is_cut:
-            ways = "more data or a smaller batch"
         raise DataError(
             f"{source}: {counted(num_samples, 'sample')} cannot fill a step of "
-            f"{config.where('batch.global_batch_size')} {batch}; take {ways}"
+            f"{config.where('batch.global_batch_size')} {batch}; take more data, a "
+            "smaller batch, or of tokens a smaller data.sequence_length"
         )
 
 

@@ -240,12 +240,6 @@ class Blend:
         return self.datasets[0].count_targets(targets)
 
 
-def is_cut(dataset: Dataset) -> bool:
-    """Whether samples are sequences cut from a longer one, by data.sequence_length."""
-    parts = dataset.datasets if isinstance(dataset, Blend) else (dataset,)
-    return any(isinstance(part, TokenDataset) for part in parts)
-
-
 VOCAB_SIZE = 256
 """A token is a byte."""
 

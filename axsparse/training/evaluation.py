@@ -17,7 +17,6 @@ from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, Prefetcher
 from axsparse.data.dataset import Dataset, Datasets
-from axsparse.data.sources import is_cut
 from axsparse.models.layer import Model
 from axsparse.models.sequential import filled_modules
 from axsparse.observe.phases import Phases
@@ -196,6 +195,5 @@ def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
         words=saved.model.vocab_size,
         vocab_size=training.vocab_size or 0,
         num_samples=len(training),
-        is_cut=is_cut(training),
     )
     return validation

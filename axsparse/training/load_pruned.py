@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axsparse.config.hf_config import CONFIG_FILE, hf_settings, read_json
+from axsparse.config.hf_config import CONFIG_FILE, folder_settings, read_json
 from axsparse.models.layer import mismatched_values
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import tied_names
@@ -132,7 +132,7 @@ COPY = (
 def tokenizer_of(folder: Path, named: object, way: str = COPY) -> Any:
     """transformers' tokenizer of a folder; MissingInputError, from `named` to `way`, if there is
     none, and if there is no transformers, DataError if it is damaged."""
-    hf_settings(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
+    folder_settings(folder / CONFIG_FILE, read_json(folder / CONFIG_FILE))
     from transformers import AutoTokenizer
 
     load: Any = AutoTokenizer.from_pretrained

@@ -26,7 +26,7 @@ from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, integer_of
 from axsparse.data.dataset import Dataset, Datasets, read_tensors
 from axsparse.data.order import Share
-from axsparse.data.sources import is_cut, open_datasets
+from axsparse.data.sources import open_datasets
 from axsparse.data.torch_dataset import SHIFTED, advice_for
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.losses import linear_cross_entropy, summed_cross_entropy
@@ -289,7 +289,6 @@ def open_data(
             words=plan.model.vocab_size,
             vocab_size=facts["vocab_size"],
             num_samples=facts["samples"],
-            is_cut=facts["is_cut"],
         ),
     )
 
@@ -411,7 +410,6 @@ def _facts_of(datasets: Datasets) -> dict[str, Any]:
         "fingerprint": training.fingerprint,
         "vocab_size": training.vocab_size or 0,
         "samples": len(training),
-        "is_cut": is_cut(training),
         "shares": getattr(training, "shares", ()),
         "validation_samples": 0 if validation is None else len(validation),
         "validation_fingerprint": "" if validation is None else validation.fingerprint,
