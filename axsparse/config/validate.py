@@ -263,18 +263,15 @@ def check_rounds(loaded: Config, config: Config) -> None:
     """
     pruning, where = config.pruning, loaded.where("pruning.interval")
     begin, until, every = pruning.at_step, pruning.until_step, pruning.interval
-    steps = config.train.steps
     assert until != "auto"
     end = f"pruning.until_step {until}"
     often = "step" if every == 1 else f"{every} steps"
     if loaded.pruning.until_step == "auto":
-        end += f" (auto, by train.steps {steps})"
+        end += f" (auto, by train.steps {config.train.steps})"
     if pruning.method in ("gradual", "iterative") and begin + every > until:
         way = f"choose at most {until - begin}"
         if until == begin:
-            way = "choose a smaller pruning.at_step or more train.steps"
-            if begin + 1 < steps:
-                way += f", or a pruning.until_step between {begin} and {steps}"
+            way = "choose a smaller pruning.at_step, more train.steps or a later pruning.until_step"
         raise ConfigError(
             f"{where}: an interval of {counted(every, 'step')} does not fit between "
             f"pruning.at_step {begin} and {end}; {way}"
@@ -283,13 +280,12 @@ def check_rounds(loaded: Config, config: Config) -> None:
     last = first + DISTANCES * every
     if pruning.method == "early-bird" and last > until:
         most, least = (until - first) // DISTANCES, first + DISTANCES
-        way = f"set pruning.interval to 1 and pruning.until_step to {least}"
-        if least >= steps:
-            way += f", and train.steps to at least {least + 1}"
+        way = f"choose at most {most}"
+        if most < 1:
+            way = f"choose 1, a pruning.until_step from {least} on, and more train.steps than that"
         raise ConfigError(
             f"{where}: {DISTANCES + 1} looks, one every {often} from step {first} on (after "
-            f"warm-up and pruning.at_step), end at {last}, after {end}; "
-            f"{f'choose at most {most}' if most > 0 else way}"
+            f"warm-up and pruning.at_step), end at {last}, after {end}; {way}"
         )
 
 
