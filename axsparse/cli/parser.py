@@ -22,13 +22,7 @@ from axsparse.runtime.errors import (
     writing,
 )
 from axsparse.runtime.files.paths import expanded
-from axsparse.runtime.process import (
-    SRUN_SIZE,
-    exit_process,
-    speaks,
-    started_by_launcher,
-    torchrun_size,
-)
+from axsparse.runtime.process import exit_process, speaks
 
 if TYPE_CHECKING:
     from _typeshed import SupportsWrite
@@ -216,23 +210,13 @@ def reject_early(
     `Config.as_part`.
     """
     from axsparse.config.load import configure
-    from axsparse.config.model_config import GptConfig
-    from axsparse.config.validate import check_config, check_divides_ranks, check_stages
+    from axsparse.config.validate import check_config
     from axsparse.runtime.connection import leave_before_start
     from axsparse.runtime.mpi.mpi_transport import wait_until_all_ranks_have_started
 
     try:
         config = configure(arguments.config, overrides)
         check_config(config.as_part() if is_part else config)
-        if not started_by_launcher() and SRUN_SIZE not in os.environ and torchrun_size() == 1:
-            names = ["g_data"]
-            if isinstance(config.model, GptConfig):  # the layers of others are known later
-                names = ["g_inter", "g_data"]
-                check_stages(config, config.model.num_layers + 2)
-            for name in names:
-                count = getattr(config.layout, name)
-                if count != "auto":
-                    check_divides_ranks(config, f"layout.{name}", count, 1, [1])
     except AxsparseError as error:
         if speaks():
             leave_before_start(str(error), error.exit_code)

@@ -86,10 +86,6 @@ for words in {lines!r}:
 """
 EARLY = {
     "train --set trian.steps=3": "78 trian.steps (--set): unknown key; did you mean train.steps?",
-    "train --set layout.g_inter=4": "78 layout.g_inter (--set): 4 does not divide the 1 rank; "
-    "start 4 ranks (mpirun -n 4 before the same command) or choose 1",
-    "train --set layout.g_inter=16": "78 layout.g_inter (--set): 16 stages for 8 layers; choose at "
-    "most 8",
     "train --set model.num_heads=7": "78 model.num_heads (--set): 7 does not divide "
     "model.hidden_size 256; choose one of 1, 2, 4, 8, 16, 32, 64, 128",
     "plan --set model.num_heads=7 --gpus 4": "78 model.num_heads (--set): 7 does not divide "
