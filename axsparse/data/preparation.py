@@ -75,7 +75,7 @@ from axsparse.data.tokenizers import (
 from axsparse.runtime.console import Console, format_bytes, format_count, format_seconds
 from axsparse.runtime.errors import ConfigError, DataError, OutputError, writing
 from axsparse.runtime.files.atomic import UNFINISHED, new_path
-from axsparse.runtime.files.run_folder import FileLock
+from axsparse.runtime.files.run_folder import RunLock
 from axsparse.runtime.provenance import __version__
 
 PROGRESS = "progress.json"
@@ -178,7 +178,9 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
     out = request.out
     with writing(f"--out: {out}", "free the disk, or choose another place"):
         out.mkdir(parents=True, exist_ok=True)
-        with _locked(out, console):
+        lock = RunLock(out, "--out", ".lock")
+        with contextlib.ExitStack() as held:
+            held.callback(lock.release)
             sources, left_out = find_sources(
                 request.inputs, request.validation, out, *request.written
             )
@@ -208,24 +210,6 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
             for folder in out.glob(PARTS):
                 shutil.rmtree(folder, ignore_errors=True)
     return sidecar
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, console: Console) -> Iterator[None]:
-    """Reserve a folder for this process; OutputError if another process has it."""
-    try:
-        lock = FileLock(folder / ".lock")
-    except BlockingIOError:
-        raise OutputError(
-            f"--out: {folder} is being prepared by another process; wait for it, or choose "
-            "another folder"
-        ) from None
-    if lock.problem is not None:
-        console.line(f"{folder}: no locks on this file system; let no other run prepare here")
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _settings(request: Request, given: GivenTokenizer | None) -> Settings:

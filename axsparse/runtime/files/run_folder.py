@@ -229,74 +229,49 @@ class InUseError(OutputError):
     """Another process holds the run directory."""
 
 
-class FileLock:
-    """A file that this process locks; however the process ends, the system releases the lock."""
+class RunLock:
+    """Holds a folder, such as a run directory, for this process; however the process ends, the
+    system releases the lock."""
 
-    def __init__(self, path: Path) -> None:
-        """BlockingIOError if another process has locked the file, OSError if it cannot be written.
+    def __init__(self, folder: Path, option: str = RUN_DIR, name: str = LOCK_FILE) -> None:
+        """InUseError if another process holds the folder, OutputError if it cannot be written, and
+        for a copy of a run whose links lead to the files of the original.
 
-        A file system without locks is not an error; `problem` says that it has none.
+        `option` is the one by which the user names the folder, `name` is the locked file there.
+
+        If its file system has no locks, a warning is printed, and the folder is used without.
         """
-        self.problem: str | None = None
-        """Why nobody is kept out; None on a file system with locks."""
-        self._number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        path, advice = folder / name, f"choose another {option}"
+        with writing(f"{path}:", advice):
+            _reject_shared(folder, option)
+            number = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         # The descriptor is closed with this object, and without the warning that Python gives for
         # a file that nobody has closed.
-        self.release = weakref.finalize(self, os.close, self._number)
+        self.release: Callable[[], object] = weakref.finalize(self, os.close, number)
+        self.is_exclusive = True
+        """Whether other processes are kept out; False on a file system without locks."""
         try:
-            fcntl.flock(self._number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as reason:
             if reason.errno in _HELD:
                 self.release()
-                raise BlockingIOError(reason.errno, reason.strerror) from reason
-            self.problem = reason.strerror
-
-    def write(self, content: bytes) -> None:
-        os.ftruncate(self._number, 0)
-        os.pwrite(self._number, content, 0)
-
-
-class RunLock:
-    """Holds a run directory for this process."""
-
-    def __init__(self, run_dir: Path, option: str = RUN_DIR) -> None:
-        """InUseError if another process holds the directory, OutputError if it cannot be written,
-        and for a copy of a run whose links lead to the files of the original.
-
-        `option` is the one by which the user names the directory.
-
-        If its file system has no locks, a warning is printed, and the directory is used without.
-        """
-        path = run_dir / LOCK_FILE
-        try:
-            with writing(f"{path}:", OTHER_RUN_DIR):
-                _reject_shared(run_dir, option)
-                lock = FileLock(path)
-        except OutputError as reason:
-            if not isinstance(reason.__cause__, BlockingIOError):
-                raise
-            holder, way = _holder(path) or "another process", "wait for its end"
-            if holder.endswith(f"process {os.getpid()} on {socket.gethostname()}"):
-                holder, way = "a Trainer of this program", "close() it"
-            raise InUseError(
-                f"{run_dir}: is in use by {holder}; {way}, or choose another {option}"
-            ) from reason
-        if _is_foreign_lock(path) and not has_mark(run_dir):
-            lock.release()
-            raise OutputError(f"{path}: is no lock of axsparse, and stays; choose another {option}")
-        self.is_exclusive = lock.problem is None
-        """Whether other processes are kept out; False on a file system without locks."""
-        self.release: Callable[[], object] = lock.release
-        if lock.problem is not None:
+                holder, way = _holder(path) or "another process", "wait for its end"
+                if holder.endswith(f"process {os.getpid()} on {socket.gethostname()}"):
+                    holder, way = "a Trainer of this program", "close() it"
+                raise InUseError(f"{folder}: is in use by {holder}; {way}, or {advice}") from reason
+            self.is_exclusive = False
             write_line(
-                f"warning: {path}: cannot be locked ({lock.problem}); see that no other job uses "
-                "this directory"
+                f"warning: {path}: cannot be locked ({reason.strerror}); see that no other job "
+                "uses this directory"
             )
-        job = next((os.environ[name] for name in _JOB_VARIABLES if name in os.environ), None)
+        if _is_foreign_lock(path) and not has_mark(folder):
+            self.release()
+            raise OutputError(f"{path}: is no lock of axsparse, and stays; {advice}")
+        job = next((os.environ[key] for key in _JOB_VARIABLES if key in os.environ), None)
         said = {"host": socket.gethostname(), "process": os.getpid(), "job": job}
-        with writing(f"{path}:", OTHER_RUN_DIR):
-            lock.write(json.dumps(said).encode())
-        self._lock = lock
+        with writing(f"{path}:", advice):
+            os.ftruncate(number, 0)
+            os.pwrite(number, json.dumps(said).encode(), 0)
 
 
 def _is_foreign_lock(path: Path) -> bool:
