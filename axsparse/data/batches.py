@@ -206,8 +206,7 @@ AHEAD = 3
 class Prefetcher:
     """The batches of consecutive steps, read ahead by a thread.
 
-    With an `end`, only the steps below it are read. The thread lives until `close`, or the end of a
-    `with` block.
+    With an `end`, only the steps below it are read. The thread lives until `close`.
     """
 
     def __init__(
@@ -254,9 +253,3 @@ class Prefetcher:
             except Exception as failure:
                 read.set_exception(failure)
             return read
-
-    def __enter__(self) -> Prefetcher:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

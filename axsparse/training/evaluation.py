@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -75,7 +76,7 @@ def evaluate(
     losses: list[float] = []
     counts = [0.0] * len(metrics)
     targets = 0.0
-    with Prefetcher(batches.evaluation, first_step=0, end=asked) as prefetcher:
+    with closing(Prefetcher(batches.evaluation, first_step=0, end=asked)) as prefetcher:
         for step in range(asked):
             batch = prefetcher.get(step)
             for loss, *counted in (row.tolist() for row in to_host(engine.evaluate(batch))):
