@@ -52,7 +52,6 @@ exit codes:
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(prog="axsparse train", description=DESCRIPTION, epilog=EPILOG)
     add_configuration(arguments.add_argument)
     add_run(arguments.add_argument)

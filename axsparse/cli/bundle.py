@@ -32,7 +32,6 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
 def parser() -> CommandParser:
-    """The command line."""
     arguments = CommandParser(_bundle, prog="axsparse bundle", description=DESCRIPTION)
     add = arguments.add_argument
     version = matching(r"[0-9]{1,2}\.[0-9]{1,3}", "version; write it as in 3.11")

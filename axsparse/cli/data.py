@@ -51,7 +51,11 @@ def parser() -> CommandParser:
     add = arguments.add_argument
     add("inputs", metavar="INPUT", nargs="+", type=Path, help="files, and folders of files")
     add("--out", metavar="FOLDER", type=Path, required=True, help="where the tokens go")
-    _add_validation(arguments.add_mutually_exclusive_group(required=True).add_argument)
+    held_out = arguments.add_mutually_exclusive_group(required=True).add_argument
+    text = "files and folders of the validation part; left out of training if named twice"
+    held_out("--validation", metavar="INPUT", nargs="+", type=Path, default=[], help=text)
+    text = "fraction of the documents for the validation part; 0 makes none"
+    held_out("--validation-fraction", metavar="F", type=share, default=0.0, help=text)
     _add_tokenizer(arguments)
     _add_reading(add)
     text = (
@@ -61,13 +65,6 @@ def parser() -> CommandParser:
     cores = len(os.sched_getaffinity(0))
     add("--workers", metavar="N", type=integer(most=1024), default=cores, help=text)
     return group
-
-
-def _add_validation(add: Callable[..., object]) -> None:
-    text = "files and folders of the validation part; left out of training if named twice"
-    add("--validation", metavar="INPUT", nargs="+", type=Path, default=[], help=text)
-    text = "fraction of the documents for the validation part; 0 makes none"
-    add("--validation-fraction", metavar="F", type=share, default=0.0, help=text)
 
 
 def _add_tokenizer(arguments: CommandParser) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
@@ -23,10 +23,6 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.process import exit_process, speaks
-
-if TYPE_CHECKING:
-    from _typeshed import SupportsWrite
-
 
 Work = Callable[[argparse.Namespace], None]
 """The function of a command; an AxsparseError ends the process with its exit code and its line."""
@@ -108,7 +104,7 @@ class CommandParser(argparse.ArgumentParser):
         shown = "".join(letter if letter.isprintable() else " " for letter in message)
         reject(f"{shown}; see --help")
 
-    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+    def print_help(self, file: Any = None) -> None:
         del file  # argparse names none
         try:
             if speaks():

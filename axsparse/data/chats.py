@@ -36,7 +36,7 @@ TOOLS, KWARGS = "tools", "chat_template_kwargs"
 TEMPLATE = "chat_template"
 """The variable by which a record names one of several templates."""
 WHY = 200
-"""The length to which a template's reason to reject a chat is cut, in letters."""
+"""The length to which a reason why a file or a chat cannot be used is cut, in letters."""
 
 ANY_CHAT = {"role": USER, "content": "Does the template end every chat alike?"}
 """A message whose text ends as a template ends every chat."""

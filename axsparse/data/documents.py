@@ -22,7 +22,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeGuard, cast
 
-from axsparse.data.chats import KWARGS, SYSTEM, TOOLS, Chat, Messages, chatml
+from axsparse.data.chats import KWARGS, SYSTEM, TOOLS, WHY, Chat, Messages, chatml
 from axsparse.data.tables import open_table, open_zstd
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
@@ -59,8 +59,6 @@ folder of code, where other names have such words too, the words mean something 
 UNREADABLE = "unreadable"
 NO_DATA = "no data (next to files of data; name it to take it)"
 """Why files are left out."""
-WHY = 200
-"""The length to which the reason why a file cannot be read is cut, in letters."""
 NAMED = 8
 """Fields of a record that are named where it has none that is read."""
 WORD_END = re.compile(r"\S(?=[ \t\r\n])")
@@ -211,14 +209,11 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _reject_table(*_: object) -> NoReturn:
-    raise OSError(0, "no format that is read; write it as JSONL or Parquet, by `datasets` say")
+def _reject(why: str, *_: object) -> NoReturn:
+    raise OSError(0, why)
 
 
-def _reject_archive(_: BinaryIO) -> NoReturn:
-    raise OSError(0, "an archive; unpack it")
-
-
+NO_FORMAT = "no format that is read; write it as JSONL or Parquet, by `datasets` say"
 TEXT = ("text",)
 PAIR = ("prompt", "completion")
 """Keys of two texts, or of messages."""
@@ -246,13 +241,13 @@ READERS: dict[str, Reader] = {
     ".json": read_json,
     ".parquet": partial(read_table, parquet=True),
     ".arrow": read_table,
-    **dict.fromkeys((".csv", ".tsv"), _reject_table),
+    **dict.fromkeys((".csv", ".tsv"), partial(_reject, NO_FORMAT)),
 }
 """The reader of each file ending; files of any other ending are text."""
 COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
     ".gz": gzip.open,
     ".zst": open_zstd,
-    **dict.fromkeys((".zip", ".bz2", ".xz", ".lz4"), _reject_archive),
+    **dict.fromkeys((".zip", ".bz2", ".xz", ".lz4"), partial(_reject, "an archive; unpack it")),
 }
 """The opener of a compressed file by its ending; the ending before it names the format."""
 
