@@ -8,8 +8,9 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -215,7 +216,7 @@ class Prefetcher:
         self._read = read
         self._next_step = first_step
         self._end = end
-        self._coming: deque[Future[Batch]] = deque()
+        self._coming: deque[Callable[[], Batch]] = deque()
         self._thread = ThreadPoolExecutor(1, "axsparse-prefetch")
         self._read_ahead()
 
@@ -226,7 +227,7 @@ class Prefetcher:
         """
         assert step == self._next_step, f"step {step} asked for, {self._next_step} comes next"
         assert self._coming, f"closed, or step {step} is the end"
-        batch = self._coming.popleft().result()
+        batch = self._coming.popleft()()
         self._next_step += 1
         self._read_ahead()
         return batch
@@ -243,13 +244,8 @@ class Prefetcher:
                 return
             self._coming.append(self._reading(step))
 
-    def _reading(self, step: int) -> Future[Batch]:
+    def _reading(self, step: int) -> Callable[[], Batch]:
         try:
-            return self._thread.submit(self._read, step)
+            return self._thread.submit(self._read, step).result
         except RuntimeError:  # at the program's exit, where a run that was left is closed
-            read: Future[Batch] = Future()
-            try:
-                read.set_result(self._read(step))
-            except Exception as failure:
-                read.set_exception(failure)
-            return read
+            return partial(self._read, step)
