@@ -259,14 +259,12 @@ def _kept_table(
     from axsparse.planner.plan_report import table
 
     numels = {name: math.prod(shape) for name, shape in shapes.items()}
-    rows = [(name, " × ".join(map(str, shape)), [name]) for name, shape in shapes.items()]
-    rows.append(("total", "", [*shapes]))
     found = []
-    for label, shape, names in rows:
-        numel = sum(numels[name] for name in names)
-        row = {"tensor": label, "shape": shape, "entries": f"{numel:,}"}
+    for name, numel in {**numels, "total": sum(numels.values())}.items():
+        shape = " × ".join(map(str, shapes.get(name, ())))
+        row = {"tensor": name, "shape": shape, "entries": f"{numel:,}"}
         if kept is not None:
-            stay = sum(kept[name] for name in names)
+            stay = kept[name] if name in shapes else sum(map(kept.__getitem__, shapes))
             row |= {"kept": f"{stay:,}", "sparsity": f"{100 * (1 - stay / max(numel, 1)):.3f} %"}
         found.append(row)
     yield from table(found)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.data.dataset import Dataset, read_tensors
-from axsparse.data.order import Share, blended_step, epochs_of_step, samples_of_step
+from axsparse.data.order import Share, blended_step, samples_of_step
 from axsparse.runtime.communication import shard_bounds
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.targets import IGNORED
@@ -92,8 +92,8 @@ class Batches:
         size = self.global_batch_size
         if self.shares:
             return self._read(step, *blended_step(self.shares, size, step, self.seed))
-        samples = samples_of_step(self.num_samples, size, step, self.seed)
-        return self._read(step, samples, epochs_of_step(self.num_samples, size, step))
+        epochs = (step * size + np.arange(size)) // self.num_samples
+        return self._read(step, samples_of_step(self.num_samples, size, step, self.seed), epochs)
 
     def first(self, samples: int) -> tuple[Microbatch, ...]:
         """The first samples of training, in its order; the same for every replica.

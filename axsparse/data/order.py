@@ -44,11 +44,6 @@ def samples_of_step(
     return _in_epochs(_positions(global_batch_size, step), num_samples, seed)
 
 
-def epochs_of_step(num_samples: int, global_batch_size: int, step: int) -> NDArray[np.int64]:
-    """The epoch of each sample of a step, (global_batch_size,)."""
-    return _positions(global_batch_size, step) // num_samples
-
-
 def blended_step(
     shares: Sequence[Share], global_batch_size: int, step: int, seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
