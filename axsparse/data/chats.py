@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from axsparse.data.tokenizers import GivenTokenizer
@@ -134,16 +133,11 @@ class ChatTemplate:
     """The chat templates of a Hugging Face folder, and its tokenizer."""
 
     def __init__(self, given: GivenTokenizer | None) -> None:
-        """Raises ConfigError without transformers, and for a folder without a template."""
+        """Raises ConfigError without a folder, and for one without a template."""
         if given is None:
             raise ConfigError(
                 "--tokenizer: the input holds chats, whose words a template puts together; name a "
                 "Hugging Face folder with a chat template"
-            )
-        if find_spec("transformers") is None:
-            raise ConfigError(
-                "chats need transformers, which is not installed; pip install 'axsparse[hf]', with "
-                "Python 3.11 or newer"
             )
         self._folder, self._tokenizer = given.folder, given.loaded
         templates = getattr(given.loaded, "chat_template", None)
