@@ -277,17 +277,11 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"{where}: transformers {version} refuses it: {' '.join(str(reason).split())[:200]}; "
             f"{anew}"
         ) from reason
-    text_kind = getattr(text, "model_type", None)
-    if text_kind is None:
-        part = next(name for name in theirs if getattr(settings, name, None) is text)
-        raise DataError(
-            f"{where}: {part} is {shown(text)}, which a {kind} does not have; leave it out, or set "
-            "the model_type that has it"
-        )
+    text_kind = getattr(text, "model_type", text)
     if has_others(settings) and not (kind in images and text_kind in causal):
         raise DataError(
             f"{where}: transformers has no causal language model of the text model in {kind} "
-            f"({text_kind}); take a checkpoint of another model"
+            f"({shown(text_kind)}); take a checkpoint of another model"
         )
     for key, why in NOT_DONE.items():
         if getattr(text, key, False):
