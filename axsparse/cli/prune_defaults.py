@@ -27,20 +27,18 @@ class Rule:
     up_to: float
     heal: Heal
     passes: int
-    """How often a training sees the training data."""
+    """How often a training sees the training data: up to four passes over a text are worth nearly
+    as much as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
     distribution: Distribution = "uniform"
 
 
 RULES = (
-    # At 50 % blocks leave 1.24 times the perplexity, at a tenth of the cost of training.
     Rule(0.55, "blocks", 1),
     Rule(0.65, "train", 2),
-    # At 70 % they leave 2.07 times. Up to four passes over a text are worth nearly as much as new
-    # text (Muennighoff et al. 2023, arXiv 2305.16264).
     Rule(0.85, "train", 4),
-    # At 90 % OWL's sparsities leave 0.89 times what one sparsity does, at 80 % as much.
     Rule(1.0, "train", 4, "owl"),
 )
+"""By the figures of decision 49 and of docs/howto/llama.md."""
 WANDA_UP_TO = 0.65
 """Up to here blocks heal Wanda's masks as well as SparseGPT's, which take longer; above not."""
 MOST_TOKENS = 67_000_000

@@ -178,10 +178,10 @@ def advice_for(given: object) -> str:
             "torch.manual_seed(0), "
             f"ax.from_torch(torch.utils.data.Subset(loader.dataset, {numbers}), loader.collate_fn)"
         )
-    are_columns = isinstance(given, list) and all(isinstance(one, Tensor) for one in given)
-    if isinstance(given, Dataset) or (isinstance(given, list) and not are_columns):
-        return "make one of it by ax.from_torch(dataset)"
-    return "give an ArrayDataset or a class with the members of axsparse.Dataset"
+    return (
+        "make one of it by ax.from_torch(dataset), of tensors by ax.ArrayDataset(inputs, targets), "
+        "or give a class with the members of axsparse.Dataset"
+    )
 
 
 @dataclass(frozen=True, eq=False)
