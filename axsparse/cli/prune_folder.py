@@ -40,6 +40,7 @@ from axsparse.models.start_weights import FromFile
 from axsparse.models.teacher import with_teacher
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
 from axsparse.observe.metrics import perplexity
+from axsparse.pruning.targets import find_targets
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, writing
 from axsparse.runtime.exchange import text_of_first, together
@@ -307,15 +308,11 @@ def _without_layers(plan: RunPlan) -> list[str]:
     has added some."""
     pruning, targets = plan.config.pruning, plan.targets
     assert targets is not None, "something is pruned"
-    matrices = {
-        one.name: pruning.include == "all" or (layer.kind == "block" and one.multiplies)
-        for layer in plan.profile.layers
-        for one in layer.parameters
-        if one.trained and len(one.shape) >= 2 and one.name not in plan.profile.ties
-    }
-    if all(matrices[name] for name in targets.shapes):
+    bare = pruning.model_copy(update={"layers": (), "sparsity": 0.0, "pattern": None})
+    if find_targets(plan.profile, bare).shapes.keys() >= targets.shapes.keys():
         return []
-    others = [name for name in matrices if name not in targets.shapes]
+    every = find_targets(plan.profile, bare.model_copy(update={"include": "all", "exclude": ()}))
+    others = [name for name in every.shapes if name not in targets.shapes]
     return ["pruning.include=all", f"pruning.exclude={json.dumps(others)}"]
 
 
