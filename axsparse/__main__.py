@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         module = import_module(COMMANDS[word].module)
         if hasattr(module, "main"):
             module.main(rest)
-        run_command(module.parser(), rest)
+        parser = module.parser()
+        if rest[:1] == parser.prog.split()[2:]:  # a second word, as in `config show`
+            rest = rest[1:]
+        run_command(parser, rest)
     if word in ("-h", "--help", "help"):
         run_command(CommandParser(lambda _: say(usage())), [])
     if word == "--version":

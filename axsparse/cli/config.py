@@ -19,11 +19,9 @@ What is printed is a configuration file itself.
 
 
 def parser() -> CommandParser:
-    group = CommandParser(prog="axsparse config")
-    purpose = "every setting, its value and where that comes from"
-    show = group.add_subcommand("show", _show, help=purpose, description=SHOW)
-    add_configuration(show.add_argument)
-    return group
+    arguments = CommandParser(_show, prog="axsparse config show", description=SHOW)
+    add_configuration(arguments.add_argument)
+    return arguments
 
 
 def _show(arguments: argparse.Namespace) -> None:

@@ -42,10 +42,8 @@ what it writes, in --out:
 
 
 def parser() -> CommandParser:
-    group = CommandParser(prog="axsparse data")
-    purpose = "turn text files into memory-mapped tokens"
-    texts = {"help": purpose, "description": DESCRIPTION, "epilog": EPILOG}
-    arguments = group.add_subcommand("prepare", _prepare, **texts)
+    texts = {"description": DESCRIPTION, "epilog": EPILOG}
+    arguments = CommandParser(_prepare, prog="axsparse data prepare", **texts)
     line = "interrupted; start it again with the same arguments to go on"
     arguments.set_defaults(interrupted=line)
     add = arguments.add_argument
@@ -64,7 +62,7 @@ def parser() -> CommandParser:
     )
     cores = len(os.sched_getaffinity(0))
     add("--workers", metavar="N", type=integer(most=1024), default=cores, help=text)
-    return group
+    return arguments
 
 
 def _add_tokenizer(arguments: CommandParser) -> None:

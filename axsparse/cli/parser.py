@@ -80,15 +80,6 @@ class CommandParser(argparse.ArgumentParser):
         self.register("type", Path, path)
         self.register("action", None, Once)
         self.set_defaults(work=work)
-        self.subcommands: dict[str, CommandParser] = {}
-        """The parsers of the second words of a command, such as `show` of `axsparse config`."""
-
-    def add_subcommand(self, name: str, work: Work, **texts: Any) -> CommandParser:
-        """The parser of a word that may follow this command; `texts` are arguments of argparse."""
-        if not self.subcommands:
-            self._words = self.add_subparsers(required=True, metavar="COMMAND")
-        self.subcommands[name] = self._words.add_parser(name, work=work, **texts)
-        return self.subcommands[name]
 
     # Reason: argparse's own stubs have an overload for each way to leave arguments out.
     def parse_known_args(self, *given: Any) -> tuple[Any, list[str]]:  # type: ignore[override]
@@ -180,7 +171,7 @@ def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
     interrupted = "interrupted"
     try:
         if speaks():
-            arguments = parser.parse_args(argv or (["--help"] if parser.subcommands else []))
+            arguments = parser.parse_args(argv)
             interrupted = getattr(arguments, "interrupted", interrupted)
             arguments.work(arguments)
     except AxsparseError as error:
@@ -332,9 +323,5 @@ COMMANDS = {
 
 def all_parsers() -> dict[str, CommandParser]:
     """The command line of every command, by the words after `axsparse`; none loads torch."""
-    parsers: dict[str, CommandParser] = {}
-    for word, command in COMMANDS.items():
-        parser = import_module(command.module).parser()
-        under = {f"{word} {name}": subparser for name, subparser in parser.subcommands.items()}
-        parsers.update(under or {word: parser})
-    return parsers
+    parsers = [import_module(command.module).parser() for command in COMMANDS.values()]
+    return {parser.prog.removeprefix("axsparse "): parser for parser in parsers}
