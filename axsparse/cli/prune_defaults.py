@@ -203,7 +203,7 @@ class Work:
     layers: int
     """The number of pruned layers."""
     size: float
-    """The products of the model, relative to those of a pruned layer."""
+    """The products of the model, relative to the products of a pruned layer."""
     seconds: float
     """Seconds of the forward of a pruned layer, for one sample of calibration."""
     length: int

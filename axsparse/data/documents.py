@@ -42,8 +42,8 @@ DATA_SETS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 """Endings by which a folder holds a data set, whose other files are documents only where they have
 an ending of data, or of texts: not its card, its licence or its scripts, as `datasets` has it."""
 METADATA = re.compile(r"dataset_(?:info|infos|dict)\.json|state\.json|cache-.*\.arrow")
-"""Matches the names of files of `datasets`, next to its .arrow files, that are no documents: those
-of save_to_disk, and the results of `map`."""
+"""Matches the names of files of `datasets`, next to its .arrow files, that are no documents: the
+records of save_to_disk, and the results of `map`."""
 SPLITS = "train(?:ing)?|val|valid|validation|dev|test|testing|eval|evaluation"
 SPLIT = re.compile(
     r"(?:^|/)(?:(\w*(?:train|valid|test|dev|eval)\w*)(?=-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.)"
