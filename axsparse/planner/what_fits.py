@@ -70,10 +70,10 @@ def fewest_devices(request: SearchRequest) -> int | None:
     def fits(gpus: int) -> bool:
         return any(map(layout_fits, _layouts(request, gpus)))
 
-    model, batch = request.model, request.global_batch_size
-    stages = max(request.g_inter or [model.most_stages])
-    # Each replica takes a sample of a batch at least.
-    most = stages * request.g_tensor * batch
+    stages = max(request.g_inter or [request.model.most_stages])
+    # Each replica takes a microbatch at least.
+    microbatches = request.microbatches(min(request.microbatch_sizes or [1]))
+    most = stages * request.g_tensor * microbatches
     if not fits(most):
         return None
     # Stages have to divide the devices, so that fewer may do than are found first.

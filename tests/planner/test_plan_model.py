@@ -126,6 +126,19 @@ def test_where_nothing_fits_both_figures_are_the_least_that_do(gpus: int) -> Non
         assert rejected(fewer, less) is not None
 
 
+def test_the_fewest_devices_take_microbatches_of_the_given_size() -> None:
+    six = {"num_layers": 6}
+    with pytest.raises(DoesNotFitError) as nothing:
+        in_memory(1.0, model=six).plan("start", MACHINE, 1, [2])
+    model = in_memory(nothing.value.least_bytes - 0.1e6, model=six)
+    with pytest.raises(DoesNotFitError) as found:
+        model.plan("start", MACHINE, 1, [2])
+
+    fewest = found.value.fewest
+    assert fewest is not None
+    assert model.plan("start", MACHINE, fewest, [2]).recommended.layout.microbatch_size == 2
+
+
 def test_where_no_number_of_devices_does_none_is_named() -> None:
     found = rejected(1, 1e6 + 1)
     given = rejected(2, 1.05e6, layout={"g_data": 2})
