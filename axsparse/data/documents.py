@@ -41,9 +41,9 @@ TABLES = (".parquet", ".arrow", ".json")
 DATA_SETS = (".jsonl", ".ndjson", ".parquet", ".arrow")
 """Endings by which a folder holds a data set, whose other files are documents only where they have
 an ending of data, or of texts: not its card, its licence or its scripts, as `datasets` has it."""
-METADATA = re.compile(r"dataset_(?:info|infos|dict)\.json|state\.json|cache-.*\.arrow")
-"""Matches the names of files of `datasets`, next to its .arrow files, that are no documents: the
-records of save_to_disk, and the results of `map`."""
+STATE_FILE = "state.json"
+METADATA = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", STATE_FILE)
+"""Files of save_to_disk of `datasets`, next to its .arrow files, that are no documents."""
 SPLITS = "train(?:ing)?|val|valid|validation|dev|test|testing|eval|evaluation"
 SPLIT = re.compile(
     r"(?:^|/)(?:(\w*(?:train|valid|test|dev|eval)\w*)(?=-\d{5}-of-\d{5}|/data-\d{5}-of-\d{5}\.)"
@@ -58,6 +58,7 @@ TEXTS = (".txt", ".raw", ".tokens")
 folder of code, where other names have such words too, the words mean something else."""
 UNREADABLE = "unreadable"
 NO_DATA = "no data (next to files of data; name it to take it)"
+CACHE = "a cache, which state.json does not name (name it to take it)"
 """Why files are left out."""
 NAMED = 8
 """Fields of a record that are named where it has none that is read."""
@@ -537,7 +538,10 @@ def _files(
         if not endings.isdisjoint(DATA_SETS):
             others = {name for name in names if _format(name) not in (*READERS, ".txt")}
             if ".arrow" in endings:
-                others |= {name for name in names if METADATA.fullmatch(name.name)}
+                others |= {name for name in names if name.name in METADATA}
+                caches = _caches(path, names)
+                left_out.extend((str(path / name), CACHE) for name in caches)
+                names = [name for name in names if name not in caches]
             names = [name for name in names if name not in others]
             left_out.extend((str(path / name), NO_DATA) for name in others)
         taken = sorted(names, key=PurePath.as_posix)
@@ -584,6 +588,21 @@ def _split_words(names: Iterable[PurePath]) -> list[re.Match[str]]:
         if len({tuple(match[match.lastindex or 0] for match in words) for words in found}) > 1:
             return [match for words in found for match in words]
     return []
+
+
+def _caches(path: Path, names: Collection[PurePath]) -> set[PurePath]:
+    """The .arrow files below a folder that belong to no data set of save_to_disk there: `map` of
+    `datasets` leaves its results next to the files that state.json names."""
+    found: set[PurePath] = set()
+    for state in (name for name in names if name.name == STATE_FILE):
+        try:
+            listed = json.loads((path / state).read_bytes())["_data_files"]
+            own = {state.parent / each["filename"] for each in listed}
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):  # another's file
+            continue
+        tables = {name for name in names if _format(name) == ".arrow"}
+        found |= {name for name in tables if name.parent == state.parent} - own
+    return found
 
 
 # -- documents ------------------------------------------------------------------------------
