@@ -36,7 +36,7 @@ from axsparse.planner.profiled_model import ProfiledModel
 from axsparse.planner.stage_memory import SMALL_BLOCKS, StageLoad
 from axsparse.runtime.communication import Direction, Link, Message, Op, Transport, wait
 from axsparse.runtime.errors import ConfigError, TrainingError, writing
-from axsparse.runtime.exchange import gather_texts, sum_by_owner, together
+from axsparse.runtime.exchange import gather_numbers, gather_values, together
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job, run
 from axsparse.runtime.local.local_transport import LocalTransport
@@ -93,7 +93,7 @@ def calibrate(transport: Transport, loaded: Config, name: str, steps: int) -> Cl
     assert precision != "auto", "the run has decided"
     peak, copy = matrix_peak(DTYPES[precision]), _copy_bandwidth()
     figures = [profile.compute, compute_of_other, profile.compress, weight, peak, copy]
-    rows = sum_by_owner(transport.world, transport.backoff, [*figures, profile.overhead])
+    rows = gather_numbers(transport, [*figures, profile.overhead])
     means = [fmean(column) for column in zip(*rows, strict=True)]
     link = transport.link(Grid(transport.size, 1).coords(transport.rank))
     seen = Measurements(
@@ -130,7 +130,7 @@ def _load_of(trainer: Trainer) -> StageLoad:
 
 
 def _reject_several_hosts(transport: Transport) -> None:
-    hosts = set(gather_texts(transport.world, transport.backoff, socket.gethostname()))
+    hosts = set(gather_values(transport, socket.gethostname()))
     if len(hosts) > 1:
         raise ConfigError(
             f"calibrate: the ranks stand on {len(hosts)} hosts; start it on the ranks of one, and "
@@ -200,9 +200,9 @@ def _by_size(
     for size in SIZES:
         times = []
         for number in range(REPEATS):
-            sum_by_owner(transport.world, transport.backoff, [0.0])  # waits for all ranks
+            gather_numbers(transport, [0.0])  # waits for all ranks
             times.append(seconds(torch.zeros(size // 4), number))
-        rows = sum_by_owner(transport.world, transport.backoff, [median(times)])
+        rows = gather_numbers(transport, [median(times)])
         timings.append((float(size), max(row[0] for row in rows)))
     return timings
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import itertools
-import json
 import os
 import platform
 import shutil
@@ -50,7 +49,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     signal.signal(signal.SIGINT, process.leave_at_interrupt)
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.connection import connect
-    from axsparse.runtime.exchange import gather_texts
+    from axsparse.runtime.exchange import gather_values
     from axsparse.runtime.local.local_transport import LocalTransport
 
     problem = None
@@ -61,11 +60,11 @@ def main(argv: Sequence[str]) -> NoReturn:
         transport, problem = LocalTransport(), str(error)
     try:
         facts = {"rank": transport.rank, "problem": problem, **look(arguments.run_dir)}
-        texts = gather_texts(transport.world, transport.backoff, json.dumps(facts))
+        all_facts = gather_values(transport, facts)
     except Exception as failure:  # any failure has to end the other ranks, which wait
         process.write_line(f"error: doctor: rank {transport.rank}: {failure}")
         transport.abort(EXIT_INTERNAL)
-    lines = [*findings([json.loads(text) for text in texts])]
+    lines = [*findings(all_facts)]
     prints = transport.rank == 0 and (process.speaks() or problem is None)
     transport.close()
     try:

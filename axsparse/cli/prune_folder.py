@@ -43,7 +43,7 @@ from axsparse.observe.metrics import perplexity
 from axsparse.pruning.targets import find_targets
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, writing
-from axsparse.runtime.exchange import text_of_first, together
+from axsparse.runtime.exchange import together, value_of_first
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.job import Job
@@ -196,7 +196,7 @@ def _write_pruned(
             written(order.out, named, named, lambda: with_card(page(facts()), order.source))
 
     together(transport, write)
-    return replace(facts(), kept=int(text_of_first(transport, str(sum(kept.values())))))
+    return replace(facts(), kept=value_of_first(transport, sum(kept.values())))
 
 
 def _announce(

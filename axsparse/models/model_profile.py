@@ -7,7 +7,6 @@ names, shapes and costs.
 from __future__ import annotations
 
 import copy
-import json
 import math
 import re
 import warnings
@@ -335,18 +334,18 @@ def named_value(key: str, entry: str, below: float, form: str) -> tuple[str, flo
     return pattern.strip(), value
 
 
-def costs_text(profiled: ModelProfile) -> str:
-    """The costs of teacher and layers as JSON, for ranks that have not measured them."""
-    taught = profiled.teacher and costs_text(profiled.teacher)
+def costs_of(profiled: ModelProfile) -> list[Any]:
+    """The costs of teacher and layers for JSON, for ranks that have not measured them."""
+    taught = profiled.teacher and costs_of(profiled.teacher)
     own = [
         [layer.flops, layer.activations and astuple(layer.activations)] for layer in profiled.layers
     ]
-    return json.dumps([taught, *own])
+    return [taught, *own]
 
 
-def with_costs(profiled: ModelProfile, text: str) -> ModelProfile:
-    """A copy of a profile with the costs of another rank's `costs_text`."""
-    taught, *own = json.loads(text)
+def with_costs(profiled: ModelProfile, costs: Sequence[Any]) -> ModelProfile:
+    """A copy of a profile with the costs of another rank's `costs_of`."""
+    taught, *own = costs
     layers = [
         replace(layer, flops=flops, activations=activations and Activations(*activations))
         for layer, (flops, activations) in zip(profiled.layers, own, strict=True)

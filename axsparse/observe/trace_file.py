@@ -22,7 +22,7 @@ from typing import Any
 from axsparse.observe.phases import PHASES, Phases
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import DataError, OutputError, reading, writing
-from axsparse.runtime.exchange import sum_by_owner, together
+from axsparse.runtime.exchange import gather_numbers, together
 from axsparse.runtime.grid import RankCoords
 
 TRACES = "trace"
@@ -172,7 +172,7 @@ class TraceRecorder:
         if step not in self.steps:
             return
         if step == self.steps[0]:
-            sum_by_owner(self.transport.world, self.transport.backoff, [0.0])
+            gather_numbers(self.transport, [0.0])
             self._zero = self.clock()
         self.phases.start_spans()
 

@@ -13,7 +13,6 @@ Parameters without a mask stay dense.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -29,7 +28,7 @@ from torch import Tensor
 from axsparse.models.model_profile import ModelProfile
 from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading, writing
-from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.exchange import gather_values, together
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.paths import expanded, reject_foreign
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
@@ -187,11 +186,10 @@ def write_masks(
     path = Path(expanded(path)).absolute()
     here = masks if coords.replica == 0 else {}
     own = {name: int(mask().count_nonzero()) for name, mask in here.items()}
-    text = json.dumps(own if coords.tp_rank == 0 else {})
     owners: dict[str, int] = {}
     kept: dict[str, int] = {}
-    for rank, counts in enumerate(gather_texts(transport.world, transport.backoff, text)):
-        for name, count in json.loads(counts).items():
+    for rank, counts in enumerate(gather_values(transport, own if coords.tp_rank == 0 else {})):
+        for name, count in counts.items():
             assert name not in owners, f"{name} is on ranks {owners[name]} and {rank}"
             owners[name], kept[name] = rank, count
     entries = {name: MaskEntry(shape, kept[name]) for name, shape in shapes.items() if name in kept}

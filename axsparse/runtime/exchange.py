@@ -1,8 +1,8 @@
-"""Small exchanges between all ranks: texts, errors, and sums whose bits depend on no rank.
+"""Small exchanges between all ranks: values, errors, and sums whose bits depend on no rank.
 
 Every call that all ranks make together begins or ends with a `meet`, at which they learn that none
 does something else. An all-to-all exchange grows with the square of the ranks, so a `meet` and
-`text_of_first` only sum four numbers, or broadcast one rank's text.
+`value_of_first` only sum four numbers, or broadcast one rank's value.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from axsparse.runtime import errors
-from axsparse.runtime.communication import Backoff, Collective, Op, Transport, wait
+from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import AxsparseError, ConfigError, everywhere
 
 T = TypeVar("T")
@@ -45,8 +45,7 @@ def meet(
     if failure is not None:
         known = next(c.__name__ for c in type(failure).__mro__ if hasattr(errors, c.__name__))
         error = [known, str(failure)]
-    said = gather_texts(transport.world, transport.backoff, json.dumps([doing, *error]))
-    first, *others = [json.loads(text) for text in said]
+    first, *others = gather_values(transport, [doing, *error])
     for _, *error in (first, *others):
         if error:
             cls: type[AxsparseError] = getattr(errors, error[0])
@@ -94,46 +93,40 @@ def sum_of(transport: Transport, values: Sequence[float]) -> list[float]:
     return total
 
 
-def text_of_first(transport: Transport, text: str) -> str:
-    """Rank 0's text, on all ranks, which call this together; the texts of others do not count."""
-    encoded = text.encode(errors="surrogateescape") if transport.rank == 0 else b""
+def value_of_first(transport: Transport, value: Any) -> Any:
+    """Rank 0's value, as JSON has it, on all ranks, which call this together; the values of others
+    do not count."""
+    encoded = json.dumps(value).encode() if transport.rank == 0 else b""
     (length,) = sum_of(transport, [len(encoded)])
-    if not length:
-        return ""
     buffer = torch.frombuffer(bytearray(encoded or int(length)), dtype=torch.uint8)
     wait(transport.world.start(Op.BROADCAST, buffer), transport.backoff)
-    return bytes(buffer.numpy()).decode(errors="surrogateescape")
+    return json.loads(bytes(buffer.numpy()))
 
 
-def sum_by_owner(
-    collective: Collective, backoff: Backoff, values: Sequence[float]
-) -> list[list[float]]:
-    """The values of every rank of the group, in rank order, on all ranks, without rounding.
+def gather_numbers(transport: Transport, values: Sequence[float]) -> list[list[float]]:
+    """The values of every rank, in rank order, on all ranks, without rounding.
 
-    All ranks of the group call this together, each with as many values.
+    All ranks call this together, each with as many values.
     """
-    size, count = collective.size, len(values)
-    slots = torch.zeros(size, count, dtype=torch.float64)
-    slots[collective.rank] = torch.tensor(list(values), dtype=torch.float64)
-    wait(collective.start(Op.ALL_REDUCE, slots.view(-1)), backoff)
+    slots = torch.zeros(transport.size, len(values), dtype=torch.float64)
+    slots[transport.rank] = torch.tensor(list(values), dtype=torch.float64)
+    wait(transport.world.start(Op.ALL_REDUCE, slots.view(-1)), transport.backoff)
     gathered: list[list[float]] = slots.tolist()
     return gathered
 
 
-def gather_texts(collective: Collective, backoff: Backoff, text: str) -> list[str]:
-    """The texts of all ranks of the group, in rank order, on all of them; they call this
+def gather_values(transport: Transport, value: Any) -> list[Any]:
+    """The values of all ranks, as JSON has them, in rank order, on all ranks, which call this
     together."""
-    encoded = text.encode(errors="surrogateescape")
-    lengths = (int(row[0]) for row in sum_by_owner(collective, backoff, [len(encoded)]))
+    encoded = json.dumps(value).encode()
+    lengths = (int(row[0]) for row in gather_numbers(transport, [len(encoded)]))
     bounds = list(itertools.accumulate(lengths, initial=0))
     buffer = torch.zeros(bounds[-1], dtype=torch.uint8)
-    start, stop = bounds[collective.rank], bounds[collective.rank + 1]
-    if encoded:
-        buffer[start:stop] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    if buffer.numel():
-        wait(collective.start(Op.ALL_GATHER, buffer, bounds), backoff)
+    start, stop = bounds[transport.rank], bounds[transport.rank + 1]
+    buffer[start:stop] = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+    wait(transport.world.start(Op.ALL_GATHER, buffer, bounds), transport.backoff)
     everything = bytes(buffer.numpy())
-    return [everything[a:b].decode(errors="surrogateescape") for a, b in itertools.pairwise(bounds)]
+    return [json.loads(everything[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
 PIECE = 65_536

@@ -25,7 +25,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
 from axsparse.models.losses import compiled, linear_cross_entropy
-from axsparse.models.model_profile import ModelProfile, costs_text, profile, with_costs
+from axsparse.models.model_profile import ModelProfile, costs_of, profile, with_costs
 from axsparse.models.module_buffers import start_training, switch_mode
 from axsparse.models.sequential import frozen_in_training, is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
@@ -45,7 +45,7 @@ from axsparse.pruning.outliers import sparsities
 from axsparse.runtime.communication import Collective, Link, Transport
 from axsparse.runtime.console import Console, make_console
 from axsparse.runtime.errors import ConfigError, check_kind
-from axsparse.runtime.exchange import gather_texts, text_of_first, together
+from axsparse.runtime.exchange import gather_values, together, value_of_first
 from axsparse.runtime.job import Job
 from axsparse.runtime.machine import give_back_at_once, keep_freed_blocks
 from axsparse.runtime.process import BLOCKS, are_scattered, installed_mpi
@@ -109,9 +109,7 @@ def owl_sparsities(
     calibration (`outliers`); all ranks call this together. Raises what `prune_layers` raises."""
     plan, _, calibration, _ = _prepared_calibration(job, model, open_datasets, config)
     few = replace(calibration, samples=calibration.samples[:SAMPLED])
-    shares = json.dumps(few.outlier_shares())
-    transport = calibration.transport
-    known = map(json.loads, gather_texts(transport.world, transport.backoff, shares))
+    known = gather_values(calibration.transport, few.outlier_shares())
     share_of = {name: share for own in known for name, share in own.items()}
     assert plan.targets is not None, "something is pruned"
     shapes = plan.targets.shapes
@@ -154,12 +152,10 @@ def prune_layers(
         healed=healed,
         forgets=True,
     )
-    seconds = text_of_first(transport, json.dumps(calibration.seconds_of_layer()))
-    announce(plan, json.loads(seconds))
-    losses = json.dumps(_calibrated(transport, calibration).losses)
+    announce(plan, value_of_first(transport, calibration.seconds_of_layer()))
+    losses = _calibrated(transport, calibration).losses
     console.close()
-    known = gather_texts(transport.world, transport.backoff, losses)
-    before, after = next(json.loads(text) for text in known if text != "[]")
+    before, after = next(filter(None, gather_values(transport, losses)))
     return PrunedLayers(plan, healed, calibration.pruned, before, after, count)
 
 
@@ -266,8 +262,7 @@ def profile_together(
     profiled = together(transport, profiled_here)
     names = ", ".join(layer.name for layer in profiled.layers)
     together(transport, lambda: reject_mismatching_rank(transport, {"layers": names}))
-    costs = costs_text(profiled) if runs else ""
-    return with_costs(profiled, text_of_first(transport, costs))
+    return with_costs(profiled, value_of_first(transport, costs_of(profiled)))
 
 
 def prepare_process(job: Job, plan: RunPlan, transport: Transport) -> None:
@@ -290,7 +285,7 @@ def launch_warnings(plan: RunPlan, transport: Transport) -> list[str]:
         warnings.append(
             f"warning: this environment has {' and '.join(mpi)}; pip uninstall all but one"
         )
-    hosts = gather_texts(transport.world, transport.backoff, socket.gethostname())
+    hosts = gather_values(transport, socket.gethostname())
     if plan.coords.grid.parallelism > 1 and are_scattered(hosts):
         warnings.append(f"warning: neighbouring stages are on different hosts; start with {BLOCKS}")
     return warnings

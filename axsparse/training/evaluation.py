@@ -27,7 +27,7 @@ from axsparse.pipeline.policy import Schedule
 from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, DataError, everywhere
-from axsparse.runtime.exchange import exact_sum, sum_by_owner
+from axsparse.runtime.exchange import exact_sum, gather_numbers
 from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.backend import to_host
@@ -89,7 +89,7 @@ def evaluate(
             after_batch(step + 1, asked)
     for layer in engine.stage.layers:
         layer.end_evaluation()
-    rows = sum_by_owner(transport.world, transport.backoff, [*exact_sum(losses), targets, *counts])
+    rows = gather_numbers(transport, [*exact_sum(losses), targets, *counts])
     sums, remainders, *columns = (list(column) for column in zip(*rows, strict=True))
     total_targets, *totals = map(sum, columns)
     if not total_targets:

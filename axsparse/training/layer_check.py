@@ -47,7 +47,7 @@ from axsparse.pipeline.layer_runner import (
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, ConfigError, one_line
-from axsparse.runtime.exchange import meet, sum_by_owner
+from axsparse.runtime.exchange import gather_numbers, meet
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.expansion import put_storage
 from axsparse.samo.gradient_hooks import GradientCollector
@@ -140,7 +140,7 @@ def check_layers(
             samples = batch.microbatches[0].inputs if is_first else None
             return _first_failure(plan, pairs, samples)
 
-    counts = sum_by_owner(transport.world, transport.backoff, [len(chosen)])
+    counts = gather_numbers(transport, [len(chosen)])
     # Ranks that have no layers left to compare take part in the passes of the others.
     for first in range(0, int(max(count for [count] in counts)), AT_ONCE):
         failure = failure_of(chosen[first : first + AT_ONCE])

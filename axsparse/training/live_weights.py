@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,7 +13,7 @@ from axsparse.models.module_buffers import named_tensors, slots
 from axsparse.models.sequential import PLAIN
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Collective, Op, Transport, wait
-from axsparse.runtime.exchange import gather_texts
+from axsparse.runtime.exchange import gather_values
 from axsparse.runtime.files.safetensors import TensorHeader
 from axsparse.samo.layer_construction import BuiltLayer, given_value
 from axsparse.training.plan import RunPlan
@@ -46,7 +45,7 @@ class LiveWeights:
             [name, str(header.dtype).removeprefix("torch."), header.shape]
             for name, (header, _) in own.items()
         ]
-        texts = gather_texts(transport.world, transport.backoff, json.dumps(headers))
+        all_headers = gather_values(transport, headers)
         if coords.replica != 0:
             if self.plan.config.samo.zero_stage:
                 for _, value in own.values():  # replica 0 waits for the shares of the others
@@ -64,7 +63,7 @@ class LiveWeights:
         if coords.tp_rank:
             return None
         for stage, group in groups.items():
-            for name, dtype, shape in json.loads(texts[coords.grid.rank(stage, 0)]):
+            for name, dtype, shape in all_headers[coords.grid.rank(stage, 0)]:
                 copies[name] = torch.empty(shape, dtype=getattr(torch, dtype))
                 self._send(group, copies[name].view(-1).view(torch.uint8))
                 self.note_progress()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from axsparse.config.schema import Config
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.exchange import gather_texts, sum_of, together
+from axsparse.runtime.exchange import gather_values, sum_of, together
 from axsparse.runtime.gpu.device import CudaDevice, Device
 from axsparse.runtime.gpu.gpu_transport import GpuTransport
 from axsparse.runtime.gpu.rank_gpus import (
@@ -80,8 +80,7 @@ def bind_rank(transport: Transport, config: Config) -> Placement:
     gpu_here = rank_gpu(transport.rank, host, local, visible_gpus(), nccl=nccl, environ=os.environ)
     rank_gpus: list[RankGpu] = []  # needed only if there is a GPU
     if sum_of(transport, [float(gpu_here.gpu is not None)]) != [0.0]:
-        texts = gather_texts(transport.world, transport.backoff, json.dumps(asdict(gpu_here)))
-        rank_gpus = [_read(text) for text in texts]
+        rank_gpus = [_rank_gpu(**fields) for fields in gather_values(transport, asdict(gpu_here))]
     carrier = together(transport, lambda: choose_gpu_transport(asked, where, rank_gpus))
     number = gpu_here.number
     if carrier is None or number is None or gpu_here.gpu is None:
@@ -127,7 +126,5 @@ def bind(number: int, uuid: str) -> tuple[Backend, CudaDevice, GpuMemory]:
     return backend, CudaDevice(device), GpuMemory(*torch.cuda.mem_get_info(device), uuid)
 
 
-def _read(text: str) -> RankGpu:
-    fields = json.loads(text)
-    gpu = fields.pop("gpu")
+def _rank_gpu(gpu: Mapping[str, Any] | None, **fields: Any) -> RankGpu:
     return RankGpu(**fields, gpu=None if gpu is None else Gpu(**gpu))

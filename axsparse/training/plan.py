@@ -65,7 +65,7 @@ from axsparse.pruning.targets import (
 )
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.exchange import gather_texts, sum_of, text_of_first
+from axsparse.runtime.exchange import gather_values, sum_of, value_of_first
 from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.machine import host_memory_bytes, resident_memory_bytes
 from axsparse.runtime.provenance import versions
@@ -561,22 +561,21 @@ def found_budget(
     """
     on_host = memory is None
     if memory is None:
-        here = f"{host_memory_bytes()} {resident_memory_bytes()} {socket.gethostname()}"
+        here = [host_memory_bytes(), resident_memory_bytes(), socket.gethostname()]
     else:
-        here = f"{memory.total} {memory.total - memory.free} {memory.uuid}"
-    texts = gather_texts(transport.world, transport.backoff, here)
-    found = [text.split(maxsplit=2) for text in texts]
+        here = [memory.total, memory.total - memory.free, memory.uuid]
+    found = gather_values(transport, here)
     ranks = Counter(where for _, _, where in found)
     given = config.layout.memory_per_rank
     limit = None if given == "auto" else given * 1e9
     budgets = []
     for total, taken, where in found:
         if on_host:
-            overhead = max(HOST_OVERHEAD, int(taken))
+            overhead = max(HOST_OVERHEAD, taken)
         else:
-            of_others = int(taken) / ranks[where] - CONTEXT_BYTES
+            of_others = taken / ranks[where] - CONTEXT_BYTES
             overhead = GPU_OVERHEAD + max(0.0, of_others)
-        share = int(total) / ranks[where]
+        share = total / ranks[where]
         budgets.append(memory_budget(share, overhead, on_host=on_host, limit=limit))
     return min(budgets, key=lambda budget: budget.for_model)
 
@@ -600,14 +599,13 @@ def mismatching_rank(
 
     Rank 0 has facts. All ranks call this together; those whose facts are None are not compared.
     """
-    text_here = json.dumps(None if facts is None else {"host": socket.gethostname(), **facts})
+    here = None if facts is None else {"host": socket.gethostname(), **facts}
     # Facts of a large model are 40 kB, so that all ranks' are only gathered to name the odd one.
     digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-    is_other = digest != text_of_first(transport, digest) and facts is not None
+    is_other = digest != value_of_first(transport, digest) and facts is not None
     if sum_of(transport, [float(is_other)]) == [0.0]:
         return None
-    texts = gather_texts(transport.world, transport.backoff, text_here)
-    everyone = {rank: json.loads(text) for rank, text in enumerate(texts) if text != "null"}
+    everyone = {rank: there for rank, there in enumerate(gather_values(transport, here)) if there}
     for fact in everyone[0]:
         values = Counter(there.get(fact, "nothing") for there in everyone.values())
         common = values.most_common(1)[0][0]

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -20,7 +21,7 @@ from axsparse.observe.trace_file import TRACE_FILE, TRACES
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, reading, writing
-from axsparse.runtime.exchange import text_of_first, together
+from axsparse.runtime.exchange import together, value_of_first
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import (
@@ -138,10 +139,10 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
     """
     locks: list[RunLock] = []
 
-    def find() -> str:
+    def find() -> list[Any] | None:
         """On rank 0 the directory, the named checkpoint, else those there are, and remarks."""
         if transport.rank != 0:
-            return ""
+            return None
         where, way = f"resume: {resume}", "name another run"
         if resume == AUTO:
             where, way = f"{config.where('run_dir')}: {config.run_dir}", OTHER_RUN_DIR
@@ -157,11 +158,10 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
                     _clear(path)
         steps = steps_in(path) if path else []
         notes = remains(path) if path and not named else []
-        return json.dumps([path and str(path), named and str(named), steps, notes])
+        return [path and str(path), named and str(named), steps, notes]
 
     try:
-        answer = text_of_first(transport, together(transport, find))
-        path, named, steps, notes = json.loads(answer)
+        path, named, steps, notes = value_of_first(transport, together(transport, find))
         checkpoint: Checkpoint | None = None
         if named is not None:
             checkpoint = verify_together(transport, Path(named))
@@ -170,7 +170,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
             notes = [*notes, *skipped]
             if checkpoint is None:
                 began_from = together(transport, lambda: _began_from(Path(path)))
-                origin = text_of_first(transport, began_from)
+                origin = value_of_first(transport, began_from)
                 checkpoint = verify_together(transport, Path(origin)) if origin else None
     except BaseException:
         for lock in locks:
@@ -215,7 +215,7 @@ def open_run_dir(
         return make_run_dir(config, overwrite=overwrite) if transport.rank == 0 else None
 
     made = together(transport, make)
-    path = Path(text_of_first(transport, "" if made is None else str(made[0])))
+    path = Path(value_of_first(transport, made and str(made[0])))
     lock = None if made is None else made[1]
     return replace(run, made=path, absolute=path.absolute(), lock=lock, overwrites=overwrite)
 

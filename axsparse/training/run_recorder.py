@@ -19,7 +19,7 @@ from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.pruning.targets import initial_share, pruning_lines
 from axsparse.runtime.console import format_bytes, format_count, make_console
-from axsparse.runtime.exchange import gather_texts, sum_by_owner
+from axsparse.runtime.exchange import gather_numbers, gather_values
 from axsparse.runtime.machine import resident_memory_bytes
 from axsparse.samo.backend import HOST
 from axsparse.training.placement import Placement
@@ -50,7 +50,7 @@ def make_recorder(
     if placement.gpu is None:
         own[-1] = max(0, resident_memory_bytes() - live - taught) + SMALL_BLOCKS
     own.append(taught)
-    rows = sum_by_owner(transport.world, transport.backoff, own)
+    rows = gather_numbers(transport, own)
     # The memory of the fullest process in addition to its model state, most of it libraries.
     overhead, predicted = max(row[2] for row in rows), plan.prediction
     peak_bytes = None if predicted is None else predicted.memory_bytes + overhead
@@ -73,7 +73,7 @@ def make_recorder(
         slow = SlowRanks(
             plan.coords.grid,
             [sum(profile.shares_of_work[layer] for layer in stage) for stage in plan.stages],
-            gather_texts(transport.world, transport.backoff, socket.gethostname()),
+            gather_values(transport, socket.gethostname()),
             ratio=watched.slow_ratio,
             steps=SLOW_STEPS,
         )

@@ -5,7 +5,6 @@ Data are opened on the ranks that read them, and their size is broadcast.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +35,7 @@ from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import ConfigError, DataError, check_kind, check_kinds
-from axsparse.runtime.exchange import text_of_first, together
+from axsparse.runtime.exchange import together, value_of_first
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.runtime.targets import IGNORED
 from axsparse.training.checkpoint.checkpoint_folder import DataEntry
@@ -277,7 +276,7 @@ def open_data(
     read_here = None if datasets is None else _facts_of(datasets)
     together(transport, lambda: _reject_other_data(transport, read_here))
     # Rank 0 is a first stage, which reads.
-    facts = json.loads(text_of_first(transport, json.dumps(read_here)))
+    facts = value_of_first(transport, read_here)
     entry = DataEntry(**{key: facts[key] for key in ("name", "fingerprint", "samples")}, position=0)
     if saved is not None:
         together(transport, lambda: reject_other_data(saved, entry))
@@ -338,7 +337,7 @@ def with_example(
 
     inputs = together(transport, first_inputs)
     kinds = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in inputs]
-    known = json.loads(text_of_first(transport, json.dumps(kinds)))
+    known = value_of_first(transport, kinds)
     if transport.rank:
         inputs = tuple(
             torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for shape, dtype in known

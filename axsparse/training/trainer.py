@@ -52,7 +52,7 @@ from axsparse.runtime.errors import (
     everywhere,
     note_errors,
 )
-from axsparse.runtime.exchange import meet, sum_by_owner, sum_of, together
+from axsparse.runtime.exchange import gather_numbers, meet, sum_of, together
 from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import RESUME_AUTO, RunLock
 from axsparse.runtime.job import NOTHING_SAVED, Job, own_job
@@ -1034,7 +1034,7 @@ class Trainer:
         self._step.follow_masks(change)
         self._begin()
         sizes = [before, self.state_bytes().total]
-        rows = sum_by_owner(self.transport.world, self.transport.backoff, sizes)
+        rows = gather_numbers(self.transport, sizes)
         old, new = (int(max(column)) for column in zip(*rows, strict=True))
         self.recorder.masks(MaskRecord(done, change.text, dict(change.figures), new, old))
         if change.is_final and self.run_dir is not None:

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import SAMPLES, Activations, Tracer
-from axsparse.models.model_profile import FLOPS_PER_BYTE, costs_text, profile, with_costs
+from axsparse.models.model_profile import FLOPS_PER_BYTE, costs_of, profile, with_costs
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -179,4 +179,4 @@ def test_without_an_example_parameters_count() -> None:
 def test_costs_reach_ranks_that_have_not_run_the_layers(example: bool) -> None:
     found = profile(model(example=example), BF16)
 
-    assert with_costs(profile(model(example=False)), costs_text(found)) == found
+    assert with_costs(profile(model(example=False)), costs_of(found)) == found

@@ -17,8 +17,8 @@ from axsparse.runtime.exchange import (
     meet,
     store_sum_in_rank_order,
     sum_in_rank_order,
-    text_of_first,
     together,
+    value_of_first,
 )
 
 
@@ -74,7 +74,7 @@ def test_all_ranks_have_one_ending_which_names_those_that_do_different_things(
 
 @pytest.mark.parametrize("text", ["", "two words", "Grüße", "a\udcff name that is no UTF-8"])
 def test_all_ranks_learn_the_text_of_the_first(text: str) -> None:
-    said = on_ranks(3, lambda one: text_of_first(one, "another" if one.rank else text))
+    said = on_ranks(3, lambda one: value_of_first(one, "another" if one.rank else text))
 
     assert said == [text] * 3
 
@@ -84,7 +84,7 @@ def bytes_sent(ranks: int) -> int:
 
     def body(transport: Transport) -> int:
         together(transport, lambda: None)
-        text_of_first(transport, "the same for all")
+        value_of_first(transport, "the same for all")
         return transport.world.bytes_sent
 
     return sum(on_ranks(ranks, body))

@@ -39,7 +39,7 @@ from axsparse.observe.watchdog.heartbeat import (
 )
 from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
-from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.exchange import gather_values, together
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.process import exit_at_once, write_line
@@ -286,8 +286,7 @@ def open_watchdog(
     if settings.timeout == 0:
         return None
     if run_dir is None:
-        here = f"{socket.gethostname()} {uuid.uuid4().hex}"
-        said = [text.split() for text in gather_texts(transport.world, transport.backoff, here)]
+        said = gather_values(transport, [socket.gethostname(), uuid.uuid4().hex])
         if len({host for host, _ in said}) > 1:
             return None
         folder = Path(tempfile.gettempdir()) / f"axsparse-{said[0][1]}"

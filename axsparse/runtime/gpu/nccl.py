@@ -34,7 +34,7 @@ from torch._C._distributed_c10d import (
 
 from axsparse.runtime.communication import Backoff, Transport, wait_for
 from axsparse.runtime.errors import ConfigError, TrainingError
-from axsparse.runtime.exchange import gather_texts, text_of_first
+from axsparse.runtime.exchange import gather_values, value_of_first
 from axsparse.runtime.gpu.device import CudaDevice, CudaStream
 from axsparse.runtime.gpu.rank_gpus import machine_name
 
@@ -79,7 +79,7 @@ class Rendezvous:
 def _open_store(transport: Transport) -> Store:
     """The store of all ranks, which the first one serves and whose port it broadcasts."""
     host = machine_name()
-    hosts = set(gather_texts(transport.world, transport.backoff, host))
+    hosts = set(gather_values(transport, host))
     if transport.rank == 0:
         # Left to itself, torch would listen to every host even if all ranks are on one.
         with socket.socket() as listening:
@@ -94,15 +94,14 @@ def _open_store(transport: Transport) -> Store:
             )
             listening.detach()  # the store owns the socket now
         address = os.environ.get(ADDRESS) or socket.gethostname()
-        text_of_first(transport, f"{host} {address} {store.port}")
+        value_of_first(transport, [host, address, store.port])
         return store
-    answer = text_of_first(transport, "")
-    first, address, port = answer.split(" ")
+    first, address, port = value_of_first(transport, None)
     if first == host:
         address = "127.0.0.1"
     try:
         return TCPStore(
-            address, int(port), is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
+            address, port, is_master=False, timeout=STORE_TIMEOUT, wait_for_workers=False
         )
     except RuntimeError as reason:  # torch's DistNetworkError is one, too
         raise ConfigError(

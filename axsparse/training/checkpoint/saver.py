@@ -9,7 +9,6 @@ separate collective.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.pruning.methods.pruner import MethodState, Pruner, PrunerState
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import MissingInputError, OutputError, writing
-from axsparse.runtime.exchange import gather_texts, together
+from axsparse.runtime.exchange import gather_values, together
 from axsparse.runtime.files.atomic import sync_folder
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RunMark
 from axsparse.runtime.files.safetensors import write_safetensors
@@ -254,11 +253,10 @@ class Saver:
             "layers": {name: entry.model_dump() for name, entry in pending.layers.items()},
             "files": {name: entry.model_dump() for name, entry in files.items()},
         }
-        world, backoff = self._transport.world, self._transport.backoff
-        texts = gather_texts(world, backoff, json.dumps(entries))
+        written = gather_values(self._transport, entries)
         pending.is_written = True
         if self._transport.rank == 0:
-            manifest = self._manifest(pending, [json.loads(text) for text in texts])
+            manifest = self._manifest(pending, written)
             pending.committing = self._background.do(lambda: self._commit(pending.folder, manifest))
 
     def _result(self, work: Future[T], path: Path) -> T:
