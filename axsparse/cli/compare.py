@@ -63,7 +63,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 def _records(one: Path, other: Path) -> tuple[int, str]:
     """How many records both have, and the first field that differs; empty if none does."""
     from axsparse.observe.run_report import read_records, step_of
-    from axsparse.training.run_directory import METRICS_FILE
+    from axsparse.runtime.files.run_folder import METRICS_FILE
 
     mine, theirs = (read_records(run / METRICS_FILE) for run in (one, other))
     number, parted = 0, dict[float, str]()

@@ -83,8 +83,8 @@ def view_run(run: Path, name: str) -> RunView:
     """
     from axsparse.observe.run_report import RunView, read_records
     from axsparse.observe.trace_file import TRACES
-    from axsparse.runtime.files.run_folder import CONFIG_FILE
-    from axsparse.training.run_directory import METRICS_FILE, config_text, settings_in
+    from axsparse.runtime.files.run_folder import CONFIG_FILE, METRICS_FILE
+    from axsparse.training.run_directory import config_text, settings_in
 
     with reading(f"report: {run}", "name a run that you may read"):
         has_records = (run / METRICS_FILE).is_file()

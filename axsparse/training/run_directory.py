@@ -27,19 +27,19 @@ from axsparse.runtime.files.paths import expanded
 from axsparse.runtime.files.run_folder import (
     ANOTHER_RUN_DIR,
     CONFIG_FILE,
+    METRICS_FILE,
     OTHER_RUN_DIR,
     RESUME_AUTO,
     InUseError,
     RunLock,
     RunMark,
+    automatic_run_dirs,
     delete_own,
     foreign_files,
     has_mark,
     is_marked,
     last_run,
 )
-from axsparse.runtime.files.run_folder import METRICS_FILE as METRICS_FILE
-from axsparse.runtime.files.run_folder import automatic_run_dirs as automatic_run_dirs
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint import checkpoint_folder
 from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, run_of, step_of

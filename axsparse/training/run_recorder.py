@@ -20,11 +20,11 @@ from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.pruning.targets import initial_share, pruning_lines
 from axsparse.runtime.console import format_bytes, format_count, make_console
 from axsparse.runtime.exchange import gather_numbers, gather_values
+from axsparse.runtime.files.run_folder import METRICS_FILE
 from axsparse.runtime.machine import resident_memory_bytes
 from axsparse.samo.backend import HOST
 from axsparse.training.placement import Placement
 from axsparse.training.plan import RunPlan
-from axsparse.training.run_directory import METRICS_FILE
 from axsparse.training.run_sources import Data
 
 SLOW_STEPS = 20
