@@ -252,45 +252,33 @@ def _plain_module(
 ) -> Iterator[nn.Module]:
     """The module of a layer as the user gave or declared it, with full weights and the recorded
     buffers; a module that the user holds has its own tensors again afterwards."""
-    module = given_module(layer.spec)
-    if module is None:
-        if layer.spec.init is None:
-            seed_all(seed, layer.spec.name, "init")  # as when the stage built it
-        made = layer.spec.build() if layer.spec.init is None else on_meta(layer.spec)
-        yield _filled(made, layer.spec.name, weights, record)
-        return
-    data = [(parameter, parameter.data) for parameter in module.parameters()]
-    own = [(slot, slot.tensor) for slot in slots(module)]
-    with same_attributes([module]):
-        try:
-            yield _filled(module, layer.spec.name, weights, record)
-        finally:
-            for slot, buffer in own:
-                slot.put(buffer)
-            for parameter, tensor in data:
-                parameter.data = tensor
-
-
-def _filled(
-    module: nn.Module, name: str, weights: Mapping[str, Tensor], record: RecordedRun
-) -> nn.Module:
-    """Give the module of a layer these weights, and the recorded buffers. Parameters of
-    normalisations have the type of their statistics, as torch wants them."""
-    buffers = record.buffers
+    spec, given = layer.spec, given_module(layer.spec)
+    if given is not None:
+        module = given
+    elif spec.init is not None:
+        module = on_meta(spec)
+    else:
+        seed_all(seed, spec.name, "init")  # as when the stage built it
+        module = spec.build()
+    parameters = dict(module.named_parameters())
     places = slots(module)
-    if weights.keys() != dict(module.named_parameters()).keys() or buffers.keys() != {
-        slot.name for slot in places
-    }:
+    names = {slot.name for slot in places}
+    if parameters.keys() != weights.keys() or record.buffers.keys() != names:
         raise ConfigError(
-            f"layer {name}: a second call of its build gives other parameters or "
+            f"layer {spec.name}: a second call of its build gives other parameters or "
             "buffers; build the same module in every call"
         )
-    for slot in places:
-        slot.put(buffers[slot.name].clone())
-    types = types_of_statistics(module)
-    for local, parameter in module.named_parameters():
-        put_storage(parameter, weights[local].to(types.get(local, weights[local].dtype)))
-    return module
+    buffers = [(slot, record.buffers[slot.name].clone()) for slot in places]
+    own = {} if given is None else {name: one.data for name, one in parameters.items()}
+    with same_attributes([module]), replaced(buffers):
+        try:
+            types = types_of_statistics(module)  # as torch wants parameters of normalisations
+            for name, parameter in parameters.items():
+                put_storage(parameter, weights[name].to(types.get(name, weights[name].dtype)))
+            yield module
+        finally:
+            for name, data in own.items():
+                parameters[name].data = data
 
 
 # -- the comparison -----------------------------------------------------------------------

@@ -88,7 +88,11 @@ class Progress(_Counters):
 
     @classmethod
     def at_start(cls, config: Config) -> Progress:
-        """The progress of a run that has done nothing yet."""
+        """The progress of a run that has done nothing yet.
+
+        The loss scale is a power of two, and 1 for types with the range of fp32.
+        """
+        initial = config.loss_scale.initial if config.precision == "fp16" else 1.0
         return cls(
             step=0,
             updates=0,
@@ -96,14 +100,10 @@ class Progress(_Counters):
             masks_changed=None,
             evaluated=False,
             masked=False,
-            loss_scale=_first_scale(config),
+            loss_scale=2.0 ** math.floor(math.log2(initial)),
             good_steps=0,
             skipped_at_floor=0,
         )
-
-    def copied(self) -> Progress:
-        """A copy that the coming steps do not change."""
-        return self.model_copy(deep=True)
 
     def learning_rate(self, config: Config, own: LearningRate | None, peak: float) -> float:
         """The learning rate of the coming step for parameters with this peak.
@@ -180,9 +180,3 @@ class Progress(_Counters):
     def is_best(self) -> bool:
         """Whether the evaluation after the last step is the best one."""
         return self.best is not None and self.best.step == self.step
-
-
-def _first_scale(config: Config) -> float:
-    """The loss scale of the first step, a power of two; 1 for types with the range of fp32."""
-    initial = config.loss_scale.initial
-    return 2.0 ** math.floor(math.log2(initial)) if config.precision == "fp16" else 1.0

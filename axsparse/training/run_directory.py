@@ -100,7 +100,7 @@ class RunDir:
         """
         if self.checkpoint is None:
             return None
-        progress = self.checkpoint.manifest.progress.copied()
+        progress = self.checkpoint.manifest.progress.model_copy(deep=True)
         if progress.best is not None and (not self.found or progress.best.step not in self.steps):
             progress.best = None
         return progress

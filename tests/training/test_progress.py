@@ -100,11 +100,3 @@ def test_what_was_done_between_two_steps_is_due_again_after_the_next() -> None:
     progress.end_step()
 
     assert (progress.step, progress.evaluated, progress.masked) == (1, False, False)
-
-
-def test_a_copy_stays_as_it_is() -> None:
-    progress = looked(1.0, 1.0)
-    copy = progress.copied()
-    progress.exponents["weight"] = 3
-
-    assert copy.exponents == {}

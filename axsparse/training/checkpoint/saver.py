@@ -158,7 +158,7 @@ class Saver:
         files = {name: file for layer in dealt for name, file in layer.files.items()}
         queue = CopyQueue(STAGING_BYTES)
         self._pending = _PendingCheckpoint(
-            progress.copied(),
+            progress.model_copy(deep=True),
             pruner.method_state,
             folder,
             {layer.name: layer.entry for layer in dealt},
