@@ -193,10 +193,10 @@ def export_sparse(folder: Path, path: Path, *, force: bool) -> tuple[int, int]:
     reject_within(path, folder, "the model")
     _reject_taken(path, is_folder=True, force=force)
     opened = open_weights(folder)
-    whole: dict[str, tuple[TensorHeader, Value]] = {}
-    for name in opened.shapes:
-        read = partial(opened.read, name)
-        whole[name] = header_of(read()), read
+    whole = {
+        name: (TensorHeader(opened.dtype(name), shape), partial(opened.read, name))
+        for name, shape in opened.shapes.items()
+    }
     files = _companions(folder)
     settings = read_json(folder / CONFIG_FILE)
     files[CONFIG_FILE] = _json({**settings, "dtype": "bfloat16"})

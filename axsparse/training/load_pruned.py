@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.config.hf_config import CONFIG_FILE, folder_settings, read_json
+from axsparse.data.tokenizers import GENERATION
 from axsparse.models.layer import mismatched_values
 from axsparse.models.module_buffers import slots
 from axsparse.models.stand_ins import tied_names
@@ -33,8 +34,6 @@ from axsparse.samo.pruned_weight import (
     multiplied_weights,
     put,
 )
-
-GENERATION_FILE = "generation_config.json"
 
 
 def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS) -> Any:
@@ -92,7 +91,7 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
             f"{opened.path}: lacks {missing[0]!r}, which {CONFIG_FILE} asks for; get all of "
             "its files anew"
         )
-    if (folder / GENERATION_FILE).is_file():
+    if (folder / GENERATION).is_file():
         causal.generation_config = _generation_settings(folder, type(causal.generation_config))
     if fewest_zeros is not None:
         finish(causal, replaced)
@@ -105,7 +104,7 @@ def _generation_settings(folder: Path, kind: Any) -> Any:
         return kind.from_pretrained(str(folder))
     except (OSError, ValueError, TypeError) as reason:
         raise DataError(
-            f"{folder / GENERATION_FILE}: is damaged ({one_line(reason)[:200]}); get it anew"
+            f"{folder / GENERATION}: is damaged ({one_line(reason)[:200]}); get it anew"
         ) from reason
 
 
@@ -236,7 +235,7 @@ def continued(
         )
     except ValueError as reason:
         raise DataError(
-            f"{GENERATION_FILE}: transformers refuses its settings ({one_line(reason)[:200]}); "
+            f"{GENERATION}: transformers refuses its settings ({one_line(reason)[:200]}); "
             "leave them out"
         ) from reason
     made = out.shape[1] - ids.shape[1]

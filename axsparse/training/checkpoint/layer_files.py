@@ -83,7 +83,7 @@ def contents_of(
     number: int,
     layer: BuiltLayer,
     ties: Mapping[str, str],
-    pruner: PrunerState | None,
+    pruner: PrunerState,
     start: StartValues | None,
 ) -> LayerContents:
     """The saved contents of the layer that has this number in the model, counted from 0; `start`
@@ -112,7 +112,7 @@ def contents_of(
             of_layer[f"{BUFFER}/{full}"] = TensorCopy(header_of(slot.tensor), now)
     of_method = {
         f"{kind}/{name}": replace(_plain_tensor(tensor), is_fixed=True)
-        for kind, tensors in (pruner.tensors if pruner is not None else {}).items()
+        for kind, tensors in pruner.tensors.items()
         for name, tensor in tensors.items()
         if name in trained and name not in ties
     }
@@ -164,7 +164,7 @@ def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[st
 
 
 def _plain_tensor(tensor: Tensor) -> TensorCopy:
-    return TensorCopy(TensorHeader(tensor.dtype, tuple(tensor.shape)), lambda: tensor.cpu())
+    return TensorCopy(header_of(tensor), lambda: tensor.cpu())
 
 
 def deal(sizes: Sequence[int], writers: int) -> list[int]:
