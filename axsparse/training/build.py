@@ -9,6 +9,7 @@ import math
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -295,7 +296,7 @@ def launch_warnings(plan: RunPlan, transport: Transport) -> list[str]:
 
 
 def open_run_directory(
-    job: Job, plan: RunPlan, config: Config, resumed: RunDir, *, overwrite: bool
+    job: Job, plan: RunPlan, config: Config, resumed: RunDir, locks: ExitStack, *, overwrite: bool
 ) -> RunDir:
     """Open the run directory and write the initial records; from now on signals save.
 
@@ -315,14 +316,9 @@ def open_run_directory(
         return lines
 
     changes = together(transport, fits)
-    opened = open_run_dir(config, transport, resumed, overwrite=overwrite)
-    try:
-        begins = transport.rank == 0 and not overwrite
-        together(transport, lambda: opened.begin(plan.config) if begins else None)
-    except BaseException:
-        if opened.lock is not None:
-            opened.lock.release()
-        raise
+    opened = open_run_dir(config, transport, resumed, locks, overwrite=overwrite)
+    begins = transport.rank == 0 and not overwrite
+    together(transport, lambda: opened.begin(plan.config) if begins else None)
     if transport.rank == 0:
         for line in (*resumed.notes, *changes):
             Console(sys.stdout, bar=False).line(f"axsparse: {line}")  # no recorder is there yet

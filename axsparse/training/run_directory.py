@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,17 +131,19 @@ class RunDir:
             mark.note(overwrites=False)
 
 
-def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir:
+def find_run(config: Config, transport: Transport, resume: str | None, locks: ExitStack) -> RunDir:
     """Find the run that `resume` means, lock its directory on rank 0, and choose its checkpoint.
 
     `resume` is None for a new run, `AUTO`, or the path of a checkpoint or of a run. Of a run the
     newest complete checkpoint is chosen. All ranks call this together and verify the checkpoint
-    together; an error is raised on all of them.
+    together; an error is raised on all of them. `locks` releases the lock where the run cannot
+    begin.
     """
-    locks: list[RunLock] = []
+    lock: RunLock | None = None
 
     def find() -> list[Any] | None:
         """On rank 0 the directory, the named checkpoint, else those there are, and remarks."""
+        nonlocal lock
         if transport.rank != 0:
             return None
         where, way = f"resume: {resume}", "name another run"
@@ -149,7 +152,8 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         with reading(where, way):
             path, named = _locate(config, resume)
         if path is not None:
-            locks.append(RunLock(path))
+            lock = RunLock(path)
+            locks.callback(lock.release)
             _reject_other_checkpoints(path, "resume")
             if named is not None:
                 _reject_older(path, named)
@@ -160,22 +164,17 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
         notes = remains(path) if path and not named else []
         return [path and str(path), named and str(named), steps, notes]
 
-    try:
-        path, named, steps, notes = value_of_first(transport, together(transport, find))
-        checkpoint: Checkpoint | None = None
-        if named is not None:
-            checkpoint = verify_together(transport, Path(named))
-        elif path is not None:
-            checkpoint, skipped = newest_complete(transport, Path(path), steps)
-            notes = [*notes, *skipped]
-            if checkpoint is None:
-                began_from = together(transport, lambda: _began_from(Path(path)))
-                origin = value_of_first(transport, began_from)
-                checkpoint = verify_together(transport, Path(origin)) if origin else None
-    except BaseException:
-        for lock in locks:
-            lock.release()
-        raise
+    path, named, steps, notes = value_of_first(transport, together(transport, find))
+    checkpoint: Checkpoint | None = None
+    if named is not None:
+        checkpoint = verify_together(transport, Path(named))
+    elif path is not None:
+        checkpoint, skipped = newest_complete(transport, Path(path), steps)
+        notes = [*notes, *skipped]
+        if checkpoint is None:
+            began_from = together(transport, lambda: _began_from(Path(path)))
+            origin = value_of_first(transport, began_from)
+            checkpoint = verify_together(transport, Path(origin)) if origin else None
     if checkpoint is not None:
         all_steps = config.train.steps
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
@@ -186,7 +185,7 @@ def find_run(config: Config, transport: Transport, resume: str | None) -> RunDir
     elif resume is not None:
         notes = [*notes, "there is no run to go on with; starts from the beginning"]
     there = None if path is None else Path(path)
-    return RunDir(there, checkpoint, tuple(steps), tuple(notes), locks[0] if locks else None)
+    return RunDir(there, checkpoint, tuple(steps), tuple(notes), lock)
 
 
 def _note_of_lost_best(config: Config, checkpoint: Checkpoint, steps: Sequence[int]) -> list[str]:
@@ -201,9 +200,10 @@ def _note_of_lost_best(config: Config, checkpoint: Checkpoint, steps: Sequence[i
 
 
 def open_run_dir(
-    config: Config, transport: Transport, run: RunDir, *, overwrite: bool = False
+    config: Config, transport: Transport, run: RunDir, locks: ExitStack, *, overwrite: bool
 ) -> RunDir:
-    """The directory of the run that was found, or a new one, which rank 0 makes and locks.
+    """The directory of the run that was found, or a new one, which rank 0 makes and locks; `locks`
+    is as in `find_run`.
 
     Nothing in a directory that exists is changed. All ranks call this together; OutputError is
     raised on all of them.
@@ -217,6 +217,8 @@ def open_run_dir(
     made = together(transport, make)
     path = Path(value_of_first(transport, made and str(made[0])))
     lock = None if made is None else made[1]
+    if lock is not None:
+        locks.callback(lock.release)
     return replace(run, made=path, absolute=path.absolute(), lock=lock, overwrites=overwrite)
 
 

@@ -10,7 +10,7 @@ import math
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from numbers import Real
@@ -54,7 +54,7 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.exchange import gather_numbers, meet, sum_of, together
 from axsparse.runtime.files.paths import expanded
-from axsparse.runtime.files.run_folder import RESUME_AUTO, RunLock
+from axsparse.runtime.files.run_folder import RESUME_AUTO
 from axsparse.runtime.job import NOTHING_SAVED, Job, own_job
 from axsparse.runtime.machine import keep_freed_blocks
 from axsparse.runtime.process import exit_in_c, flush_streams, write_line
@@ -180,15 +180,13 @@ class Trainer:
     def _prepare(self, job: Job, given: RunSources, **how: Any) -> None:
         """`_build`, after whose failure nothing is left behind."""
         self._job, job.left, self._under_way = job, None, ""
-        self._locks: list[RunLock | None] = []
         threads = torch.get_num_threads()
         try:
-            self._build(job, given, **how)
+            with ExitStack() as locks:
+                self._build(job, given, locks, **how)
+                locks.pop_all()  # the saver releases them
         except BaseException as failure:
             job.note_left(failure)
-            for lock in self._locks:
-                if lock is not None:
-                    lock.release()
             raise
         finally:
             _use_threads(threads)
@@ -201,6 +199,7 @@ class Trainer:
         self,
         job: Job,
         given: RunSources,
+        locks: ExitStack,
         *,
         score: Score | None = None,
         optimizer: Optimizer | None = None,
@@ -232,8 +231,7 @@ class Trainer:
         profile = profile_together(model, config, transport, run_here)
 
         # The plan of the run, its data, and its directory.
-        found = RunDir() if quiet else find_run(config, transport, resume)
-        self._locks.append(found.lock)
+        found = RunDir() if quiet else find_run(config, transport, resume, locks)
         deciding = partial(
             plan_run,
             *(config, model, profile, transport),
@@ -254,8 +252,7 @@ class Trainer:
         self.data = open_data(plan, config, transport, opener, saved=saved, pinned=pins)
         entry, directory = self.data.entry, None
         if not quiet:
-            directory = open_run_directory(job, plan, config, found, overwrite=overwrite)
-            self._locks.append(directory.lock)
+            directory = open_run_directory(job, plan, config, found, locks, overwrite=overwrite)
         shown = None if directory is None else directory.path
         self.run_dir: Path | None = None if directory is None else directory.folder
         """The directory that the run writes to; None of a quiet one."""

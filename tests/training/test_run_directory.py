@@ -7,6 +7,7 @@ import os
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,14 @@ def loaded(run_dir: Path | str = "auto", steps: int = 9) -> Config:
     return config.with_origins("quick", {} if run_dir == "auto" else {"run_dir": "--run-dir"})
 
 
-def opened_here(transport: Transport, source: Config, resume: str | None, **how: bool) -> RunDir:
-    return open_run_dir(source, transport, find_run(source, transport, resume), **how)
+def opened_here(
+    transport: Transport, source: Config, resume: str | None, *, overwrite: bool = False
+) -> RunDir:
+    with ExitStack() as locks:
+        found = find_run(source, transport, resume, locks)
+        run = open_run_dir(source, transport, found, locks, overwrite=overwrite)
+        locks.pop_all()
+    return run
 
 
 def opened(source: Config, resume: str | None = "auto", **how: bool) -> RunDir:
