@@ -131,9 +131,13 @@ class Progress(_Counters):
             decay_steps=max(schedule.decay_steps - self.schedule_start, schedule.warmup_steps, 1),
         )
 
-    def end_step(self) -> None:
+    def end_step(self, *, is_skipped: bool) -> None:
         """Count a step; the work between two steps has not been done after it."""
         self.step += 1
+        if is_skipped:
+            self.not_finite += 1
+        else:
+            self.last_good = self.step
         self.evaluated = self.masked = False
 
     def follow_masks(self, change: MaskUpdate) -> None:

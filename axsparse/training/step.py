@@ -126,8 +126,8 @@ class Step:
         else:
             self.statistics.undo()
             self.restore_weights()
-        self.skips.record(step, verdict)
-        self.progress.end_step()
+        self.skips.rescale(step, verdict)
+        self.progress.end_step(is_skipped=not verdict.finite)
         return verdict
 
     @torch.inference_mode(mode=False)
@@ -397,26 +397,11 @@ LONGEST_REASON = 1000
 
 @dataclass
 class SkippedSteps:
-    """Counts the skipped steps, and gives up once there are too many in a row."""
+    """Says why steps were skipped, and gives up once there are too many in a row."""
 
     plan: RunPlan
     run_dir: RunDir | None
     progress: Progress
-    reason: str | None = None
-    """Why the last step updated nothing; None if it did update."""
-
-    def record(self, step: int, verdict: StepResult) -> None:
-        """Take note of step number `step`, and let the loss scale follow it.
-
-        TrainingError on all ranks once too many steps in a row could not update.
-        """
-        self.reason = None
-        if verdict.finite:
-            self.progress.last_good = step
-        else:
-            self.progress.not_finite += 1
-            self.reason = self._culprit(verdict)
-        self.rescale(step, verdict)
 
     def rescale(self, step: int, verdict: StepResult) -> None:
         """Let the loss scale follow the verdict of step number `step`.
@@ -430,7 +415,7 @@ class SkippedSteps:
         if progress.skipped_at_floor == 0:
             progress.first_bad = None
         elif progress.first_bad is None:
-            progress.first_bad = FirstBad(step=step, what=self._culprit(verdict))
+            progress.first_bad = FirstBad(step=step, what=self.culprit(verdict))
         if progress.skipped_at_floor < PATIENCE:
             return
         first, run = progress.first_bad, self.run_dir
@@ -451,7 +436,7 @@ class SkippedSteps:
             )
         )
 
-    def _culprit(self, verdict: StepResult) -> str:
+    def culprit(self, verdict: StepResult) -> str:
         """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.
 
         A loss that is not finite spoils all gradients, so gradients are named only where every

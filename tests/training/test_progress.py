@@ -73,7 +73,7 @@ def looked(*losses: float) -> Progress:
     progress = Progress.at_start(tiny_config())
     for loss in losses:
         progress.look(loss)
-        progress.end_step()
+        progress.end_step(is_skipped=False)
     return progress
 
 
@@ -97,6 +97,6 @@ def test_what_was_done_between_two_steps_is_due_again_after_the_next() -> None:
     progress = looked()
     progress.evaluated = progress.masked = True
 
-    progress.end_step()
+    progress.end_step(is_skipped=False)
 
     assert (progress.step, progress.evaluated, progress.masked) == (1, False, False)
