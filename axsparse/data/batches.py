@@ -68,9 +68,9 @@ class Batches:
     global_batch_size: int
     """Samples of a step, all replicas together."""
     microbatch_size: int
-    replica: int
-    g_data: int
     seed: int
+    replica: int = 0
+    g_data: int = 1
     vocab_size: int | None = None
     """The vocabulary of the model: tokens are below it, and below the dataset's. None if the model
     has none."""
@@ -100,8 +100,11 @@ class Batches:
 
         Every stage that has a data set reads their targets.
         """
-        whole = replace(self, global_batch_size=samples, replica=0, g_data=1)
-        return whole.training(0).microbatches
+        return self.alone(samples).training(0).microbatches
+
+    def alone(self, samples: int) -> Batches:
+        """Batches of this many samples, all of which every replica reads."""
+        return replace(self, global_batch_size=samples, replica=0, g_data=1)
 
     @property
     def num_evaluation_batches(self) -> int:

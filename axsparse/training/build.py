@@ -21,7 +21,7 @@ from torch import nn
 from axsparse.config.schema import Config
 from axsparse.config.section import flat
 from axsparse.config.validate import check_config, check_offload, reject_quiet
-from axsparse.data.batches import Batch, Batches
+from axsparse.data.batches import Batch
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
@@ -139,7 +139,7 @@ def prune_layers(
     finds it. Before, all ranks call `announce` with the plan and the seconds of a forward and a
     backward of one microbatch through a pruned layer, None if the first stage has none. The losses
     are of the first `train.eval_steps` batches of validation samples, which pass through the layers
-    by the side. Raises what `prepare_run` raises, and TrainingError where healing diverges.
+    by the side. TrainingError where healing diverges.
     """
     plan, data, calibration, count = _prepared_calibration(job, model, open_datasets, config)
     transport = calibration.transport
@@ -182,7 +182,7 @@ def _prepared_calibration(
         batches, count = plan.config.train.eval_steps, data.validation.num_samples
         if batches != "all":
             count = min(count, batches * plan.config.batch.global_batch_size)
-        held_out = _alone(data.validation, count).evaluation(0)
+        held_out = data.validation.alone(count).evaluation(0)
     options = _state_options(plan, _replicas(plan, transport), placement)
     own = [model.layers[number] for number in plan.stages[plan.coords.stage]]
     return plan, data, _calibration(plan, own, options, transport, data, held_out), count
@@ -380,11 +380,6 @@ def _teacher_layers(plan: RunPlan, options: StateOptions) -> list[BuiltLayer]:
     return build_layers(layers, profiled.ties, own)
 
 
-def _alone(batches: Batches, samples: int) -> Batches:
-    """Batches of so many samples, all of which every replica reads."""
-    return replace(batches, global_batch_size=samples, replica=0, g_data=1)
-
-
 def _replicas(plan: RunPlan, transport: Transport) -> Replicas:
     coords = plan.coords
     return Replicas(
@@ -440,7 +435,7 @@ def _first_masks(
     is_shown = run_dir is not None and plan.coords.replica == 0 == plan.coords.tp_rank
     if pruning.method in METHODS or plan.criterion.sees_inputs or heals:
         size = min(pruning.calibration_samples, plan.config.batch.microbatch_size)
-        held_out = _alone(data.training, size).training(0)
+        held_out = data.training.alone(size).training(0)
         calibration = _calibration(plan, own, options, transport, data, held_out)
         healed = _healed_layers(plan, data, run_dir / HEALED) if heals and run_dir else None
         says: Callable[[str], None] = partial(print, flush=True) if is_shown else lambda _: None

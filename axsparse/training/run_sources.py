@@ -243,15 +243,15 @@ def batches_of(
 ) -> Batches:
     """Batches of a configuration, all of which one replica reads unless `how`, for `Batches`, says
     else."""
-    given = {
-        "global_batch_size": config.batch.global_batch_size,
-        "microbatch_size": config.batch.microbatch_size,
-        "replica": 0,
-        "g_data": 1,
-        "seed": config.seed,
-        "vocab_size": words,
-    }
-    return Batches(dataset, num_samples=num_samples, **{**given, **how})
+    return Batches(
+        dataset,
+        num_samples=num_samples,
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+        seed=config.seed,
+        vocab_size=words,
+        **how,
+    )
 
 
 def open_data(
@@ -278,19 +278,21 @@ def open_data(
     # Rank 0 is a first stage, which reads.
     facts = value_of_first(transport, read_here)
     entry = DataEntry(**{key: facts[key] for key in ("name", "fingerprint", "samples")}, position=0)
-    if saved is not None:
-        together(transport, lambda: reject_other_data(saved, entry))
-    together(
-        transport,
-        lambda: check_data(
+
+    def check() -> None:
+        if saved is not None:
+            reject_other_data(saved, entry)
+        check_data(
             config,
             source=facts["name"],
             words=plan.model.vocab_size,
             vocab_size=facts["vocab_size"],
             num_samples=facts["samples"],
-        ),
-    )
+        )
+        if not facts["validation_samples"]:
+            _reject_idle(config)
 
+    together(transport, check)
     batches = partial(
         batches_of,
         config=plan.config,
@@ -308,8 +310,6 @@ def open_data(
     if facts["validation_samples"]:
         dataset = None if datasets is None else datasets.validation
         validation = batches(dataset, num_samples=facts["validation_samples"])
-    else:
-        together(transport, lambda: _reject_idle(config))
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
     return Data(entry, training, validation, unit, facts["validation_fingerprint"])
 
@@ -324,16 +324,14 @@ def with_example(
     """
     if model.example is not None:
         return model
-    size, separate = config.batch.microbatch_size, config.data.intra_document_attention
 
     def first_inputs() -> tuple[Tensor, ...]:
         if transport.rank:
             return ()
-        training = _open(open_datasets, separate).training
+        training = _open(open_datasets, config.data.intra_document_attention).training
         with preserved_rng():
-            count, words = len(training), model.vocab_size
-            batches = batches_of(training, config, words, num_samples=count, global_batch_size=size)
-            return batches.first(size)[0].inputs
+            batches = batches_of(training, config, model.vocab_size, num_samples=len(training))
+            return batches.first(config.batch.microbatch_size)[0].inputs
 
     inputs = together(transport, first_inputs)
     kinds = [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in inputs]

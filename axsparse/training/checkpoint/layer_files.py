@@ -32,6 +32,7 @@ from axsparse.models.layer import StartValues
 from axsparse.models.model_profile import ModelProfile
 from axsparse.models.module_buffers import slots
 from axsparse.models.start_weights import some_of
+from axsparse.pruning.mask_file import packed_header
 from axsparse.pruning.methods.pruner import PrunerState
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import DataError, reading
@@ -117,18 +118,10 @@ def contents_of(
         if name in trained and name not in ties
     }
     stem = f"{number:04}-{layer.spec.name[:80]}"
-    files = {f"{stem}{SUFFIX}": of_layer}
-    if of_method:
-        files[f"{stem}.pruner{SUFFIX}"] = of_method
-    return LayerContents(
-        layer.spec.name,
-        files,
-        LayerEntry(
-            file=f"{stem}{SUFFIX}",
-            pruner=f"{stem}.pruner{SUFFIX}" if of_method else None,
-            parameters=parameters,
-        ),
-    )
+    file, pruner_file = f"{stem}{SUFFIX}", f"{stem}.pruner{SUFFIX}"
+    files = {file: of_layer, **({pruner_file: of_method} if of_method else {})}
+    entry = LayerEntry(file=file, pruner=pruner_file if of_method else None, parameters=parameters)
+    return LayerContents(layer.spec.name, files, entry)
 
 
 def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, TensorCopy]]:
@@ -144,12 +137,11 @@ def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[st
             mask_D[host_positions(index)] = True
             return pack(mask_D)
 
-        header = TensorHeader(torch.uint8, (-(-numel // 8),))
+        key, header = f"{MASK}/{name}", packed_header(numel)
         if is_shard:
-            full = partial(TensorCopy, header, lambda: pack(state.mask(name)))
-            yield f"{MASK}/{name}", full(is_shard=True)
+            yield key, TensorCopy(header, lambda: pack(state.mask(name)), is_shard=True)
         else:
-            yield f"{MASK}/{name}", TensorCopy(header, packed, is_fixed=True)
+            yield key, TensorCopy(header, packed, is_fixed=True)
     values = partial(
         TensorCopy,
         TensorHeader(torch.float32, (kept,)),
@@ -295,8 +287,7 @@ class CheckpointFiles:
         del weight
         assert within is None, "state is built with these masks"
         numel = math.prod(shape)
-        packed = self.read(MASK, name, TensorHeader(torch.uint8, (-(-numel // 8),)))
-        return unpack(packed, numel)
+        return unpack(self.read(MASK, name, packed_header(numel)), numel)
 
     def dense(
         self, kind: str, name: str, dtype: torch.dtype = torch.float32, *, suggestion: str = ANOTHER
