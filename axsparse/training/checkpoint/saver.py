@@ -73,30 +73,26 @@ class _PendingCheckpoint:
         return [work for work in (self.writing, self.committing) if work is not None]
 
 
+@dataclass(eq=False)
 class Saver:
     """Saves one rank's part of the state; all ranks call the same methods at the same steps."""
 
-    # Reason: all that is saved.
-    def __init__(
-        self,
-        run_dir: RunDir,
-        plan: RunPlan,
-        data: DataEntry,
-        layers: Sequence[BuiltLayer],
-        pruner: Pruner | None,
-        statistics: RunningStatistics,
-        *,
-        transport: Transport,
-        note_progress: Callable[[], object],
-    ) -> None:
-        """Saves to a run directory, whose lock is released when this closes.
+    run_dir: RunDir
+    """The directory, whose lock is released when this closes."""
+    plan: RunPlan
+    data: DataEntry
+    layers: Sequence[BuiltLayer]
+    pruner: Pruner | None
+    statistics: RunningStatistics
+    transport: Transport
+    note_progress: Callable[[], object]
+    """Called, in any thread, for every piece that is written or read back."""
 
-        `note_progress` is called, in any thread, for every piece that is written or read back.
-        """
-        self.shown = run_dir.path / folders.CHECKPOINTS
+    def __post_init__(self) -> None:
+        self.shown = self.run_dir.path / folders.CHECKPOINTS
         """The folder of the checkpoints, as messages name it."""
-        self.folder = run_dir.folder / folders.CHECKPOINTS
-        checkpoint = run_dir.checkpoint
+        self.folder = self.run_dir.folder / folders.CHECKPOINTS
+        checkpoint = self.run_dir.checkpoint
         self._first_step = None if checkpoint is None else checkpoint.step
         """The step of the checkpoint that is gone on from, maybe another run's; None without."""
         is_own = checkpoint is not None and (
@@ -106,11 +102,7 @@ class Saver:
         """The step of the checkpoint of this folder that the run was resumed from; None without."""
         self.last_step = self.resumed_step
         """The step of the newest checkpoint of this folder; None without."""
-        self._plan, self._coords, self._config = plan, plan.coords, plan.config
-        self._settings = plan.config.checkpoint
-        self._data, self._layers, self._pruner, self._statistics = data, layers, pruner, statistics
-        self._transport, self._note_progress = transport, note_progress
-        self._lock = run_dir.lock
+        self._coords, self._settings = self.plan.coords, self.plan.config.checkpoint
         self._whole = set() if self.last_step is None else {self.last_step}
         self._pending: _PendingCheckpoint | None = None
         self._appeared: list[int] = []
@@ -140,7 +132,7 @@ class Saver:
         either of them cannot be written.
         """
         self.finish()
-        pruner = PrunerState(MethodState()) if self._pruner is None else self._pruner.state()
+        pruner = PrunerState(MethodState()) if self.pruner is None else self.pruner.state()
         layers = self._dealt_layers(pruner)
         # Of the tensor-parallel ranks of a stage the first one writes.
         is_first = self._coords.tp_rank == 0
@@ -153,7 +145,7 @@ class Saver:
                 with self._writing(self.folder):
                     folders.begin(self.folder, step)
 
-        together(self._transport, make_folder)
+        together(self.transport, make_folder)
         folder = folders.unfinished_path_of(self.folder, step)
         files = {name: file for layer in dealt for name, file in layer.files.items()}
         queue = CopyQueue(STAGING_BYTES)
@@ -163,10 +155,10 @@ class Saver:
             folder,
             {layer.name: layer.entry for layer in dealt},
             queue,
-            self._background.do(lambda: _write(folder, files, queue, self._note_progress)),
+            self._background.do(lambda: _write(folder, files, queue, self.note_progress)),
         )
         self.last_step = step
-        with self._statistics.of_first_replica():
+        with self.statistics.of_first_replica():
             # What ranks gather together all of them ask for, in the same order.
             for layer, is_own in layers:
                 for tensor in (tensor for file in layer.files.values() for tensor in file.values()):
@@ -191,7 +183,7 @@ class Saver:
             return
         try:
             commit = pending.committing
-            together(self._transport, lambda: commit and self._result(commit, self.folder))
+            together(self.transport, lambda: commit and self._result(commit, self.folder))
             self._appeared.append(pending.progress.step)
         finally:
             self._pending = None
@@ -218,18 +210,18 @@ class Saver:
             pending.queue.close()
             wait(pending.work)
         self._background.close()
-        if self._lock is not None:
-            self._lock.release()
+        if self.run_dir.lock is not None:
+            self.run_dir.lock.release()
 
     def _dealt_layers(self, pruner: PrunerState) -> list[tuple[LayerContents, bool]]:
         """The layers of this stage in order, and whether this replica is the one to write each."""
-        profile, coords = self._plan.profile, self._coords
+        profile, coords = self.plan.profile, self._coords
         numbers = {layer.name: number for number, layer in enumerate(profile.layers)}
         contents = [
             contents_of(
-                numbers[layer.spec.name], layer, profile.ties, pruner, self._plan.model.start
+                numbers[layer.spec.name], layer, profile.ties, pruner, self.plan.model.start
             )
-            for layer in self._layers
+            for layer in self.layers
         ]
         writers = deal([layer.nbytes for layer in contents], coords.grid.g_data)
         return [
@@ -242,10 +234,10 @@ class Saver:
     def _collect(self, pending: _PendingCheckpoint) -> None:
         """Gather the entries of all ranks' files, and let rank 0 begin to commit it."""
         try:
-            files = together(self._transport, lambda: self._result(pending.writing, pending.folder))
+            files = together(self.transport, lambda: self._result(pending.writing, pending.folder))
         except OutputError:
             self._pending = None
-            if self._transport.rank == 0:
+            if self.transport.rank == 0:
                 with suppress(OSError):
                     folders.delete(pending.folder)
             raise
@@ -253,9 +245,9 @@ class Saver:
             "layers": {name: entry.model_dump() for name, entry in pending.layers.items()},
             "files": {name: entry.model_dump() for name, entry in files.items()},
         }
-        written = gather_values(self._transport, entries)
+        written = gather_values(self.transport, entries)
         pending.is_written = True
-        if self._transport.rank == 0:
+        if self.transport.rank == 0:
             manifest = self._manifest(pending, written)
             pending.committing = self._background.do(lambda: self._commit(pending.folder, manifest))
 
@@ -291,21 +283,21 @@ class Saver:
     ) -> CheckpointManifest:
         layers = {name: entry for rank in ranks for name, entry in rank["layers"].items()}
         files = {name: entry for rank in ranks for name, entry in rank["files"].items()}
-        position = pending.progress.step * self._config.batch.global_batch_size
+        position = pending.progress.step * self.plan.config.batch.global_batch_size
         assert self._mark is not None, "rank 0 has it"
         return CheckpointManifest(
             format=FORMAT,
             run=self._mark.identifier,
             progress=pending.progress,
             method_state=pending.method_state,
-            data=self._data.model_copy(update={"position": position}),
-            config=self._config.model_dump(mode="json"),
-            teacher=self._plan.taught_from,
+            data=self.data.model_copy(update={"position": position}),
+            config=self.plan.config.model_dump(mode="json"),
+            teacher=self.plan.taught_from,
             versions=dict(versions()),
             git=self._git,
             layers={
                 layer.name: LayerEntry.model_validate(layers[layer.name], strict=False)
-                for layer in self._plan.profile.layers
+                for layer in self.plan.profile.layers
             },
             files={name: FileEntry.model_validate(files[name]) for name in sorted(files)},
         )
@@ -327,13 +319,13 @@ class Saver:
             self.folder, self._settings, manifest.progress, self._is_complete
         ):
             folders.remove(folders.path_of(self.folder, step))
-            self._note_progress()
+            self.note_progress()
 
     def _is_complete(self, step: int) -> bool:
         """Whether a checkpoint is complete; one of an earlier process is read."""
         if step not in self._whole and is_complete(folders.path_of(self.folder, step)):
             self._whole.add(step)
-        self._note_progress()
+        self.note_progress()
         return step in self._whole
 
 
