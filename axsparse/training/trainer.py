@@ -373,8 +373,6 @@ class Trainer:
         self._is_stopped = self._closed = False
         self._failed = ""
         """The class of the exception that has ended the run in its middle."""
-        self._is_left = False
-        """Whether the program has closed this, and wants only weights of it."""
         self._handled: BaseException | None = None
         """The exception that the program was handling when it made the last call."""
         start = plan.model.start
@@ -652,7 +650,7 @@ class Trainer:
         self._release()
 
     def close(self) -> None:
-        """End the run, all threads and the record; weights can still be had.
+        """End the run, all threads and the record; evaluations and weights can still be had.
 
         All ranks call this together. In the middle of a run it saves, as a signal does, so that
         `resume="auto"` continues from here; while an exception is handled that came after the last
@@ -670,7 +668,6 @@ class Trainer:
                     with self._ending_on_failure():
                         self._save_in_the_middle(self._saver)
         self._release()
-        self._is_left = True
 
     def _save_in_the_middle(self, saver: Saver) -> None:
         """Save, unless a checkpoint has it all, and say where."""
@@ -760,10 +757,10 @@ class Trainer:
 
         All ranks call this together, before, between or after steps; the training state does not
         change. None if there is no validation data. ConfigError on all ranks if one makes another
-        call meanwhile, and after `close` or a failed step; StoppedError if a signal came and no run
+        call meanwhile, and after a failed step; StoppedError if a signal came and no run
         is in progress.
         """
-        if self._is_left or self._failed:
+        if self._failed:
             self._reject_closed("evaluate")
         if not self._evaluates:
             return None

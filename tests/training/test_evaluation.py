@@ -64,6 +64,7 @@ def test_an_evaluation_says_how_much_it_has_seen_and_can_be_repeated(
 
     assert last is not None
     assert (last.samples, last.available) == (samples, 29)
+    trainer.close()
     assert trainer.evaluate() == last
 
 
