@@ -8,12 +8,11 @@ import json
 import math
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -75,7 +74,7 @@ from axsparse.training.checkpoint.verification import (
 from axsparse.training.placement import Placement, bind_rank
 from axsparse.training.plan import RunPlan, decided_precision, plan_run, reject_mismatching_rank
 from axsparse.training.run_directory import RunDir, open_run_dir
-from axsparse.training.run_sources import Data, open_data
+from axsparse.training.run_sources import Data, RunSources, open_data
 
 HEALED = "healing"
 """The folder in the run directory with healed layers, until the first checkpoint has them."""
@@ -199,27 +198,26 @@ def check_settings(job: Job, config: Config, model: Model) -> Config:
     return config
 
 
-def reject_arguments(
-    config: Config, optimizer: object, learning_rate: Any, starts: Mapping[str, bool]
-) -> None:
+def reject_arguments(given: RunSources) -> None:
     """ConfigError for rules of wrong types, which would otherwise be found deep within, and for
-    arguments of a trainer that exclude each other; `starts` says which of them are given."""
+    arguments of a trainer that exclude each other."""
     way = "give an ax.Optimizer, or leave it out and set optimizer.name"
-    check_kind("Trainer: optimizer", optimizer, Optimizer | None, way)
+    check_kind("Trainer: optimizer", given.optimizer, Optimizer | None, way)
     way = "give a number, or a function of the number of a step"
-    check_kind("Trainer: learning_rate", learning_rate, Callable | None, way)
-    if learning_rate is not None:
-        own_learning_rate(learning_rate, 0)
-    given = [name for name, is_given in starts.items() if is_given]
-    if len(given) > 1:
-        raise ConfigError(f"Trainer: {' and '.join(given)} exclude each other; give one of them")
-    if starts["overwrite"] and config.run_dir == "auto":
+    check_kind("Trainer: learning_rate", given.learning_rate, Callable | None, way)
+    if given.learning_rate is not None:
+        own_learning_rate(given.learning_rate, 0)
+    ways = {"quiet": given.quiet, "resume": given.resume is not None, "overwrite": given.overwrite}
+    asked = [name for name, is_given in ways.items() if is_given]
+    if len(asked) > 1:
+        raise ConfigError(f"Trainer: {' and '.join(asked)} exclude each other; give one of them")
+    if given.overwrite and given.config.run_dir == "auto":
         raise ConfigError(
             "Trainer: overwrite begins the run of run_dir anew, and run_dir is auto, a directory "
             "that no run has; name it, as in run_dir='runs/first'"
         )
-    if starts["quiet"]:
-        reject_quiet(config)
+    if given.quiet:
+        reject_quiet(given.config)
 
 
 # -- this process among the others --------------------------------------------------------

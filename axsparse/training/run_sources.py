@@ -32,12 +32,14 @@ from axsparse.models.losses import linear_cross_entropy, summed_cross_entropy
 from axsparse.models.own_forward import from_module
 from axsparse.models.sequential import OwnValues, from_sequential, runs_in_order
 from axsparse.models.zoo.model_registry import named_model
+from axsparse.pruning.criteria import Score
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import ConfigError, DataError, check_kind, check_kinds
 from axsparse.runtime.exchange import together, value_of_first
 from axsparse.runtime.seeds import preserved_rng
 from axsparse.runtime.targets import IGNORED
+from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.training.checkpoint.checkpoint_folder import DataEntry
 from axsparse.training.checkpoint.verification import Checkpoint, reject_other_data
 from axsparse.training.plan import RunPlan, mismatching_rank
@@ -92,13 +94,19 @@ they are read, or None for the settings' data."""
 
 @dataclass(frozen=True)
 class RunSources:
-    """A model, data and settings."""
+    """A model, data and settings, and the other arguments of `Trainer`."""
 
     model: Model
     open_datasets: Callable[[], Datasets]
     config: Config
     given: tuple[str, ...] = ()
     """The objects of the program that replace settings: keys of `validate.REPLACED`."""
+    score: Score | None = None
+    optimizer: Optimizer | None = None
+    learning_rate: LearningRate | None = None
+    quiet: bool = False
+    resume: str | None = None
+    overwrite: bool = False
 
 
 # Reason: what a program gives.

@@ -166,8 +166,7 @@ class Trainer:
             lambda: run_sources(model, data, config, settings, loss, metrics),
             "makes a Trainer",
         )
-        self._prepare(
-            job,
+        given = replace(
             given,
             score=score,
             optimizer=optimizer,
@@ -176,14 +175,15 @@ class Trainer:
             resume=resume,
             overwrite=overwrite,
         )
+        self._prepare(job, given)
 
-    def _prepare(self, job: Job, given: RunSources, **how: Any) -> None:
+    def _prepare(self, job: Job, given: RunSources) -> None:
         """`_build`, after whose failure nothing is left behind."""
         self._job, job.left, self._under_way = job, None, ""
         threads = torch.get_num_threads()
         try:
             with ExitStack() as locks:
-                self._build(job, given, locks, **how)
+                self._build(job, given, locks)
                 locks.pop_all()  # the saver releases them
         except BaseException as failure:
             job.note_left(failure)
@@ -192,34 +192,19 @@ class Trainer:
             _use_threads(threads)
             self._rest()
 
-    # Reason: the arguments of `__init__`, and all that a rank consists of, in order.
+    # Reason: all that a rank consists of, in order.
     @torch.inference_mode(mode=False)
     @torch.enable_grad()  # whoever calls may have switched gradients off
-    def _build(
-        self,
-        job: Job,
-        given: RunSources,
-        locks: ExitStack,
-        *,
-        score: Score | None = None,
-        optimizer: Optimizer | None = None,
-        learning_rate: LearningRate | None = None,
-        quiet: bool = False,
-        resume: str | None = None,
-        overwrite: bool = False,
-    ) -> None:
-        """Build all that this rank trains with; arguments and errors are as in `__init__`.
+    def _build(self, job: Job, given: RunSources, locks: ExitStack) -> None:
+        """Build all that this rank trains with; errors are as in `__init__`.
 
         All ranks call this together. A quiet run saves nothing, and no signal stops it.
         """
         # The settings, this rank among the others, and what is to be trained.
-        starts = {"quiet": quiet, "resume": resume is not None, "overwrite": overwrite}
-        together(
-            job.transport, lambda: reject_arguments(given.config, optimizer, learning_rate, starts)
-        )
+        together(job.transport, lambda: reject_arguments(given))
         job.run_dir = job.shown_run_dir = None
         config = check_settings(job, given.config, given.model)
-        own = {"learning rate": learning_rate, "optimizer": optimizer}
+        own = {"learning rate": given.learning_rate, "optimizer": given.optimizer}
         in_place = [f"the {name} of the program" for name, one in own.items() if one is not None]
         notes = [*replaced(config, (*given.given, *in_place))]
         self.placement, config = placed(job, config)
@@ -231,16 +216,16 @@ class Trainer:
         profile = profile_together(model, config, transport, run_here)
 
         # The plan of the run, its data, and its directory.
-        found = RunDir() if quiet else find_run(config, transport, resume, locks)
+        found = RunDir() if given.quiet else find_run(config, transport, given.resume, locks)
         deciding = partial(
             plan_run,
             *(config, model, profile, transport),
-            score=score,
+            score=given.score,
             budget=found_budget(config, transport, self.placement.memory),
             saved=None if found.checkpoint is None else found.checkpoint.manifest.pruned,
             on_host=gpu is None,
-            optimizer=optimizer,
-            learning_rate=learning_rate,
+            optimizer=given.optimizer,
+            learning_rate=given.learning_rate,
         )
         self.plan = plan = together(transport, deciding)
         self.coords, self.profile, self.config = plan.coords, plan.profile, plan.config
@@ -251,8 +236,10 @@ class Trainer:
         pins, saved = self.placement.pins, found.checkpoint
         self.data = open_data(plan, config, transport, opener, saved=saved, pinned=pins)
         entry, directory = self.data.entry, None
-        if not quiet:
-            directory = open_run_directory(job, plan, config, found, locks, overwrite=overwrite)
+        if not given.quiet:
+            directory = open_run_directory(
+                job, plan, config, found, locks, overwrite=given.overwrite
+            )
         shown = None if directory is None else directory.path
         self.run_dir: Path | None = None if directory is None else directory.folder
         """The directory that the run writes to; None of a quiet one."""
@@ -337,7 +324,7 @@ class Trainer:
             )
         self.last_evaluation: Evaluation | None = None
         self._stop = job.stop
-        self._overwritten = directory if overwrite else None
+        self._overwritten = directory if given.overwrite else None
         """The directory of another run, until this one begins there."""
         self._saver: Saver | None = None
         """Saves, as signals ask for; None of a quiet run."""
@@ -1085,9 +1072,9 @@ class Trainer:
 def build(
     job: Job, model: Model, open_datasets: Callable[[], Datasets], config: Config, **how: Any
 ) -> Trainer:
-    """A trainer on a rank of a job that is connected already; `how` is passed to `_prepare`."""
+    """A trainer on a rank of a job that is connected already; `how` is for `RunSources`."""
     trainer = Trainer.__new__(Trainer)
-    trainer._prepare(job, RunSources(model, open_datasets, config), **how)
+    trainer._prepare(job, RunSources(model, open_datasets, config, **how))
     return trainer
 
 
