@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,6 @@ from axsparse.runtime.files.run_folder import (
     RunMark,
     automatic_run_dirs,
     delete_own,
-    foreign_files,
     has_mark,
     is_marked,
     last_run,
@@ -246,13 +244,9 @@ def make_run_dir(config: Config, *, overwrite: bool = False) -> tuple[Path, RunL
         with writing(f"{where}: {following}", OTHER_RUN_DIR):
             is_last = not is_marked(following)
         if is_last:
-            with contextlib.suppress(_TakenError, InUseError):
+            with suppress(InUseError):
                 return path, _claim(path, where)
     raise AssertionError("the names of run directories do not end")
-
-
-class _TakenError(OutputError):
-    """The directory holds another run."""
 
 
 def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
@@ -268,21 +262,22 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
             raise OutputError(
                 f"{where}: {path} is not a directory; choose {ANOTHER_RUN_DIR}"
             ) from reason
-        _reject_foreign(path, where)
+        try:
+            is_marked(path)
+        except ConfigError as reason:
+            raise OutputError(f"{where}: {reason}") from reason
         if overwrite or not _contains_run(path):  # otherwise not even a lock file is left there
             _reject_broken_link(path / CHECKPOINTS, where)
-            lock = RunLock(path)
-            try:
+            with ExitStack() as locks:
+                lock = RunLock(path)
+                locks.callback(lock.release)
                 RunMark.of(path)
                 if overwrite:
                     _reject_other_checkpoints(path, where)
                 if _take(path, lock) or overwrite:
+                    locks.pop_all()
                     return lock
-            except BaseException:
-                lock.release()
-                raise
-            lock.release()
-    raise _TakenError(
+    raise InUseError(
         f"{where}: {path} holds another run's records or checkpoints, which would be mixed up; "
         f"choose {ANOTHER_RUN_DIR}, or go on with that run by {RESUME_AUTO}, "
         "or begin it anew (in Python overwrite=True)"
@@ -311,18 +306,6 @@ def _reject_removed(config: Config) -> None:
             )
 
 
-def _reject_foreign(path: Path, where: str) -> None:
-    """OutputError for a directory without a mark of which a run would replace files."""
-    try:
-        is_marked(path)
-    except ConfigError as reason:
-        raise OutputError(
-            f"{where}: {path} has {' and '.join(foreign_files(path))} that no run of axsparse "
-            "has marked as its own, and a run replaces nothing that it has not written; choose "
-            f"{ANOTHER_RUN_DIR}"
-        ) from reason
-
-
 def _reject_other_checkpoints(run_dir: Path, where: str) -> None:
     """OutputError for checkpoints of another run, which would be removed."""
     if not has_mark(run_dir):
@@ -330,7 +313,7 @@ def _reject_other_checkpoints(run_dir: Path, where: str) -> None:
     identifier = RunMark.of(run_dir).identifier
     for step in steps_in(run_dir):
         path = path_of(run_dir / CHECKPOINTS, step)
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             manifest = checkpoint_folder.parse_manifest(
                 (path / checkpoint_folder.MANIFEST_FILE).read_bytes()
             )
@@ -392,7 +375,7 @@ def save_config(config: Config, run_dir: Path) -> None:
 
 def config_text(run_dir: Path) -> str:
     """The text of a run's config.yaml; empty if it cannot be read."""
-    with contextlib.suppress(OSError), (run_dir / CONFIG_FILE).open("rb") as file:
+    with suppress(OSError), (run_dir / CONFIG_FILE).open("rb") as file:
         return file.read(MOST_CONFIG_BYTES).decode("utf-8", errors="replace")
     return ""
 
@@ -463,13 +446,12 @@ def _finish_replacing(run_dir: Path) -> None:
     """Give a checkpoint its name that a killed run left without, unless a job uses the run."""
     checkpoints = run_dir / CHECKPOINTS
     if checkpoint_folder.replacing(checkpoints):
-        with contextlib.suppress(OutputError), writing(f"{checkpoints}:", OTHER_RUN_DIR):
+        where = f"{checkpoints}:"
+        with suppress(OutputError), writing(where, OTHER_RUN_DIR), ExitStack() as locks:
             lock = RunLock(run_dir)
-            try:
-                if lock.is_exclusive:
-                    checkpoint_folder.finish_replacing(checkpoints)
-            finally:
-                lock.release()
+            locks.callback(lock.release)
+            if lock.is_exclusive:
+                checkpoint_folder.finish_replacing(checkpoints)
 
 
 def _began_from(run_dir: Path) -> str:

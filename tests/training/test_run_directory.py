@@ -382,7 +382,7 @@ def test_a_run_of_which_a_part_is_missing_is_neither_begun_anew_nor_changed(
     RunLock(run).release()
     assert kept.value, "an error that a program keeps holds no lock"
     if "run.json" in lost:
-        with pytest.raises(OutputError, match="that no run of axsparse has marked as its own"):
+        with pytest.raises(OutputError, match=r"but no whole run\.json, the mark of a run"):
             opened(loaded(run), None)
 
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.lock"}

@@ -226,7 +226,7 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 
 
 class InUseError(OutputError):
-    """Another process holds the run directory."""
+    """The directory holds another run, or another process holds the directory."""
 
 
 class RunLock:
