@@ -482,12 +482,10 @@ def check_transport(config: Config, transport: Transport, *, on_host: bool) -> N
         f"local is for one process, but {ranks} ranks are running; choose auto or mpi": (
             setting == "local" and ranks > 1
         ),
+        "nccl is for GPUs, and no rank sees one; load the driver and a torch with CUDA, or choose "
+        "transport: mpi": setting == "nccl" and on_host,
         "no MPI library was found; load the site's MPI module, install axsparse[mpich], or choose "
         "auto": setting not in ("auto", "local") and transport.name == "local",
-        # One rank on a GPU has nobody to talk to and keeps MPI's transport.
-        "nccl is for ranks that compute on GPUs, and these compute on CPUs; choose auto or mpi": (
-            setting == "nccl" and transport.name.startswith("mpi") and on_host
-        ),
     }
     for rule, is_broken in rules.items():
         if is_broken:

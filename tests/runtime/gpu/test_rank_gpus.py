@@ -176,7 +176,6 @@ def test_auto_takes_nccl_where_every_rank_has_a_gpu_of_its_own(
             "here: nccl: the torch of rank 1 on host n1 is built without it; install torch with "
             "CUDA for Linux, or choose transport: mpi",
         ),
-        ("nccl", NO_GPUS, "here: nccl is for GPUs, and no rank sees one; load the driver and a"),
         (
             "auto",
             [*rank_gpus([2]), RankGpu(2, "n9")],
