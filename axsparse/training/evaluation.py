@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from axsparse.config.schema import Config
-from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, Prefetcher
 from axsparse.data.dataset import Dataset, Datasets
 from axsparse.models.layer import Model
@@ -32,10 +31,9 @@ from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.backend import to_host
 from axsparse.samo.precision import DTYPES
-from axsparse.training.checkpoint.checkpoint_folder import DataEntry
-from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, reject_other_data
+from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of
 from axsparse.training.export import Weights, configured_model
-from axsparse.training.run_sources import batches_of
+from axsparse.training.run_sources import batches_of, checked_entry, facts_of
 
 
 @dataclass(frozen=True)
@@ -182,19 +180,9 @@ def evaluate_saved(
 
 
 def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
-    training, validation = datasets.training, datasets.validation
-    data = DataEntry(
-        name=training.name, fingerprint=training.fingerprint, samples=len(training), position=0
-    )
     way = "evaluate on data of a program by ax.Trainer(…, resume=RUN).evaluate()"
-    reject_other_data(saved.checkpoint, data, way)
-    if validation is None:
-        raise ConfigError(f"evaluate: {training.name} has no validation data; nothing to do")
-    check_data(
-        saved.config,
-        source=training.name,
-        words=saved.model.vocab_size,
-        vocab_size=training.vocab_size or 0,
-        num_samples=len(training),
-    )
-    return validation
+    facts, words = facts_of(datasets), saved.model.vocab_size
+    checked_entry(saved.config, words, facts, saved.checkpoint, way)
+    if datasets.validation is None:
+        raise ConfigError(f"evaluate: {facts['name']} has no validation data; nothing to do")
+    return datasets.validation

@@ -281,30 +281,18 @@ def open_data(
     reads = plan.coords.is_first or plan.coords.is_last
     separate = config.data.intra_document_attention
     datasets = together(transport, lambda: _open(open_datasets, separate) if reads else None)
-    read_here = None if datasets is None else _facts_of(datasets)
+    read_here = None if datasets is None else facts_of(datasets)
     together(transport, lambda: _reject_other_data(transport, read_here))
     # Rank 0 is a first stage, which reads.
     facts = value_of_first(transport, read_here)
-    entry = DataEntry(**{key: facts[key] for key in ("name", "fingerprint", "samples")}, position=0)
-
-    def check() -> None:
-        if saved is not None:
-            reject_other_data(saved, entry)
-        check_data(
-            config,
-            source=facts["name"],
-            words=plan.model.vocab_size,
-            vocab_size=facts["vocab_size"],
-            num_samples=facts["samples"],
-        )
-        if not facts["validation_samples"]:
-            _reject_idle(config)
-
-    together(transport, check)
+    words = plan.model.vocab_size
+    entry = together(transport, lambda: checked_entry(config, words, facts, saved))
+    if not facts["validation_samples"]:
+        together(transport, lambda: _reject_idle(config))
     batches = partial(
         batches_of,
         config=plan.config,
-        words=plan.model.vocab_size,
+        words=words,
         replica=plan.coords.replica,
         g_data=plan.coords.grid.g_data,
         pinned=pinned,
@@ -320,6 +308,29 @@ def open_data(
         validation = batches(dataset, num_samples=facts["validation_samples"])
     unit: Unit = "tokens" if facts["vocab_size"] else "samples"
     return Data(entry, training, validation, unit, facts["validation_fingerprint"])
+
+
+def checked_entry(
+    config: Config,
+    words: int | None,
+    facts: Mapping[str, Any],
+    saved: Checkpoint | None,
+    way: str = "start another run",
+) -> DataEntry:
+    """The entry of training data in a checkpoint, by their `facts_of`, for a model of this many
+    `words`. Raises the errors of `check_data` and, for a checkpoint, of `reject_other_data`."""
+    name, samples = facts["name"], facts["samples"]
+    entry = DataEntry(name=name, fingerprint=facts["fingerprint"], samples=samples, position=0)
+    if saved is not None:
+        reject_other_data(saved, entry, way)
+    check_data(
+        config,
+        source=name,
+        words=words,
+        vocab_size=facts["vocab_size"],
+        num_samples=samples,
+    )
+    return entry
 
 
 def with_example(
@@ -404,7 +415,7 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
     return opened
 
 
-def _facts_of(datasets: Datasets) -> dict[str, Any]:
+def facts_of(datasets: Datasets) -> dict[str, Any]:
     """The facts that the other ranks need about the data, and that reading ranks compare."""
     training, validation = datasets.training, datasets.validation
     for given in (training, *([] if validation is None else [validation])):

@@ -230,8 +230,6 @@ START = ("model.from", "model.weights", "model.new", "train.teacher")
 """Keys of the first weights, which a checkpoint replaces by its own, and of the teacher, whose
 weights are compared; changes are printed."""
 
-OTHER_RUN = "start another run"
-
 
 def reject_other_model(checkpoint: Checkpoint, profile: ModelProfile) -> None:
     """DataError if the parameters or layers of the model differ from the checkpoint's."""
@@ -261,7 +259,7 @@ def reject_other_model(checkpoint: Checkpoint, profile: ModelProfile) -> None:
         )
 
 
-def reject_other_data(checkpoint: Checkpoint, data: DataEntry, way: str = OTHER_RUN) -> None:
+def reject_other_data(checkpoint: Checkpoint, data: DataEntry, way: str) -> None:
     """DataError if the training data differ from the checkpoint's; their path may differ. `way` is
     what else there is to do."""
     there = checkpoint.manifest.data
