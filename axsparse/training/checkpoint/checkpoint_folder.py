@@ -115,11 +115,6 @@ class CheckpointManifest(_Strict):
             if entry.kept < math.prod(entry.shape)
         }
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all files but the manifest."""
-        return sum(entry.bytes for entry in self.files.values())
-
 
 def manifest_bytes(manifest: CheckpointManifest) -> bytes:
     """The contents of manifest.json, which `parse_manifest` reads."""
