@@ -366,11 +366,8 @@ class Weights:
         self._files = CheckpointFiles(checkpoint)
         self.dtype = DTYPES[self.config().precision] if trained else torch.float32
         self.parameters: dict[str, ParameterEntry] = {}
-        self._headers: dict[str, dict[str, TensorHeader]] = {}
-        """Of all tensors by layer, and by kind and name."""
-        for name, layer in layers.items():
+        for layer in layers.values():
             self.parameters.update(layer.parameters)
-            self._headers[name] = self._files.headers(name)
 
     def config(self) -> Config:
         """The run's configuration; DataError if this version does not understand it."""
@@ -404,7 +401,7 @@ class Weights:
                 kind = self.dtype if dtype is None else dtype(parameter)
                 value = partial(self.dense, parameter, kind)
                 tensors[parameter] = TensorHeader(kind, entry.shape), value
-            for key, header in self._headers[name].items():
+            for key, header in self._files.headers(name).items():
                 role, _, buffer = key.partition("/")
                 if role == BUFFER:
                     kind = header.dtype
