@@ -25,6 +25,7 @@ from axsparse.data_parallel.step_consensus import (
     StepConsensus,
     StepResult,
 )
+from axsparse.models.start_weights import some_of
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine
 from axsparse.pruning.methods.pruner import MaskUpdate
@@ -52,8 +53,6 @@ from axsparse.training.run_directory import RunDir
 PATIENCE = 10
 """Skipped steps in a row at the lowest loss scale, which bf16 and fp32 always have, after which the
 run ends."""
-MOST_NAMED = 4
-"""A warning names at most this many parameters."""
 
 
 @dataclass(eq=False)
@@ -211,10 +210,9 @@ class Step:
         new = [name for name in self.collector.finish() if name not in self._named]
         self._named.update(new)
         if new and self._coords.replica == 0:
-            more = f" and {len(new) - MOST_NAMED} more" if len(new) > MOST_NAMED else ""
             write_line(
                 f"warning: {self._coords}: its microbatches of step {self.progress.step + 1} gave "
-                f"no gradient to {', '.join(new[:MOST_NAMED])}{more}; it counts as zero (freeze "
+                f"no gradient to {some_of(new)}; it counts as zero (freeze "
                 "what no sample ever uses)"
             )
         return losses
