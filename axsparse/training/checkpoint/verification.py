@@ -290,15 +290,13 @@ def reject_other_settings(checkpoint: Checkpoint, config: Config, loaded: Config
     free: tuple[str, ...] = FREE
     if config.pruning.method in ONCE:
         free += ("pruning.until_step", "pruning.interval")
-    named: tuple[str, ...] = TOLD
     lines = []
-    for key in here:
-        old, new = there.get(key), here[key]
-        if key in START and old is not None and new is not None:
-            named += (key,)
-        if old == new or (key.startswith(free) and key not in named):
+    for key, new in here.items():
+        old = there.get(key)
+        is_told = key.startswith(TOLD) or (key in START and None not in (old, new))
+        if old == new or (key.startswith(free) and not is_told):
             continue
-        if not key.startswith(named):
+        if not is_told:
             raise ConfigError(
                 f"{loaded.where(key)}: {_short(new)}, but checkpoint {checkpoint.path} was saved "
                 f"with {_short(old)}; set it back, or start another run"
