@@ -292,7 +292,9 @@ def _reject_removed(config: Config) -> None:
     given += [("data.validation", config.data.validation), ("train.teacher", config.train.teacher)]
     given += [("model.weights", model.weights), ("model.from", model.from_)]
     for key, value in [*given, ("pruning.mask", config.pruning.mask)]:
-        path = Path(value or "")
+        if value is None:
+            continue
+        path = Path(value)
         if key == "pruning.mask" and path.is_dir():
             path /= MASK_FILE
         path = path.parent.resolve() / path.name

@@ -247,6 +247,17 @@ def test_runs_are_named_and_numbered_and_a_new_one_gets_the_last_directory_if_it
     assert Path("runs/quick-3").is_dir()
 
 
+def test_a_run_may_overwrite_the_directory_that_its_program_is_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    path, lock = make_run_dir(loaded("."), overwrite=True)
+
+    lock.release()
+    assert path.samefile(tmp_path)
+
+
 def test_of_two_jobs_that_find_a_directory_free_one_gets_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
