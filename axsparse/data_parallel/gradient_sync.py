@@ -63,7 +63,13 @@ class GradientSync:
         self._tied = {id(use.layer) for tie in self.ties for use in tie.uses}
         backward = list(reversed(self.layers))
         self._order = sorted(backward, key=lambda layer: id(layer) in self._tied)
-        self._buckets: list[_Bucket] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """Open a step, in which no layer is ready yet."""
+        self._buckets = [
+            _Bucket(layer, part) for layer in self._order for part in self._parts(layer)
+        ]
         self._complete: set[int] = set()
         self._tie_works: list[tuple[LayerState, range, Work]] = []
         """The sums over two stages under way, and which entries of a layer they sum."""
@@ -73,16 +79,6 @@ class GradientSync:
         """The smallest and the largest gradient of each bucket on this replica, before the sum over
         replicas: they are finite if all its gradients were. Empty for a single replica, whose sums
         are its gradients, and for sums of integers."""
-
-    def begin(self) -> None:
-        self._complete.clear()
-        self._tie_works.clear()
-        self._ties_begun = False
-        self._buckets = [
-            _Bucket(layer, part) for layer in self._order for part in self._parts(layer)
-        ]
-        self.own_extremes.clear()
-        self._started = 0
 
     def ready(self, layer: LayerState) -> None:
         """Start the sums that may start, now that all gradients of this layer are complete.

@@ -77,9 +77,8 @@ class GradientCollector:
             tensor.parameter: (layer, tensor) for layer in layers for tensor in layer.tensors
         }
         self._handles = [
-            tensor.parameter.register_post_accumulate_grad_hook(self._hook(layer, tensor))
-            for layer in layers
-            for tensor in layer.tensors
+            parameter.register_post_accumulate_grad_hook(self._hook(layer, tensor))
+            for parameter, (layer, tensor) in self._tensors.items()
         ]
 
     def begin(self) -> None:

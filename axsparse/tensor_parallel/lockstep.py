@@ -103,10 +103,8 @@ class Lockstep:
 
     def _has_input(self, action: Any) -> bool:
         """Whether the input of an action, if it needs a message, is here."""
-        for direction in Direction:
-            if action.kind == direction and self._policy.expects(direction):
-                return bool(action.microbatch < self._here[direction])
-        return True
+        here = self._here.get(action.kind)
+        return here is None or not self._policy.expects(action.kind) or action.microbatch < here
 
 
 class MeetingLink:

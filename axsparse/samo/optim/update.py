@@ -138,10 +138,6 @@ class _Step:
         # As in torch, the steps of a parameter count from its first gradient.
         return replace(hyper, step=hyper.step - tensor.begun) if tensor.begun else hyper
 
-    def update_moments(self, block: StateBlock, hyper: Hyper) -> None:
-        change: Callable[..., object] = self.optimizer.update_moments
-        reject_result("update_moments", change(block, hyper))
-
     def read(self, layer: LayerState, tensor: TensorState, start: int, stop: int) -> StateBlock:
         gradient_K = layer.gradient_of(tensor)[start:stop]
         return StateBlock(
@@ -173,7 +169,7 @@ class _Step:
             for tensor in layer.owned:
                 for start, stop in layer.shares.blocks(tensor, layer.shares.held):
                     block = self.read(layer, tensor, start, stop)
-                    self.update_moments(block, self.hyper_of(tensor))
+                    change("update_moments", optimizer.update_moments, block, self.hyper_of(tensor))
                     part = optimizer.statistics(block, self.hyper_of(tensor))
                     each[tensor.name][start // BLOCK] = part
         replicas = layers[0].shares.replicas
@@ -211,17 +207,18 @@ class _Step:
         for start, stop in layer.shares.blocks(tensor, layer.shares.held):
             block = self.read(layer, tensor, start, stop)
             if statistics is None:
-                self.update_moments(block, hyper)
-            apply: Callable[..., object] = self.optimizer.apply
-            reject_result("apply", apply(block, statistics, hyper))
+                change("update_moments", self.optimizer.update_moments, block, hyper)
+            change("apply", self.optimizer.apply, block, statistics, hyper)
             layer.optimizer_state.write_master(tensor, start, block.master)
 
 
-def reject_result(function: str, result: object) -> None:
-    """ConfigError if a custom function returned values that it should have written."""
+def change(name: str, function: Callable[..., object], *arguments: object) -> None:
+    """Call a function of an optimizer; ConfigError if it returned values that it should have
+    written."""
+    result = function(*arguments)
     if result is not None:
         raise ConfigError(
-            f"optimizer: {function} returned {type(result).__name__}, of which nothing is done; "
+            f"optimizer: {name} returned {type(result).__name__}, of which nothing is done; "
             "change the tensors of the block in place, and return nothing"
         )
 
