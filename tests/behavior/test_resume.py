@@ -16,6 +16,7 @@ from support.exhaustive import by_default
 from support.resuming import Layout, Ran, ran, records_of, same, settings
 from support.runs import (
     FEW_MICROBATCHES,
+    around_step,
     random_init,
     summed_loss,
     tiny_config,
@@ -197,7 +198,7 @@ def buffered_modules(_: Config, shift: int = 0) -> Model:
     return from_sequential([Buffered(shift), nn.Linear(16, 5)], summed_loss)
 
 
-def thawing(*, is_frozen: bool) -> Model:
+def thawing(_: Config | None = None, *, is_frozen: bool) -> Model:
     torch.manual_seed(1)
     body = nn.Sequential(nn.Linear(16, 16), nn.Tanh()).requires_grad_(not is_frozen)
     return from_sequential([body, nn.Linear(16, 16), nn.Linear(16, 5)], summed_loss)
@@ -222,7 +223,7 @@ def test_a_body_that_is_thawed_at_a_resume_begins_as_in_torchs_optimizer(
             layout,
             config(steps),
             tmp_path / "run",
-            model=lambda _: thawing(is_frozen=is_frozen),
+            model=partial(thawing, is_frozen=is_frozen),
             data=vector_data(),
             resume=resume,
         )
@@ -256,6 +257,35 @@ def test_a_body_that_is_thawed_at_a_resume_begins_as_in_torchs_optimizer(
     again = run(7, is_frozen=True)
     assert "no longer trained, and kept as it is: 0.0.weight, 0.0.bias" in capsys.readouterr().out
     assert again.losses and not any("/0.0." in name for name in again.state)
+
+
+@pytest.mark.parametrize("method", ["iterative to step 1", "early-bird to step 1"])
+def test_a_thawed_weight_is_rewound_to_the_value_that_it_was_frozen_with(
+    method: str, tmp_path: Path
+) -> None:
+    module = given_module(thawing(is_frozen=True).layers[0])
+    assert module is not None
+    name, start_D = "0.0.weight", module.get_parameter("0.weight").detach().view(-1)
+    rewound = list[bool]()
+
+    def note(trainer: Trainer) -> None:
+        state = trainer.layers[0].state
+        if name in state.by_full_name and state.by_full_name[name].kept < start_D.numel():
+            rewound.append(torch.equal(state.master(name), start_D[state.mask(name)]))
+
+    for is_frozen in (True, False):
+        ran(
+            (1, 1),
+            config_of(pruning=METHODS[method], train={"steps": 10}),
+            tmp_path / "run",
+            model=partial(thawing, is_frozen=is_frozen),
+            data=vector_data(),
+            resume=None if is_frozen else "auto",
+            stop_after=STOP if is_frozen else None,
+            look=around_step(note),
+        )
+
+    assert rewound[0] and not rewound[-1]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

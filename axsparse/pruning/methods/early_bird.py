@@ -110,10 +110,10 @@ class EarlyBirdSearch:
 
     def compare(self, name: str, mask: Tensor) -> int:
         """How many entries differ from the last round's mask, which `mask`, of the same shape,
-        then replaces; 0 in the first round."""
+        then replaces; 0 in the tensor's first round."""
         # Low bits first, as checkpoints have these masks; mask files have high bits first.
         new = torch.from_numpy(np.packbits(mask.reshape(-1).numpy(), bitorder="little"))
-        old = self.masks[name] if self.last_step is not None else new
+        old = self.masks.get(name, new)
         # The old tensor is not written to, since a checkpoint may still be reading it.
         self.masks[name] = new
         return count_kept(new ^ old)
@@ -147,4 +147,6 @@ class EarlyBirdSearch:
         if method_state.last_look is None:
             return
         for owner, _, _ in self.live.counted():
-            self.masks[owner] = read(KIND, owner)
+            mask = read(KIND, owner)
+            if mask.dtype == torch.uint8:  # A frozen tensor had no mask: its first round is ahead.
+                self.masks[owner] = mask

@@ -82,8 +82,9 @@ class Pruner(Protocol):
     def restore(self, method_state: MethodState, read: Read) -> None:
         """Continue from the state of another run with the same settings, under any layout.
 
-        Called before the first step, when the layers have their saved weights and masks. Raises
-        DataError if a saved tensor is missing or does not fit.
+        Called before the first step, when the layers have their saved weights and masks. `read`
+        gives a saved tensor by its kind and name; of a parameter that was frozen its flat value, in
+        fp32. Raises DataError if a saved tensor is missing or does not fit.
         """
 
 

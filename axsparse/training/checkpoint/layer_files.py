@@ -340,7 +340,10 @@ class CheckpointFiles:
         return part
 
     def read_pruner(self, kind: str, name: str) -> Tensor:
-        """A tensor that the pruning method saved of a parameter; DataError if there is none."""
+        """A tensor that the pruning method saved of a parameter, or the flat value of a frozen one;
+        DataError if there is none."""
+        if self.has(VALUE, name):
+            return self.value(name, self._layer_of[name].parameters[name].shape).float().view(-1)
         file = self._layer_of[name].pruner
         if file is None:
             raise DataError(
