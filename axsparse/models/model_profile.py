@@ -575,7 +575,7 @@ def _ties(model: Model, parameters: Mapping[str, ParameterInfo]) -> Ties:
             raise ConfigError(
                 f"tie {tie.first} = {tie.second}: the model has {there}; "
                 "a tie joins two parameters of one shape, both trained or neither, the earlier one "
-                "first, and each in one tie alone"
+                "first, and each in one tie alone (one layer may use a weight any number of times)"
             )
     return {tie.second: tie.first for tie in model.ties}
 
