@@ -282,8 +282,9 @@ class Step:
 
     # -- between steps --------------------------------------------------------------------
 
-    def score_gradients(self) -> None:
-        """Compute the gradients of the coming step's batch and leave them in the state.
+    def score_gradients(self) -> float:
+        """Compute the gradients of the coming step's batch and leave them in the state, multiplied
+        by the loss scale, which is returned.
 
         Nothing is updated. The loss scale is lowered until the gradients are finite.
         """
@@ -292,7 +293,7 @@ class Step:
             verdict = self._gradients(batch, lambda: NOTHING)
             self.statistics.undo()
             if verdict.finite:
-                return
+                return self.progress.loss_scale
             self.skips.rescale(self.progress.step + 1, verdict)
 
     def restore_weights(self) -> None:

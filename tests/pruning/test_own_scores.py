@@ -79,3 +79,23 @@ def test_every_round_of_gradual_pruning_sees_gradients() -> None:
     kept_by((1, 1), snip_config(method="gradual", interval=1, until_step=3), score=noting)
 
     assert len(seen) == 3 * len(set(seen))
+
+
+def test_a_score_sees_gradients_without_the_loss_scale() -> None:
+    seen: dict[str, dict[str, float]] = {"fp32": {}, "fp16": {}}
+    for precision, norms in seen.items():
+
+        def noting(
+            name: str, weight: Tensor, gradient: Tensor, norms: dict[str, float] = norms
+        ) -> Tensor:
+            norms[name] = gradient.norm().item()
+            return from_outside(name, weight, gradient)
+
+        config = tiny_config(
+            precision=precision,
+            pruning={"method": "custom", "at_step": 1},
+            train={"steps": 2},
+        )
+        kept_by((1, 1), config, score=noting)
+
+    assert seen["fp16"] == pytest.approx(seen["fp32"], rel=0.02)

@@ -89,8 +89,7 @@ class GradualPruning:
         self.is_done = number == rounds
         before, criterion = now.loss(), self.criterion
         if criterion.sees_gradients:
-            now.gradients()
-            criterion = with_gradients(criterion, self.live)
+            criterion = with_gradients(criterion, self.live, now.gradients())
         masks = self.live.masks(
             criterion, lambda final: self.sparsity(number, final=final, rounds=rounds)
         )
@@ -114,8 +113,8 @@ def sensitivity(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
     return (gradient * weight).abs_()
 
 
-def with_gradients(criterion: Criterion, live: LiveMasks) -> Criterion:
-    """A criterion whose score is given the gradients that are in the state now."""
+def with_gradients(criterion: Criterion, live: LiveMasks, loss_scale: float) -> Criterion:
+    """A criterion whose score is given the gradients that are in the state now, unscaled."""
     here = {owner: (state, tensor) for owner, state, tensor in live.pruned()}
     for layer in live.layers:
         layer.state.gather_gradient()
@@ -124,7 +123,8 @@ def with_gradients(criterion: Criterion, live: LiveMasks) -> Criterion:
 
     def score(name: str, weight: Tensor) -> Tensor:
         state, tensor = here[name]
-        return own(name, weight, gradient=state.dense_gradient(tensor.full_name).view_as(weight))
+        gradient = state.dense_gradient(tensor.full_name).div_(loss_scale)
+        return own(name, weight, gradient=gradient.view_as(weight))
 
     return replace(criterion, score=score)
 

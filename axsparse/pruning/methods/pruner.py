@@ -95,8 +95,9 @@ class StepContext:
     step: int
     updates: int
     """How many of the steps since the last rewinding updated the weights."""
-    gradients: Callable[[], None]
-    """Computes the gradients of the coming step's batch into the state, without an update."""
+    gradients: Callable[[], float]
+    """Computes the gradients of the coming step's batch into the state, without an update; returns
+    the loss scale, by which they are multiplied."""
     loss: Callable[[], float | None]
     """Takes the validation loss of `pruning.eval_steps` batches; None where there are none. All
     ranks call it together."""
