@@ -6,40 +6,57 @@ Evaluations and checkpoints use the buffers of the first replica.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.module_buffers import BufferSlot, replaced, slots
+from axsparse.models.module_buffers import BufferCopies, BufferSlot, replaced, slots
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Op
 from axsparse.samo.shards import Replicas
 
 
 class RunningStatistics:
-    """The buffers of one stage that are part of the saved state."""
+    """The buffers of one stage; those of the saved state follow the first replica's."""
 
     def __init__(self, modules: Sequence[nn.Module], replicas: Replicas) -> None:
+        self._slots = [slot for module in modules for slot in slots(module)]
         self._layers = [[slot for slot in slots(module) if slot.persists] for module in modules]
         self._replicas = replicas
+        self._copies = BufferCopies(self._slots, "samo.gradient: auto")
         self._before: list[tuple[BufferSlot, Tensor]] = []
+        self._may_repeat = False
 
-    def begin(self) -> None:
-        self._before = [
-            (slot, slot.tensor.clone())
-            for layer in self._layers
-            for slot in layer
-            if slot.is_statistic
-        ]
+    def begin(self, *, may_repeat: bool = False) -> None:
+        """Open the computation of a step's gradients, which may have to be repeated."""
+        self._may_repeat = may_repeat
+        statistics = (slot for slot in self._slots if slot.is_statistic)
+        self._before = self._copies.take() if may_repeat else _copies_of(statistics)
+
+    def keep(self) -> None:
+        """Note that the gradients are not computed again: `undo` resets statistics alone."""
+        if self._may_repeat:
+            self._copies.learn(self._before, is_repeated=False)
+            self._before = [pair for pair in self._before if pair[0].is_statistic]
+            self._may_repeat = False
 
     def undo(self) -> None:
-        """Reset the running statistics to their values at `begin`, after a step that is skipped."""
+        """Reset buffers to their values at `begin`: all of them before the gradients are computed
+        again, and the running statistics after a step that is skipped."""
+        if self._may_repeat:
+            self._copies.learn(self._before, is_repeated=True)
         for slot, tensor in self._before:
             slot.put(tensor)
         self._before = []
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Give the modules copies of the buffers, inside a with-block whose changes are dropped."""
+        with replaced(_copies_of(slot for slot in self._slots if slot.persists or slot.is_small)):
+            yield
 
     @contextmanager
     def of_first_replica(self) -> Iterator[None]:
@@ -64,3 +81,7 @@ class RunningStatistics:
             part.clone().view(tensor.dtype).view(tensor.shape)
             for part, tensor in zip(parts, tensors, strict=True)
         ]
+
+
+def _copies_of(slots: Iterable[BufferSlot]) -> list[tuple[BufferSlot, Tensor]]:
+    return [(slot, slot.tensor.clone()) for slot in slots]

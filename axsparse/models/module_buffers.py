@@ -17,6 +17,9 @@ from axsparse.runtime.errors import ConfigError
 _STATISTICS = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
 """Running statistics of torch's normalisations, and their start values."""
 
+SMALL = 2**16
+"""Bytes of a buffer up to which copies are cheap."""
+
 
 @dataclass(frozen=True)
 class BufferSlot:
@@ -55,10 +58,66 @@ class BufferSlot:
         """Whether it is a running statistic of one of torch's normalisations."""
         return isinstance(self.owner, _NormBase) and self.key in _STATISTICS
 
+    @property
+    def is_small(self) -> bool:
+        """Whether a copy of it is cheap."""
+        return self.tensor.numel() * self.tensor.element_size() <= SMALL
+
     def start(self) -> Tensor:
         """The start value of a running statistic, on the CPU."""
         tensor = self.tensor
         return torch.full(tensor.shape, _STATISTICS[self.key], dtype=tensor.dtype, device="cpu")
+
+
+class BufferCopies:
+    """Copies of buffers, from before a forward that may be computed again from the same contents.
+
+    The first copies are of all buffers, and show which ones a forward changes. Later copies are of
+    these and of small buffers, since a forward may begin to change a buffer at any time.
+    """
+
+    def __init__(self, slots: Sequence[BufferSlot], way: str) -> None:
+        """`way` is the setting with which no forward is computed again."""
+        self._slots = slots
+        self._way = way
+        self._changing: list[bool] | None = None
+        """Which buffers a forward changes; None until the first one has shown them."""
+        self._versions: list[int] = []
+        """Torch's counts of writes to the buffers, as of the last `take`."""
+
+    def take(self) -> list[tuple[BufferSlot, Tensor]]:
+        """All buffers with their contents: a copy, or the tensor itself where none is needed."""
+        changing = self._changing or [True] * len(self._slots)
+        self._versions = [version(slot.tensor) for slot in self._slots]
+        return [
+            (slot, slot.tensor.clone() if changes or slot.is_small else slot.tensor)
+            for slot, changes in zip(self._slots, changing, strict=True)
+        ]
+
+    def learn(self, before: Sequence[tuple[BufferSlot, Tensor]], *, is_repeated: bool) -> None:
+        """Note which buffers a forward has changed since `take`. ConfigError for one that
+        `is_repeated` if it has written to a buffer of the saved state without a copy."""
+        if self._changing is None:
+            self._changing = [
+                slot.is_statistic
+                or version(slot.tensor) != seen
+                or not bytes_of(slot.tensor.detach()).equal(bytes_of(old.detach()))
+                for (slot, old), seen in zip(before, self._versions, strict=True)
+            ]
+        for (slot, old), seen in zip(before, self._versions, strict=True):
+            # The old tensor of a slot that has another one has its contents still.
+            is_written = slot.tensor is old and version(old) != seen
+            if is_repeated and is_written and slot.persists:
+                raise ConfigError(
+                    f"buffer {slot.name!r} of {type(slot.owner).__name__}: a forward has begun "
+                    "to write to it, and nothing has its earlier contents for computing this "
+                    f"forward once more; write to it in every forward, or set {self._way}"
+                )
+
+
+def version(tensor: Tensor) -> int:
+    """The number of writes to a tensor that torch has counted."""
+    return -1 if tensor.is_inference() else tensor._version
 
 
 def slots(module: nn.Module) -> list[BufferSlot]:

@@ -35,6 +35,7 @@ from axsparse.models.module_buffers import (
     same_attributes,
     slots,
     start_training,
+    version,
 )
 from axsparse.models.sequential import (
     PLAIN,
@@ -42,7 +43,6 @@ from axsparse.models.sequential import (
     holds_module,
     reject_unfit,
     structure,
-    version,
 )
 from axsparse.models.stand_ins import (
     Modules,

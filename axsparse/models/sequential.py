@@ -31,6 +31,7 @@ from axsparse.models.module_buffers import (
     slots,
     start_training,
     unfilled_attribute,
+    version,
 )
 from axsparse.runtime.canonical_form import bytes_of, digest_of
 from axsparse.runtime.errors import ConfigError, check_kind
@@ -456,11 +457,6 @@ class Snapshot:
                     return name
                 self._values[name] = version(tensor), found
         return None
-
-
-def version(tensor: Tensor) -> int:
-    """The number of writes to a tensor that torch has counted."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _digest(tensor: Tensor) -> bytes:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from axsparse.models.layer import as_arguments, as_tuple, takes_tuple
 from axsparse.models.module_buffers import (
+    BufferCopies,
     BufferSlot,
     replaced,
     slots,
@@ -113,8 +114,7 @@ class LayerRunner:
         self._modes: list[tuple[nn.Module, bool]] | None = None
         """All modules, and whether they train otherwise, within an evaluation; else None."""
         self._slots = slots(module)
-        self._changing: list[BufferSlot] | None = None
-        """The buffers that a training forward changes; None until the first call has shown them."""
+        self._copies = BufferCopies(self._slots, "pipeline.checkpoint_activations: 0")
         self._writes: dict[bool, bool] = {}
         """Whether a forward writes into its inputs, by training mode, once it is known."""
         self._takes_tuple: dict[int, bool] = {}
@@ -182,16 +182,16 @@ class LayerRunner:
         """One forward; its backward computes it a second time if the layer is recomputed."""
         if not self._is_recomputed:
             return self._seeded(inputs, key)
-        # All buffers, while it is not known which of them the forward changes.
-        copied = self._slots if self._changing is None else self._changing
-        before = [(slot, slot.tensor.clone()) for slot in copied]
+        before = self._copies.take()
         passes = 0
 
         def forward(*tensors: Tensor) -> Tensors:
             nonlocal passes
             passes += 1
             if passes == 1:
-                return self._first_pass(tensors, key, before)
+                outputs = self._seeded(tensors, key)
+                self._copies.learn(before, is_repeated=True)
+                return outputs
             # The second pass starts from the same buffers, and its changes to them are dropped.
             with replaced(before), preserved_rng(is_seeded=True):
                 return self._seeded(tensors, key)
@@ -200,21 +200,6 @@ class LayerRunner:
         outputs: Tensors = checkpoint(
             forward, *inputs, use_reentrant=False, preserve_rng_state=False
         )
-        return outputs
-
-    def _first_pass(
-        self, inputs: Tensors, key: DrawKey, before: Sequence[tuple[BufferSlot, Tensor]]
-    ) -> Tensors:
-        """The first pass of a recomputed forward, which records the buffers that it changes."""
-        outputs = self._seeded(inputs, key)
-        if self._changing is None:
-            self._changing = [
-                slot
-                for slot, old in before
-                if slot.is_statistic
-                or slot.tensor.dtype != old.dtype
-                or not torch.equal(slot.tensor, old)
-            ]
         return outputs
 
     # -- one call -----------------------------------------------------------------------

@@ -159,9 +159,8 @@ class Step:
                 with self.phases("optimizer"):
                     digest = weights_digest(self.layers)
             verdict = self._agree(losses, notice, digest)
-            if self._units is None or not verdict.finite:
-                return verdict
-            if self._units.follow(verdict.fits):
+            if self._units is None or not verdict.finite or self._units.follow(verdict.fits):
+                self.statistics.keep()
                 return verdict
             self.statistics.undo()
 
@@ -186,7 +185,7 @@ class Step:
                     tensor.unit = self._units.unit(ties.get(tensor.name, tensor.name))
         self.collector.begin()
         self.sync.begin()
-        self.statistics.begin()
+        self.statistics.begin(may_repeat=self._units is not None)
 
     def _reject_frozen(self) -> None:
         """ConfigError if a parameter was frozen or thawed, which its moments would not follow."""
@@ -290,8 +289,8 @@ class Step:
         """
         batch = self._read_ahead = self._next_batch()
         while True:
-            verdict = self._gradients(batch, lambda: NOTHING)
-            self.statistics.undo()
+            with self.statistics.unchanged():
+                verdict = self._gradients(batch, lambda: NOTHING)
             if verdict.finite:
                 return self.progress.loss_scale
             self.skips.rescale(self.progress.step + 1, verdict)

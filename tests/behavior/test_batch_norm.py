@@ -165,12 +165,23 @@ def by_the_back(m: Any, x: Tensor) -> Any:
     return m.linear(x) * (1 + m.calls.clone())
 
 
-@pytest.mark.parametrize("forward", by_default([by_the_back], [reassigning, by_the_back]))
+def late(m: Any, x: Tensor) -> Any:
+    """Begins to change a buffer after the first step, as averages with a warm-up do."""
+    if m.training:
+        m.calls.add_(1)
+        if m.calls > 5:
+            m.mean.lerp_(x.detach().mean(0), 0.3)
+    return m.linear(x - m.mean)
+
+
+@pytest.mark.parametrize(
+    "forward", by_default([by_the_back, late], [reassigning, by_the_back, late])
+)
 def test_other_buffers_that_a_forward_changes_are_recomputed_as_they_were(
     forward: Callable[..., Any],
 ) -> None:
     def count() -> nn.Module:
-        return Doing(forward, calls=torch.zeros(1))
+        return Doing(forward, calls=torch.zeros(1), mean=torch.zeros(16))
 
     layers = [Layer(f"count{number}", count) for number in range(3)]
     model = Model([*layers, Layer("out", lambda: nn.Linear(WIDTH, 5))], summed_loss)

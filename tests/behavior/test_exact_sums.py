@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.cases import (
     ONE_RANK,
     PRUNING,
@@ -24,6 +25,7 @@ from support.cases import (
 from support.exhaustive import by_default
 from support.resuming import ran
 from support.runs import (
+    Doing,
     assert_bitwise,
     loaded,
     mlp,
@@ -32,10 +34,11 @@ from support.runs import (
     train_in_process,
     vector_data,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.fixed_point import Units
 
 EXACT: dict[str, Any] = {"samo": {"gradient": "exact"}}
@@ -146,21 +149,48 @@ def test_a_run_whose_shape_changes_at_every_step_ends_in_the_same_files(
     assert files("alone") == files(f"run{len(CHAIN)}")
 
 
-def test_a_step_that_is_computed_again_counts_once_in_running_statistics(
+def counting(m: Doing, x: Tensor) -> Tensor:
+    """Counts its calls in buffers, one of which is large, and its result depends on both."""
+    m.calls.data.add_(1)
+    m.many.add_(1)
+    return m.linear(x * (1 + m.calls + m.many[0]))
+
+
+def test_a_step_that_is_computed_again_counts_once_in_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layers = [
         Layer("norm", lambda: nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16))),
+        Layer("count", lambda: Doing(counting, calls=torch.zeros(1), many=torch.zeros(2**15))),
         Layer("out", partial(nn.Linear, 16, 5)),
     ]
     model = Model(layers, loss=summed_loss)
-    config = tiny_config(**exact(steps(1), batch(12, 2)))
-    answers = iter([False, True])
+    config = tiny_config(**exact(steps(2), batch(12, 2)))
+    answers = iter([False, True, False, True])
     monkeypatch.setattr(Units, "follow", lambda units, fits: next(answers))
     [(_, twice)] = train_in_process(1, 1, model, config, vector_data())
-    assert next(answers, None) is None, "the step was computed twice"
+    assert next(answers, None) is None, "both steps were computed twice"
     monkeypatch.setattr(Units, "follow", lambda units, fits: True)
     [(_, once)] = train_in_process(1, 1, model, config, vector_data())
 
-    assert once.buffers["norm.1.num_batches_tracked"] == 6
+    assert once.buffers["norm.1.num_batches_tracked"] == once.buffers["count.calls"] == 12
     assert_bitwise(twice, once)
+
+
+def test_a_step_cannot_be_computed_again_once_a_large_buffer_has_begun_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def beginning(m: Doing, x: Tensor) -> Tensor:
+        m.calls.add_(1)
+        if m.calls > 6:
+            m.many.add_(1)
+        return m.linear(x)
+
+    parts = {"calls": torch.zeros(1), "many": torch.zeros(2**15)}
+    model = Model([Layer("out", lambda: Doing(beginning, 5, **parts))], loss=summed_loss)
+    config = tiny_config(**exact(steps(2), batch(12, 2)))
+    answers = iter([True, False])
+    monkeypatch.setattr(Units, "follow", lambda units, fits: next(answers))
+
+    with pytest.raises(ConfigError, match=r"^buffer 'many' of Doing: .* samo.gradient: auto$"):
+        train_in_process(1, 1, model, config, vector_data())

@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from support.runs import tiny_config, tiny_gpt, token_data, train_in_process
+from support.runs import (
+    Doing,
+    summed_loss,
+    tiny_config,
+    tiny_gpt,
+    token_data,
+    train_in_process,
+    vector_data,
+)
 from torch import Tensor
 
 from axsparse.config.schema import Config
+from axsparse.models.layer import Layer, Model
 
 
 def by_inputs(name: str, weight: Tensor, inputs: Tensor) -> Tensor:
@@ -99,3 +108,20 @@ def test_a_score_sees_gradients_without_the_loss_scale() -> None:
         kept_by((1, 1), config, score=noting)
 
     assert seen["fp16"] == pytest.approx(seen["fp32"], rel=0.02)
+
+
+def test_gradients_for_scores_leave_no_trace_in_buffers() -> None:
+    """Of fp16, whose loss scale is lowered until the gradients for scores are finite."""
+
+    def counting(m: Doing, x: Tensor) -> Tensor:
+        m.calls.add_(1)
+        return m.linear(x)
+
+    model = Model([Layer("last", lambda: Doing(counting, 5, calls=torch.zeros(1)))], summed_loss)
+    scaled = {"precision": "fp16", "loss_scale": {"initial": 2.0**30}}
+    snip = {"method": "snip", "include": "all"}
+    config = tiny_config(pruning=snip, train={"steps": 1}, **scaled)
+    [(trainer, trace)] = train_in_process(1, 1, model, config, vector_data())
+
+    assert trainer.progress.loss_scale < 2.0**29, "scores were computed several times"
+    assert trace.buffers["last.calls"].item() == 12
