@@ -244,6 +244,7 @@ def test_a_fault_of_the_layouts_own_way_ends_the_run(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from axsparse.models import module_products
+    from axsparse.models.module_buffers import BufferCopies
     from axsparse.pipeline.layer_runner import LayerRunner
 
     pipeline: dict[str, Any] = {}
@@ -261,15 +262,15 @@ def test_a_fault_of_the_layouts_own_way_ends_the_run(
             LayerRunner, "_seeded", lambda self, x, key: seeded(self, x, (*key, *calls))
         )
         calls: list[int] = []
-        watched = LayerRunner._first_pass
+        take = BufferCopies.take
 
-        def first(self: LayerRunner, *given: Any) -> Any:
+        def first(self: BufferCopies) -> Any:
             calls.clear()
-            found = watched(self, *given)
-            calls.append(1)
-            return found
+            return take(self)
 
-        monkeypatch.setattr(LayerRunner, "_first_pass", first)
+        # Before the first pass, and after it.
+        monkeypatch.setattr(BufferCopies, "take", first)
+        monkeypatch.setattr(BufferCopies, "learn", lambda *_, **how: calls.append(1))
         pipeline, told = {"checkpoint_activations": 1}, "try pipeline.checkpoint_activations: 0"
     model = given(nn.Dropout) if broken == "recomputation" else given(linear)
 
