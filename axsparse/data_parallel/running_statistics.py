@@ -20,7 +20,7 @@ from axsparse.samo.shards import Replicas
 
 
 class RunningStatistics:
-    """The buffers of one stage; those of the saved state follow the first replica's."""
+    """The buffers of the modules of one stage."""
 
     def __init__(self, modules: Sequence[nn.Module], replicas: Replicas) -> None:
         self._slots = [slot for module in modules for slot in slots(module)]

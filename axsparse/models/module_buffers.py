@@ -95,8 +95,8 @@ class BufferCopies:
         ]
 
     def learn(self, before: Sequence[tuple[BufferSlot, Tensor]], *, is_repeated: bool) -> None:
-        """Note which buffers a forward has changed since `take`. ConfigError for one that
-        `is_repeated` if it has written to a buffer of the saved state without a copy."""
+        """Note which buffers a forward has changed since `take`. If the forward `is_repeated`,
+        ConfigError for a buffer of the saved state that it has changed and that has no copy."""
         if self._changing is None:
             self._changing = [
                 slot.is_statistic
