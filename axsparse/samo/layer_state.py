@@ -508,15 +508,16 @@ class LayerState:
         for tensor in self.tensors:
             tensor.version = tensor.parameter._version
 
-    def adopt_writes(self) -> None:
+    def adopt_writes(self, *, is_evaluation: bool = False) -> None:
         """Give masters the values that a program has written to dense weights since `note_writes`,
         such as clipped ones; entries that it has left keep their masters, and pruned ones become
-        zero again. ConfigError for a weight that is sparse at rest.
+        zero again. ConfigError for a weight that is sparse at rest. An evaluation needs no masters:
+        the program may have lent it other weights, such as averaged ones, and put its own back.
 
         Torch does not count writes to `.data`: the 1st, 2nd, 4th, 8th, … look compares all weights,
         and every look once there was such a write.
         """
-        self._looks += 1
+        self._looks += not is_evaluation
         looks_at_all = self._looks & (self._looks - 1) == 0 or self._is_written_uncounted
         for tensor in self.tensors:
             is_counted = tensor.parameter._version != tensor.version
@@ -527,11 +528,12 @@ class LayerState:
                     "samo.weights: dense"
                 )
             is_dense = tensor.alias_of is None and tensor.expanded_at is None
-            if is_dense and (is_counted or looks_at_all) and self._adopt(tensor):
+            if is_dense and (is_counted or looks_at_all) and self._adopt(tensor, is_evaluation):
                 self._is_written_uncounted |= not is_counted
-        self.note_writes()
+        if not is_evaluation:
+            self.note_writes()
 
-    def _adopt(self, tensor: TensorState) -> bool:
+    def _adopt(self, tensor: TensorState, is_evaluation: bool) -> bool:
         """`adopt_writes` of one dense weight; returns whether there was a write."""
         weight_D, index, state = tensor.weight_D, tensor.index, self.optimizer_state
         is_written = False
@@ -540,7 +542,7 @@ class LayerState:
             is_written = bool(weight_D.count_nonzero() != sum(p.count_nonzero() for p in parts))
             if is_written:
                 self.backend.expand(index, index.gather(weight_D, 0, tensor.kept), weight_D)
-        if state.master_K is None:  # The weights are the masters.
+        if is_evaluation or state.master_K is None:  # Without masters the weights are these.
             return is_written
         for start, stop in self.shares.blocks(tensor, self.shares.held):
             weight_K = index.gather(weight_D, start, stop)

@@ -516,7 +516,7 @@ class Trainer:
                 meet(self.transport, f"calls {what}() after step {self.steps_done}")
             _use_threads(self.config.train.threads)
             if not is_own:
-                self._adopt_writes()
+                self._adopt_writes(is_evaluation=what == "evaluate")
             yield
             if not outer and not job.in_progress:  # A run in progress is saved by its own calls.
                 with self._ending_on_failure():
@@ -566,9 +566,9 @@ class Trainer:
         return self._is_ready
 
     @torch.no_grad()
-    def _adopt_writes(self) -> None:
+    def _adopt_writes(self, *, is_evaluation: bool = False) -> None:
         for layer in self.layers:
-            layer.state.adopt_writes()
+            layer.state.adopt_writes(is_evaluation=is_evaluation)
 
     def _follow_program(self) -> None:
         """Adopt what the program has written to weights of the copies that train. ConfigError if it

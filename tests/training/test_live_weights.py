@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -183,3 +184,35 @@ def test_frozen_weights_come_back_as_they_were_given(tmp_path: Path) -> None:
     saved = ax.load(tmp_path / "run")
     for weight in (state["0.weight"], model.get_parameter("0.weight"), saved["0.weight"]):
         assert torch.equal(weight, given)
+
+
+def test_weights_that_a_program_lends_to_an_evaluation_leave_the_masters_as_they_are() -> None:
+    def trained(lend: Callable[[Tensor], Tensor]) -> tuple[dict[str, Tensor] | None, list[float]]:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 5))
+        data, losses = vector_data(), list[float]()
+        model = ax.from_sequential(layers, summed_loss)
+        trainer = ax.Trainer(model, (data, data), config_of(precision="bf16"), quiet=True)
+        weights = [weight for layer in trainer.layers for weight in layer.module.parameters()]
+
+        @torch.no_grad()
+        def evaluate(*_: object) -> None:
+            own = [weight.clone() for weight in weights]
+            for weight in weights:
+                weight.copy_(lend(weight))
+            evaluation = trainer.evaluate()
+            assert evaluation is not None
+            losses.append(evaluation.loss)
+            for weight, value in zip(weights, own, strict=True):
+                weight.copy_(value)
+
+        trainer.train(evaluate)
+        return trainer.state_dict(), losses
+
+    plain, _ = trained(lambda weight: weight)
+    lent, losses = trained(lambda weight: weight + 0.1)
+    _, masked = trained(lambda weight: (weight + 0.1) * (weight != 0))
+
+    assert plain is not None and lent is not None
+    assert all(torch.equal(lent[name], value) for name, value in plain.items())
+    assert losses == masked
