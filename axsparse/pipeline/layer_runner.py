@@ -32,9 +32,9 @@ from axsparse.models.module_buffers import (
     types_of_statistics,
 )
 from axsparse.runtime.canonical_form import canonical, canonical_gradient
-from axsparse.runtime.errors import ConfigError, note_errors
+from axsparse.runtime.errors import note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
-from axsparse.samo.layer_state import LayerState
+from axsparse.samo.layer_state import LayerState, written_weight
 
 Tensors = tuple[Tensor, ...]
 DrawKey = tuple[int | str, ...]
@@ -233,11 +233,7 @@ class LayerRunner:
         """ConfigError for the first parameter that a forward has changed in place."""
         for (name, _), is_changed in zip(self._module.named_parameters(), changed, strict=False):
             if is_changed:
-                raise ConfigError(
-                    f"layer {self.name}: its forward writes to parameter {name!r}, whose masters "
-                    "keep their values; compute with a changed copy (weight.clamp(…), not clamp_, "
-                    "and no max_norm)"
-                )
+                raise written_weight(self.name, name)
 
     def _call(self, inputs: Sequence[Any]) -> object:
         """Call the module, with the parameters of normalisations as wide as their statistics."""

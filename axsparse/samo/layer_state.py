@@ -508,6 +508,15 @@ class LayerState:
         for tensor in self.tensors:
             tensor.version = tensor.parameter._version
 
+    def reject_writes(self) -> None:
+        """ConfigError for a weight with separate masters that has been written to since
+        `note_writes`, in a forward."""
+        for tensor in self.tensors:
+            has_masters = tensor.parameter.dtype != torch.float32 or self.gathers
+            is_own = not has_masters and tensor.expanded_at is None
+            if tensor.parameter._version != tensor.version and not is_own:
+                raise written_weight(self.name, tensor.full_name)
+
     def adopt_writes(self, *, is_evaluation: bool = False) -> None:
         """Give masters the values that a program has written to dense weights since `note_writes`,
         such as clipped ones; entries that it has left keep their masters, and pruned ones become
@@ -619,6 +628,14 @@ class LayerState:
         weight = tensor.parameter if tensor.expanded_at is None else tensor.kept_weight
         is_lent = self.gathers and tensor.expanded_at is not None
         return 0 if weight is None or is_lent else weight.nbytes
+
+
+def written_weight(layer: str, parameter: str) -> ConfigError:
+    """The error of a forward that writes to a parameter of its layer."""
+    return ConfigError(
+        f"layer {layer}: its forward writes to parameter {parameter!r}, whose masters keep their "
+        "values; compute with a changed copy (weight.clamp(…), not clamp_, and no max_norm)"
+    )
 
 
 # -- tied weights, which two layers use, as one stage sees them ----------------------------------

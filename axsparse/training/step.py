@@ -178,6 +178,7 @@ class Step:
     def _begin_step(self) -> None:
         """Open a step, whose first gradient of each parameter overwrites the last step's."""
         self._reject_frozen()
+        self._note_writes()
         if self._units is not None:
             ties = self.plan.profile.ties
             for state in self._states:
@@ -206,6 +207,8 @@ class Step:
             lambda is_last: self.collector.microbatch(is_last=is_last),
             together=self._together,
         )
+        for state in self._states:
+            state.reject_writes()
         new = [name for name in self.collector.finish() if name not in self._named]
         self._named.update(new)
         if new and self._coords.replica == 0:
@@ -276,6 +279,9 @@ class Step:
                 staged_layers=iter if self.offload is None else self.offload.staged_layers,
             )
         self.weights.finish()
+        self._note_writes()
+
+    def _note_writes(self) -> None:
         for state in self._states:
             state.note_writes()
 
