@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 from axsparse.config.section import counted
 from axsparse.planner.layout_search import Layout, Rejection, SearchRequest, split_layers
@@ -61,24 +61,22 @@ def least_memory(request: SearchRequest) -> float | None:
 
 def fewest_devices(request: SearchRequest) -> int | None:
     """The fewest devices of this memory that fit the model, more than the request has; None if no
-    number does."""
+    number does. With more replicas a stage needs no more memory."""
+    fewest = None
+    most_replicas = request.microbatches(min(request.microbatch_sizes or [1]))
 
-    @cache
-    def layout_fits(layout: Layout) -> bool:
-        return _loads(request, layout, request.rank_budget) is not None
+    def fits(layout: Layout | None) -> bool:
+        return layout is not None and _loads(request, layout, request.rank_budget) is not None
 
-    def fits(gpus: int) -> bool:
-        return any(map(layout_fits, _layouts(request, gpus)))
-
-    stages = max(request.g_inter or [request.model.most_stages])
-    # Each replica takes a microbatch at least.
-    microbatches = request.microbatches(min(request.microbatch_sizes or [1]))
-    most = stages * request.g_tensor * microbatches
-    if not fits(most):
-        return None
-    # Stages have to divide the devices, so that fewer may do than are found first.
-    enough = 1 + bisect_left(range(1, most), True, key=fits)
-    return next(n for n in range(request.gpus + 1, enough + 1) if n == enough or fits(n))
+    for stages in _stages(request):
+        of_replica = stages * request.g_tensor
+        first = request.gpus // of_replica + 1
+        last = most_replicas if fewest is None else (fewest - 1) // of_replica
+        layout_of = partial(_layout, request, stages)
+        if first <= last and fits(layout_of(last)):
+            found = bisect_left(range(first, last), True, key=lambda n: fits(layout_of(n)))
+            fewest = of_replica * (first + found)
+    return fewest
 
 
 def short(nbytes: float) -> str:
@@ -86,22 +84,31 @@ def short(nbytes: float) -> str:
     return f"{nbytes / 1e9:.4g}"
 
 
+def _stages(request: SearchRequest) -> Iterable[int]:
+    """The numbers of stages that are tried, the most first: a stage of few layers fits earlier."""
+    most = request.model.most_stages
+    return sorted((n for n in request.g_inter or range(1, most + 1) if n <= most), reverse=True)
+
+
 def _layouts(request: SearchRequest, gpus: int) -> Iterator[Layout]:
-    """The layouts of `gpus` devices, each under the schedule and at the microbatch size that need
-    least memory; the ones of most stages first."""
-    batch = request.global_batch_size
+    """The layouts of `gpus` devices."""
+    for stages in _stages(request):
+        replicas, left = divmod(gpus, stages * request.g_tensor)
+        layout = _layout(request, stages, replicas)
+        if layout is not None and not left:
+            yield layout
+
+
+def _layout(request: SearchRequest, stages: int, replicas: int) -> Layout | None:
+    """A layout under the schedule and at the microbatch size that need least memory; None where a
+    replica gets no microbatch."""
     size = min(request.microbatch_sizes or [1])
     microbatches = request.microbatches(size)
+    if not 0 < replicas <= microbatches or size > request.global_batch_size:
+        return None
     schedule = request.schedules[-1]  # the one of fewest microbatches in flight
-    of_stages, left = divmod(gpus, request.g_tensor)
-    if left or size > batch:
-        return
-    most = request.model.most_stages
-    for stages in request.g_inter or range(min(of_stages, most), 0, -1):
-        replicas, left = divmod(of_stages, stages)
-        if stages <= most and not left and 0 < replicas <= microbatches:
-            grid = Grid(stages, replicas, request.g_tensor)
-            yield Layout(grid, schedule, size, -(-microbatches // replicas))
+    grid = Grid(stages, replicas, request.g_tensor)
+    return Layout(grid, schedule, size, -(-microbatches // replicas))
 
 
 def _loads(

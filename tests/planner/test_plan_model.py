@@ -10,7 +10,8 @@ from support.planner_cases import cluster
 from support.runs import tiny_config, tiny_gpt
 
 import axsparse
-from axsparse.planner.layout_search import Plan
+from axsparse.planner import what_fits
+from axsparse.planner.layout_search import Plan, split_layers
 from axsparse.planner.plan_model import PlannedModel, planned_model
 from axsparse.planner.plan_report import answer, cells, settings
 from axsparse.planner.what_fits import DoesNotFitError
@@ -124,6 +125,25 @@ def test_where_nothing_fits_both_figures_are_the_least_that_do(gpus: int) -> Non
     assert rejected(found.fewest, less) is None
     for fewer in range(gpus, found.fewest):
         assert rejected(fewer, less) is not None
+
+
+def test_the_fewest_of_many_devices_are_found_with_few_layouts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried, split = [], split_layers
+
+    def counted(*arguments: Any) -> Any:
+        tried.append(arguments)
+        return split(*arguments)
+
+    monkeypatch.setattr(what_fits, "split_layers", counted)
+    model = in_memory(1.3e6, model={"num_layers": 30}, batch={"global_batch_size": 512})
+
+    with pytest.raises(DoesNotFitError) as found:
+        model.plan("start", MACHINE, 64)
+
+    assert found.value.fewest is not None
+    assert len(tried) < 200, "not one for each number of devices"
 
 
 def test_the_fewest_devices_take_microbatches_of_the_given_size() -> None:
