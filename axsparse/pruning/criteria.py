@@ -103,7 +103,8 @@ class Criterion:
             return weight().view(-1), by_magnitude
         if self.score == "random":
             generator = keyed_generator(self.seed, name, "mask")
-            return torch.rand(torch.Size(shape).numel(), generator=generator), by_value
+            numel = torch.Size(shape).numel()
+            return torch.rand(numel, generator=generator, dtype=torch.float32), by_value
         assert callable(self.score)
         scores = self.score(name, weight().clone())
         is_tensor = isinstance(scores, Tensor)

@@ -249,7 +249,8 @@ def relative_error(outputs: Tensors, wanted: Tensors) -> tuple[Tensor, int]:
     positions, width), and a sample of a tensor of more, such as an image's. Tensors that are no
     floating-point numbers count nothing.
     """
-    total, tokens = torch.zeros((), device=outputs[0].device), 0
+    total = torch.zeros((), dtype=torch.float32, device=outputs[0].device)
+    tokens = 0
     for given, asked in zip(outputs, wanted, strict=True):
         if not given.is_floating_point():
             continue

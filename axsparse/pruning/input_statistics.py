@@ -45,7 +45,7 @@ class WandaStatistics:
     """Whether `prune` changes kept weights, too."""
 
     def __init__(self, inputs: int, device: torch.device) -> None:
-        self._squares = torch.zeros(inputs, device=device)
+        self._squares = torch.zeros(inputs, dtype=torch.float32, device=device)
 
     def add(self, x: Tensor) -> None:
         """Count the inputs of one microbatch, (tokens, inputs)."""
@@ -91,7 +91,7 @@ class SparseGptStatistics:
     changes_weights = True
 
     def __init__(self, inputs: int, device: torch.device) -> None:
-        self._moments = torch.zeros(inputs, inputs, device=device)
+        self._moments = torch.zeros(inputs, inputs, dtype=torch.float32, device=device)
         self._tokens = 0
 
     def add(self, x: Tensor) -> None:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 import torch
+from support.runs import default_dtype
 from torch import Tensor
 
 from axsparse.pruning.criteria import Criterion
@@ -57,6 +58,17 @@ def test_random_masks_depend_on_seed_and_name_and_never_on_order_or_weights() ->
     assert again == first
     assert len({tuple(mask) for mask in first.values()}) == 3
     assert draw(2, "a") != first["a"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_random_masks_do_not_depend_on_torchs_default_type(dtype: torch.dtype) -> None:
+    criterion = Criterion("random")
+    expected = criterion.mask("w", (64, 64), no_weights, 2048)
+
+    with default_dtype(dtype):
+        mask = criterion.mask("w", (64, 64), no_weights, 2048)
+
+    assert torch.equal(mask, expected)
 
 
 def test_a_score_of_ones_own_sees_name_and_weights_and_keeps_the_highest() -> None:

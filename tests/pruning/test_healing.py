@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from support.exhaustive import by_default
 from support.runs import (
+    default_dtype,
     job_alone,
     loaded,
     mlp,
@@ -214,12 +215,15 @@ def test_a_token_is_the_last_dimension_and_of_an_image_a_sample() -> None:
     error, tokens = relative_error((asked + 5.0, torch.ones(1)), (asked, torch.ones(1)))
     of_image, images = relative_error((asked[None] + 5.0,), (asked[None],))
     of_zeros, _ = relative_error((torch.zeros(2, 3),), (torch.zeros(2, 3),))
+    with default_dtype(torch.float64):
+        of_half, _ = relative_error((asked.bfloat16(),), (asked.bfloat16(),))
 
     assert tokens == 3
     assert float(error) == pytest.approx(50 / 25 + 50 / 10_000)
     assert images == 1
     assert float(of_image) == pytest.approx(100 / 10_025)
     assert float(of_zeros) == 0.0, "zeros divide nothing"
+    assert of_half.dtype == torch.float32
 
 
 def test_healing_that_diverges_is_told() -> None:

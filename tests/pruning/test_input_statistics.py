@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from support.methods import published
+from support.runs import default_dtype
 from torch import Tensor
 
 from axsparse.pruning.input_statistics import (
@@ -49,6 +50,25 @@ def test_masks_and_weights_are_those_of_the_published_code(
     torch.testing.assert_close(pruned[:, alive], expected[:, alive], rtol=0, atol=2e-4)
     assert int(mask.sum()) == kept_by_inputs(SparseGptStatistics, tuple(weight.shape), how_many)
     assert torch.equal(pruned * mask, pruned)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("method", [WandaStatistics, SparseGptStatistics])
+def test_pruned_weights_do_not_depend_on_torchs_default_type(
+    method: type[WandaStatistics | SparseGptStatistics], dtype: torch.dtype
+) -> None:
+    weight, inputs = case(12, 300)
+
+    def pruned() -> Tensor:
+        statistics = method(300, torch.device("cpu"))
+        for x in inputs:
+            statistics.add(x)
+        return statistics.prune(weight, 0.6)[1]
+
+    expected = pruned()
+
+    with default_dtype(dtype):
+        assert torch.equal(pruned(), expected)
 
 
 def test_groups_that_do_not_divide_a_block_stay_whole() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -95,6 +96,16 @@ def tiny_config(**sections: Any) -> Config:
 
 FEW_MICROBATCHES = {"global_batch_size": 12, "microbatch_size": 3}
 """A step of a third of the microbatches of `tiny_config`, for runs that do not look at them."""
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Torch's default type within, as a program may have set it."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def token_data(samples: int = 40, length: int = 12) -> TokenDataset:

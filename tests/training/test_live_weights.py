@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 from support.resuming import ran
-from support.runs import FEW_MICROBATCHES, around_step, summed_loss, tiny_config, vector_data
+from support.runs import (
+    FEW_MICROBATCHES,
+    around_step,
+    default_dtype,
+    summed_loss,
+    tiny_config,
+    vector_data,
+)
 from torch import Tensor, nn
 
 import axsparse as ax
@@ -117,11 +124,8 @@ def test_gathered_masters_are_fp32_also_where_torchs_default_type_is_another(
     data, run = vector_data(), tmp_path / "run"
     layers = nn.Sequential(nn.Linear(16, 24), nn.Linear(24, 24), nn.Linear(24, 5))
     model = ax.from_sequential(layers, summed_loss)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         ran((1, 2), config, run, model=lambda _: model, data=data, look=taken.look)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
     state, _ = taken.on_first_rank()
     assert {value.dtype for value in state.values()} == {torch.float32}

@@ -110,7 +110,8 @@ def sampled_product(outer: Tensor, inner: Tensor, index: Index) -> Tensor:
     assert inner.shape[0] == tokens, f"{inner.shape[0]} inputs for {tokens} output gradients"
     assert ends.size == rows, f"an index of {ends.size} rows for {rows}"
     factors = _bits_of(outer), _bits_of(inner)
-    sums = torch.zeros(index.kept) if tokens == 0 else torch.empty(index.kept)
+    make = torch.zeros if tokens == 0 else torch.empty
+    sums = make(index.kept, dtype=torch.float32)
     length = next((length for length in LENGTHS if length >= tokens), LENGTHS[-1])
     room = _int16(rows, length), _int16(min(width, COLUMNS), length)
     SAMPLED_PRODUCT(factors, (columns, np.empty_like(ends), ends), room, sums.numpy())
@@ -141,11 +142,13 @@ def _product(matrix: Tensor, weight: Tensor, bias: Tensor | None, *, is_transpos
     tokens = matrix.shape[0]
     assert matrix.shape == (tokens, width), f"{tuple(matrix.shape)} for {width} inputs"
     assert bias is None or bias.shape == (num_outputs,), f"{tuple(bias.shape)} for {num_outputs}"
-    added = torch.zeros(num_outputs) if bias is None else bias.detach().to(torch.float32)
+    added = torch.zeros(num_outputs, dtype=torch.float32)
+    if bias is not None:
+        added.copy_(bias.detach())
     outputs = torch.empty(tokens, num_outputs, dtype=torch.bfloat16)
     weights = _bits_of(weight), int(is_transposed)
     tiles = -(-min(tokens, STRETCH) // TILE)
-    sums: Array = torch.empty(tiles * min(num_outputs, LINES), TILE).numpy()
+    sums: Array = torch.empty(tiles * min(num_outputs, LINES), TILE, dtype=torch.float32).numpy()
     scratch = _SCRATCH.lines, _SCRATCH.rounded, _SCRATCH.lists
     room = _int16(tiles * width, TILE), sums, *scratch
     for begin in range(0, tokens, STRETCH):

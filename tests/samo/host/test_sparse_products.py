@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from support.runs import default_dtype
 from torch import Tensor, nn
 
 from axsparse.samo.host import sparse_products as module
@@ -90,6 +91,19 @@ def test_sums_of_whole_numbers_are_rounded_once(shape: tuple[int, int], tokens: 
         index = make_index(mask.view(-1), kind)
         if not isinstance(index, FullIndex):
             assert torch.equal(sampled_product(outer, rows, index), exact), kind
+
+
+@needs_instructions
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_products_do_not_depend_on_torchs_default_type(dtype: torch.dtype) -> None:
+    weight, rows, outer = pruned(40, 56), drawn(70, 56, seed=1), drawn(70, 40, seed=2)
+    index = make_index(masked(40, 56).view(-1))
+    expected = sparse_linear(rows, weight, None), sampled_product(outer, rows, index)
+
+    with default_dtype(dtype):
+        found = sparse_linear(rows, weight, None), sampled_product(outer, rows, index)
+
+    assert all(map(torch.equal, found, expected))
 
 
 @needs_instructions
