@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, TextIO
@@ -47,12 +48,21 @@ class Console:
             self._write(_CLEAR)
 
     def _write(self, text: str) -> None:
-        """Write and flush; once the reader has gone, do nothing, since metrics.jsonl has it all."""
+        """Write and flush; once the reader has gone, do nothing, since metrics.jsonl has it all.
+
+        A stream that the program has closed is replaced by the present stdout, without a bar.
+        """
         if self.stream is None:
             return
         try:
             self.stream.write(text)
             self.stream.flush()
+        except UnicodeError:  # a ValueError too
+            raise
+        except ValueError:
+            self.stream = None if self.stream is sys.stdout else sys.stdout
+            self.bar, self._row = False, ""
+            self._write(text)
         except OSError:
             self.stream = None
 
@@ -63,7 +73,7 @@ def make_console(stream: TextIO | None) -> Console:
     What a rank under mpirun writes passes through its launcher, so that no rank knows of a
     terminal.
     """
-    is_terminal = stream is not None and stream.isatty()
+    is_terminal = getattr(stream, "isatty", bool)()
     is_able = is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
     return Console(stream, bar=is_able and not started_by_launcher())
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import sys
+from typing import TextIO, cast
 
 import pytest
 
@@ -99,6 +101,17 @@ def test_the_terminal_decides_on_the_bar(
     assert ("1/2  loss" in stream.seen) == has_bar
 
 
+def test_a_stream_that_print_can_use_is_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    class Tee:
+        """A stand-in for stdout, as programs write one to copy it to a file."""
+
+        write, flush = sys.stdout.write, sys.stdout.flush
+
+    make_console(cast(TextIO, Tee())).line("said")
+
+    assert capsys.readouterr().out == "said\n"
+
+
 # Figures
 
 
@@ -146,3 +159,25 @@ def test_a_lost_screen_ends_no_run() -> None:
     console.line("first")
     console.line("second")
     console.close()
+
+
+def test_lines_go_to_the_present_stdout_once_their_stream_is_closed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stream = io.StringIO()
+    console = Console(stream, bar=True)
+    stream.close()
+
+    console.line("first")
+    console.progress(1, 2, "loss")
+    console.line("second")
+
+    assert capsys.readouterr().out == "first\nsecond\n"
+
+
+def test_a_closed_stdout_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setattr(sys, "stdout", stream)
+
+    Console(stream, bar=False).line("lost")
