@@ -27,6 +27,7 @@ from axsparse.models.module_buffers import (
     BufferCopies,
     BufferSlot,
     replaced,
+    same_attributes,
     slots,
     switch_mode,
     types_of_statistics,
@@ -155,6 +156,15 @@ class LayerRunner:
             self._set_mode(training=False)
         seed_all(*key, "evaluate")
         return self._own(inputs)
+
+    @torch.no_grad()
+    def run_again(self, inputs: Tensors) -> Tensors:
+        """The outputs of one more call, in the mode of the one before, which leaves the buffers and
+        attributes of the module as they are."""
+        self._expand()
+        buffers = [(slot, slot.tensor.clone()) for slot in self._slots]
+        with same_attributes([self._module]), replaced(buffers):
+            return self._own(inputs)
 
     def _expand(self, _: Tensor | None = None) -> None:
         """Make the layer's weights dense: before its forward, and before its backward, which a

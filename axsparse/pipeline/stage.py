@@ -132,10 +132,10 @@ class Stage:
         products = nullcontext() if self._products is None else self._products.in_place()
         with preserved_rng(is_seeded=True), products, self._expanding():
             for layer in self.layers:
-                outputs = layer.train(outputs, key.of(self._seed, layer.name))
+                before, outputs = outputs, layer.train(outputs, key.of(self._seed, layer.name))
             known = {output.grad_fn for output in outputs if self._leaves_are_known}
             if self._loss is not None:
-                outputs = (self._summed_loss(outputs, targets, key, taught) / divisor,)
+                outputs = (self._summed_loss(before, outputs, targets, key, taught) / divisor,)
         self._reject_foreign(outputs, known)
         self._live[microbatch] = inputs, outputs
         return outputs
@@ -189,11 +189,11 @@ class Stage:
         outputs = self._cast(inputs)
         with preserved_rng(is_seeded=True), self._expanding():
             for layer in self.layers:
-                outputs = layer.evaluate(outputs, key.of(self._seed, layer.name))
+                before, outputs = outputs, layer.evaluate(outputs, key.of(self._seed, layer.name))
             if self._loss is None:
                 return outputs
             counts = [self._count(name, outputs, targets, key) for name in self._metrics]
-            return self._summed_loss(outputs, targets, key), *counts
+            return self._summed_loss(before, outputs, targets, key), *counts
 
     def _count(self, name: str, outputs: Tensors, targets: Tensor | None, key: Key) -> Tensor:
         seed_all(*key.of(self._seed, name), "metric")
@@ -207,11 +207,17 @@ class Stage:
         return count
 
     def _summed_loss(
-        self, outputs: Tensors, targets: Tensor | None, key: Key, taught: Tensors = ()
+        self,
+        before: Tensors,
+        outputs: Tensors,
+        targets: Tensor | None,
+        key: Key,
+        taught: Tensors = (),
     ) -> Tensor:
+        """The loss of the outputs of the last layer, which got the tensors `before`."""
         assert self._loss is not None
         if not self._loss_is_known:
-            self._reject_unfit(outputs, targets, key)
+            self._reject_unfit(before, outputs, targets, key)
         seed_all(*key.of(self._seed, ""), "loss" if torch.is_grad_enabled() else "evaluated loss")
         if self.teacher is not None and taught:
             loss = self.teacher.loss(outputs, taught, targets)
@@ -235,9 +241,12 @@ class Stage:
         return loss.float()
 
     @torch.enable_grad()  # an evaluation may come first
-    def _reject_unfit(self, outputs: Tensors, targets: Tensor | None, key: Key) -> None:
+    def _reject_unfit(
+        self, before: Tensors, outputs: Tensors, targets: Tensor | None, key: Key
+    ) -> None:
         """ConfigError if a sample given twice has less than twice its gradient: the loss is a mean,
-        and the trainer divides the sum of losses by the global count of targets. Also if a sample
+        and the trainer divides the sum of losses by the global count of targets. Where no output
+        has rows of samples, the last layer runs again, and its loss counts. Also if a sample
         has another loss after other samples, with equal random numbers: the loss keeps state. A
         later microbatch tells where the loss of this sample is zero or none, as of ignored
         targets."""
@@ -248,38 +257,39 @@ class Stage:
         # A sample's rows of an output; other outputs, such as a weight or a scalar, belong to all
         # samples. Rows may be tokens.
         each = {len(targets): 1, targets.numel(): targets[0].numel()}
+        runs_again = all(_rows(output, each) is None for output in outputs)
+        if runs_again and all(_rows(tensor, each) is None for tensor in before):
+            self._loss_is_known = True
+            return
         tried = list[tuple[float, float]]()
         try:
             for times, place in ((1, 0), (1, 0), (2, 0), (1, -1), (1, 0)):
-                given, parts = list[Tensor](), list[Tensor]()
-                for output in outputs:
-                    rows = each.get(len(output)) if output.dim() else None
-                    if isinstance(output, nn.Parameter):
-                        given.append(output.detach())
-                    elif rows is None:
-                        given.append(output.detach().clone())
-                    else:
-                        part = output.detach().unflatten(0, (-1, rows))[place].clone()
-                        if part.is_floating_point():
-                            parts.append(part.requires_grad_())
-                        given.append(torch.cat([part] * times))
-                if len(tried) in (0, 4):
+                is_drawn = len(tried) > 1 and tried[0] != tried[1]
+                copies = 4 if is_drawn and times == 2 else times
+                given, parts = _sample(before if runs_again else outputs, each, place, copies)
+                if len(tried) != 1:
                     seed_all(*key.of(self._seed, ""), "tried loss")
-                loss = self._loss(*given, torch.cat([targets[place, None]] * times))
-                with torch.autograd.set_multithreading_enabled(False):  # as in `backward`
-                    found = torch.autograd.grad(loss, parts, allow_unused=True)
-                norms = [
-                    torch.linalg.vector_norm(one, math.inf) for one in found if one is not None
-                ]
-                tried.append((loss.item(), sum(norm.item() for norm in norms)))
+                if runs_again:
+                    given = self.layers[-1].run_again(given)
+                loss = self._loss(*given, torch.cat([targets[place, None]] * copies))
+                if runs_again:
+                    norm = abs(loss.item())
+                else:
+                    with torch.autograd.set_multithreading_enabled(False):  # as in `backward`
+                        found = torch.autograd.grad(loss, parts, allow_unused=True)
+                    norms = [torch.linalg.vector_norm(g, math.inf) for g in found if g is not None]
+                    norm = sum(one.item() for one in norms)
+                tried.append((loss.item(), norm))
         except Exception:  # the loss may work for microbatches of one size only
             self._loss_is_known = True
             return
         once, again, twice, _, later = tried
         # Tensor-parallel ranks have one loss, and gradients of their own: all try again, or none.
         self._loss_is_known = once[0] != 0 and math.isfinite(once[0])
-        # A mean is the same but for rounding; a loss that draws random numbers differs by chance.
-        if once == again and twice[1] < 1.5 * once[1]:
+        # A mean is the same but for rounding. One that draws random numbers differs by chance, as
+        # a sum does: its value counts as well.
+        grows = once != again and abs(twice[0]) >= 1.5 * abs(once[0])
+        if twice[1] < 1.5 * once[1] and not grows:
             raise ConfigError(
                 "loss: the same sample twice has less than twice its gradient, so it is a mean; "
                 'make it the sum of a microbatch\'s losses (reduction="sum"), which the trainer '
@@ -335,6 +345,30 @@ class Stage:
         if dtype is not None:
             inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
         return tuple(map(canonical, inputs))
+
+
+def _rows(tensor: Tensor, each: Mapping[int, int]) -> int | None:
+    """How many rows of a tensor are of one sample, by the length that tensors of samples have."""
+    return each.get(len(tensor)) if tensor.dim() else None
+
+
+def _sample(
+    tensors: Tensors, each: Mapping[int, int], place: int, copies: int
+) -> tuple[Tensors, list[Tensor]]:
+    """The tensors with the rows of one sample alone, joined as often, and the leaves of them."""
+    given, parts = list[Tensor](), list[Tensor]()
+    for tensor in tensors:
+        rows = _rows(tensor, each)
+        if isinstance(tensor, nn.Parameter):
+            given.append(tensor.detach())
+        elif rows is None:
+            given.append(tensor.detach().clone())
+        else:
+            part = tensor.detach().unflatten(0, (-1, rows))[place].clone()
+            if part.is_floating_point():
+                parts.append(part.requires_grad_())
+            given.append(torch.cat([part] * copies))
+    return tuple(given), parts
 
 
 def _reject_other_arguments(loss: LossFunction, given: Sequence[object]) -> None:

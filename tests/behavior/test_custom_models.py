@@ -97,6 +97,11 @@ def for_three(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
     return F.cross_entropy(logits.view(12, 5), words.flatten(), reduction="sum") + scalar
 
 
+def drawing_mean(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
+    noise = 1e-3 * torch.randn(logits.shape)
+    return F.cross_entropy(logits.float() + noise, words.flatten()) + scalar
+
+
 def drawing(logits: Tensor, scalar: Tensor, words: Tensor) -> Tensor:
     return (logits.float() - 10 * torch.randn(logits.shape)).square().sum() + scalar
 
@@ -114,6 +119,8 @@ def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
     for config in (small_config(), first):
         with pytest.raises(ConfigError, match=IS_MEAN):
             train_in_process(2, 1, mean, config, words, validation=words)
+    with pytest.raises(ConfigError, match=IS_MEAN):
+        train_in_process(1, 1, Model(layers, drawing_mean), small_config(), words)
     few = torch.where(words.read(np.arange(30))[1] == 3, 3, IGNORED)
     with pytest.raises(ConfigError, match=IS_MEAN):  # of the first sample that has a target
         train_in_process(1, 1, mean, small_config(), ArrayDataset(inputs, few))
@@ -121,6 +128,36 @@ def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
     for loss in (tokens_and_scalar("sum"), for_three, drawing):
         [(_, trace)] = train_in_process(1, 1, Model(layers, loss), small_config(), words)
         assert len(trace.losses) == 4
+
+
+def time_first(m: Any, x: Tensor) -> Any:
+    m.seen.add_(1)
+    return m.linear(x.view(-1, 4, 4)).transpose(0, 1).float()
+
+
+def own_loss(m: Any, x: Tensor) -> Any:
+    m.seen.add_(1)
+    return m.linear(x.view(-1, 4)).float().square().sum()
+
+
+@pytest.mark.parametrize("forward", [time_first, own_loss])
+def test_a_mean_of_outputs_without_rows_of_samples_is_refused(forward: Any) -> None:
+    """The last layer runs again on one sample, which its buffer does not show."""
+    (inputs,), classes = vector_data().read(np.arange(30))
+    words = ArrayDataset(inputs, classes.unsqueeze(1).repeat(1, 3))
+
+    def seen(loss: LossFunction) -> Any:
+        last = Layer("last", lambda: Doing(forward, 5, 4, seen=torch.zeros(())))
+        model = Model([linear(), last], loss)
+        [(trainer, trace)] = train_in_process(1, 1, model, small_config(), words)
+        assert len(trace.losses) == 4
+        return trainer.layers[-1].module.seen
+
+    with pytest.raises(ConfigError, match=IS_MEAN):
+        seen(lambda outputs, words: outputs.sum() / len(words))
+    batch = FEW_MICROBATCHES
+    forwards = 4 * batch["global_batch_size"] // batch["microbatch_size"]
+    assert seen(lambda outputs, words: outputs.sum()) == forwards
 
 
 def test_replicas_that_start_at_other_weights_are_told_apart() -> None:
