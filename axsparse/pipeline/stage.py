@@ -254,8 +254,7 @@ class Stage:
         if targets is None or targets.dim() == 0 or not len(targets):
             self._loss_is_known = True
             return
-        # A sample's rows of an output; other outputs, such as a weight or a scalar, belong to all
-        # samples. Rows may be tokens.
+        # Other outputs, such as a weight or a scalar, belong to all samples. Rows may be tokens.
         each = {len(targets): 1, targets.numel(): targets[0].numel()}
         runs_again = all(_rows(output, each) is None for output in outputs)
         if runs_again and all(_rows(tensor, each) is None for tensor in before):
@@ -270,16 +269,9 @@ class Stage:
                 if len(tried) != 1:
                     seed_all(*key.of(self._seed, ""), "tried loss")
                 if runs_again:
-                    given = self.layers[-1].run_again(given)
+                    given, parts = self.layers[-1].run_again(given), []
                 loss = self._loss(*given, torch.cat([targets[place, None]] * copies))
-                if runs_again:
-                    norm = abs(loss.item())
-                else:
-                    with torch.autograd.set_multithreading_enabled(False):  # as in `backward`
-                        found = torch.autograd.grad(loss, parts, allow_unused=True)
-                    norms = [torch.linalg.vector_norm(g, math.inf) for g in found if g is not None]
-                    norm = sum(one.item() for one in norms)
-                tried.append((loss.item(), norm))
+                tried.append((loss.item(), _size_of_gradients(loss, parts)))
         except Exception:  # the loss may work for microbatches of one size only
             self._loss_is_known = True
             return
@@ -349,7 +341,8 @@ class Stage:
 
 def _rows(tensor: Tensor, each: Mapping[int, int]) -> int | None:
     """How many rows of a tensor are of one sample, by the length that tensors of samples have."""
-    return each.get(len(tensor)) if tensor.dim() else None
+    has_rows = tensor.dim() and not isinstance(tensor, nn.Parameter)
+    return each.get(len(tensor)) if has_rows else None
 
 
 def _sample(
@@ -369,6 +362,16 @@ def _sample(
                 parts.append(part.requires_grad_())
             given.append(torch.cat([part] * copies))
     return tuple(given), parts
+
+
+def _size_of_gradients(loss: Tensor, parts: Sequence[Tensor]) -> float:
+    """The sum of the largest entries of the gradients of some tensors; without any, the loss."""
+    if not parts:
+        return abs(loss.item())
+    with torch.autograd.set_multithreading_enabled(False):  # as in `backward`
+        found = torch.autograd.grad(loss, parts, allow_unused=True)
+    norms = [torch.linalg.vector_norm(each, math.inf) for each in found if each is not None]
+    return sum(norm.item() for norm in norms)
 
 
 def _reject_other_arguments(loss: LossFunction, given: Sequence[object]) -> None:
