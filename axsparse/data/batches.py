@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from axsparse.data.dataset import Dataset, read_tensors
-from axsparse.data.order import Share, blended_step, samples_of_step
+from axsparse.data.order import Share, blended_step, interleaved, samples_of_step
+from axsparse.data.sources import Blend
 from axsparse.runtime.communication import shard_bounds
 from axsparse.runtime.errors import DataError
 from axsparse.runtime.targets import IGNORED
@@ -39,6 +40,8 @@ class Microbatch:
     batch. Random numbers are keyed by it, so that they do not depend on the layout."""
     size: int
     """Number of samples."""
+    num_targets: int = 0
+    """Number of targets that count in the loss; 0 where none are read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,10 +115,13 @@ class Batches:
         return -(-self.num_samples // self.global_batch_size)
 
     def evaluation(self, number: int) -> Batch:
-        """An evaluation batch, unshuffled; `number` is in [0, num_evaluation_batches)."""
+        """An evaluation batch, unshuffled, to which the sources of a blend give in proportion to
+        their lengths; `number` is in [0, num_evaluation_batches)."""
         assert 0 <= number < self.num_evaluation_batches, f"no evaluation batch {number}"
         first = number * self.global_batch_size
         samples = np.arange(first, min(first + self.global_batch_size, self.num_samples))
+        if isinstance(self.dataset, Blend):
+            samples = interleaved(self.dataset.shares, samples)
         return self._read(number, samples, np.zeros_like(samples))
 
     def _read(self, step: int, samples: NDArray[np.int64], epochs: NDArray[np.int64]) -> Batch:
@@ -131,12 +137,13 @@ class Batches:
         microbatches = []
         for span in spans:
             inputs, targets = self._plain(samples[span], epochs[span])
+            count = 0 if targets is None else self._count_targets(targets, samples[span])
             if self.pinned:
                 inputs = tuple(tensor.pin_memory() for tensor in inputs)
                 targets = None if targets is None else targets.pin_memory()
             first_sample, size = step * self.global_batch_size + span.start, span.stop - span.start
-            microbatches.append(Microbatch(inputs, targets, first_sample, size))
-        return Batch(step, tuple(microbatches), sum(map(self.count_targets, microbatches)))
+            microbatches.append(Microbatch(inputs, targets, first_sample, size, count))
+        return Batch(step, tuple(microbatches), sum(one.num_targets for one in microbatches))
 
     def _plain(
         self, samples: NDArray[np.int64], epochs: NDArray[np.int64]
@@ -181,15 +188,16 @@ class Batches:
             "the sample, or make the vocabulary of model and data larger"
         )
 
-    def count_targets(self, microbatch: Microbatch) -> int:
-        """The number of targets in a microbatch; 0 where none are read."""
-        if self.dataset is None or microbatch.targets is None:
-            return 0
-        if self.dataset.targets_per_sample is not None:
-            return self.dataset.targets_per_sample * microbatch.size
-        return integer_of(
-            self.dataset.count_targets(microbatch.targets), f"{self.dataset.name}: count_targets"
-        )
+    def _count_targets(self, targets: Tensor, samples: NDArray[np.int64]) -> int:
+        dataset = self.dataset
+        assert dataset is not None
+        if dataset.targets_per_sample is not None:
+            return dataset.targets_per_sample * len(samples)
+        if isinstance(dataset, Blend):
+            count = dataset.count_targets(targets, samples)
+        else:
+            count = dataset.count_targets(targets)
+        return integer_of(count, f"{dataset.name}: count_targets")
 
 
 def integer_of(count: object, what: str, least: int = 0) -> int:

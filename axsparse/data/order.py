@@ -70,6 +70,23 @@ def blended_step(
     return samples, epochs
 
 
+def interleaved(shares: Sequence[Share], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sample numbers at positions of an order that visits every sample of all sources once, in
+    which each source has its part of the samples before any position."""
+    samples: NDArray[np.int64] = positions.copy()
+    left = np.ones(positions.shape, dtype=np.bool_)
+    together = sum(share.samples for share in shares)
+    for share in reversed(shares):
+        # The positions of this source and of those before it are divided between the two.
+        before = positions * share.samples // together
+        is_next = (positions + 1) * share.samples // together > before
+        together -= share.samples
+        samples[left & is_next] = together + before[left & is_next]
+        left &= ~is_next
+        positions = positions - before
+    return samples
+
+
 def places_of(weights: Sequence[float]) -> list[int]:
     """The places of a block that sources of these weights have, by largest remainders."""
     shares = [weight / sum(weights) * BLOCK for weight in weights]

@@ -6,7 +6,7 @@ import hashlib
 import os
 import sysconfig
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -163,7 +163,8 @@ class Blend:
     `weights` has one for each data set, in the same order; only their ratios matter, in steps of a
     ten-thousandth. Of every 10,000 samples that training reads, each data set gives its share, in
     an order that follows from the seed; each begins anew once all of its samples have been read
-    (its epoch). An evaluation reads every sample of every data set once.
+    (its epoch). An evaluation reads every sample of every data set once, the data sets in turn. A
+    blend in a blend counts as its data sets, among which its weight is divided.
 
     All data sets read as many inputs and targets, of the same shapes. Raises DataError for weights
     that are not above zero, or too small for one sample in 10,000.
@@ -177,6 +178,8 @@ class Blend:
             raise DataError(
                 f"blend: {len(datasets)} data sets have {len(weights)} weights; give one for each"
             )
+        parts = [part for pair in zip(datasets, weights, strict=True) for part in _parts(*pair)]
+        datasets, weights = [one for one, _ in parts], [weight for _, weight in parts]
         names = [dataset.name for dataset in datasets]
         is_sound = all(0 < weight < float("inf") for weight in weights)
         places = places_of(weights) if is_sound else ()
@@ -219,12 +222,9 @@ class Blend:
         """
         epochs = np.zeros_like(indices) if epochs is None else epochs
         places, read = [], []
-        for number, dataset in enumerate(self.datasets):
-            first = int(self._ends[number]) - self.shares[number].samples
-            here = np.flatnonzero((indices >= first) & (indices < self._ends[number]))
-            if here.size:
-                places.append(here)
-                read.append(read_tensors(dataset, indices[here] - first, epochs[here]))
+        for dataset, first, here in self._places(indices):
+            places.append(here)
+            read.append(read_tensors(dataset, indices[here] - first, epochs[here]))
         back = torch.from_numpy(np.argsort(np.concatenate(places), kind="stable"))
         try:
             joined = [torch.cat(parts)[back] for parts in zip(*read, strict=True)]
@@ -235,9 +235,35 @@ class Blend:
             ) from reason
         return tuple(joined[:-1]), joined[-1]
 
-    def count_targets(self, targets: Tensor) -> int:
-        """How many targets of a microbatch count in the loss, by the rule of the first data set."""
-        return self.datasets[0].count_targets(targets)
+    def count_targets(self, targets: Tensor, samples: NDArray[np.int64] | None = None) -> int:
+        """How many targets of a microbatch of these samples count in the loss, each by the rule of
+        its data set; without `samples` by the rule of the first one."""
+        if samples is None:
+            return self.datasets[0].count_targets(targets)
+        return sum(
+            dataset.count_targets(targets[torch.from_numpy(here)])
+            for dataset, _, here in self._places(samples)
+        )
+
+    def _places(
+        self, samples: NDArray[np.int64]
+    ) -> Iterator[tuple[Dataset, int, NDArray[np.int64]]]:
+        """Each data set that has any of the samples, the number of its first one, and the places of
+        its own among them."""
+        for dataset, share, end in zip(self.datasets, self.shares, self._ends, strict=True):
+            first = int(end) - share.samples
+            here = np.flatnonzero((samples >= first) & (samples < end))
+            if here.size:
+                yield dataset, first, here
+
+
+def _parts(dataset: Dataset, weight: float) -> Iterator[tuple[Dataset, float]]:
+    """A data set and its weight; of a blend its data sets, among which the weight is divided."""
+    if not isinstance(dataset, Blend):
+        yield dataset, weight
+        return
+    for one, share in zip(dataset.datasets, dataset.shares, strict=True):
+        yield one, weight * share.places / BLOCK
 
 
 VOCAB_SIZE = 256

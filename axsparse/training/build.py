@@ -502,7 +502,7 @@ def _calibration(
         samples,
         held_out,
         fit=fit if heals else None,
-        num_targets=tuple(map(data.training.count_targets, samples)) if heals else (),
+        num_targets=tuple(sample.num_targets for sample in samples) if heals else (),
         behind=layers[last + 1 :],
     )
 

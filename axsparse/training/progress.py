@@ -159,7 +159,7 @@ class Progress(_Counters):
             self.skipped_at_floor = 0
             self.good_steps += 1
             interval = config.loss_scale.growth_interval
-            if config.precision == "fp16" and self.good_steps == interval:
+            if config.precision == "fp16" and self.good_steps >= interval:
                 self.good_steps = 0
                 self.loss_scale = min(self.loss_scale * FACTOR, HIGHEST)
             return

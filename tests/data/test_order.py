@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,15 @@ from torch import Tensor
 
 from axsparse.data.batches import Batches
 from axsparse.data.dataset import ArrayDataset, TokenDataset
-from axsparse.data.order import BLOCK, Share, blended_step, places_of, samples_of_step, shuffled
+from axsparse.data.order import (
+    BLOCK,
+    Share,
+    blended_step,
+    interleaved,
+    places_of,
+    samples_of_step,
+    shuffled,
+)
 from axsparse.data.sources import Blend
 
 SEEDS = st.integers(0, 2**70)
@@ -154,6 +163,43 @@ def test_replicas_share_the_samples_of_a_blend_and_other_seeds_give_other_ones()
     assert read(0, 1, seed=6) != one
 
 
+@pytest.mark.parametrize("lengths", [[40, 10, 1], [3, 200], [1, 1, 1], [7]])
+def test_evaluations_read_every_sample_once_and_all_sources_all_along(lengths: list[int]) -> None:
+    shares = [Share(length, 1) for length in lengths]
+    total, ends = sum(lengths), np.cumsum(lengths)
+
+    order = interleaved(shares, np.arange(total))
+
+    assert sorted(order) == [*range(total)]
+    assert [*interleaved(shares, np.arange(total // 2, total))] == [*order[total // 2 :]]
+    for length, end in zip(lengths, ends, strict=True):
+        here = np.flatnonzero((order >= end - length) & (order < end))
+        assert [*order[here]] == [*range(end - length, end)]
+        before = np.searchsorted(here, np.arange(total))
+        assert np.abs(before - np.arange(total) * length / total).max() < len(lengths)
+
+
+def test_an_evaluation_batch_has_samples_of_all_sources() -> None:
+    blend = Blend([numbered(0, 40, "a"), numbered(100, 10, "b")], [1, 1])
+    batches = Batches(blend, num_samples=50, global_batch_size=10, microbatch_size=10, seed=5)
+
+    [microbatch] = batches.evaluation(2).microbatches
+
+    numbers = microbatch.inputs[0]
+    assert len(numbers) == 10 and int((numbers >= 100).sum()) == 2
+
+
+def test_a_blend_in_a_blend_divides_its_weight_among_its_data_sets() -> None:
+    inner = Blend([numbered(0, 4, "a"), numbered(100, 6, "b")], [0.9, 0.1])
+
+    blend = Blend([inner, numbered(200, 5, "c")], [1, 1])
+
+    assert blend.name == "blend of a 45.00%, b 5.00%, c 50.00%"
+    assert blend.shares == (Share(4, 4500), Share(6, 500), Share(5, 5000))
+    (inputs,), _ = blend.read(np.array([0, 4, 10]))
+    assert inputs.tolist() == [0, 100, 200]
+
+
 def test_sources_that_read_epochs_get_their_own() -> None:
     blend = Blend([numbered(0, 4, "a"), Epochs()], [1, 1])
 
@@ -183,3 +229,16 @@ def test_targets_that_do_not_count_are_counted_out_whichever_source_has_them() -
     assert blend.targets_per_sample is None
     assert blend.count_targets(targets) == 3
     assert blend.vocab_size == 8
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_targets_of_each_sample_count_by_the_rule_of_its_source(is_first: bool) -> None:
+    words = torch.tensor([[0, 1], [0, 2], [3, 0]])
+    rules = [ArrayDataset(words, words, "all"), ArrayDataset(words, words, "some", ignore_index=0)]
+    blend = Blend(rules if is_first else rules[::-1], [1, 1])
+    batches = Batches(blend, num_samples=6, global_batch_size=6, microbatch_size=4, seed=5)
+
+    batch = batches.evaluation(0)
+
+    assert [len(each.inputs[0]) for each in batch.microbatches] == [4, 2]
+    assert batch.num_targets == 6 + 3

@@ -46,6 +46,15 @@ def test_overflows_halve_the_scale_and_runs_of_good_steps_double_it_between_its_
     assert scales(start, verdicts) == expected
 
 
+def test_a_scale_grows_though_a_resumed_run_has_more_good_steps_than_its_interval() -> None:
+    config, progress = scaled(8.0)
+    progress.good_steps = 5
+
+    progress.rescale(config, finite=True)
+
+    assert (progress.loss_scale, progress.good_steps) == (16.0, 0)
+
+
 def test_steps_that_are_skipped_at_the_lowest_scale_are_counted_until_one_is_good() -> None:
     config, progress = scaled(2.0)
     counts = []
