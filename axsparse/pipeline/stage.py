@@ -371,7 +371,7 @@ def _size_of_gradients(loss: Tensor, parts: Sequence[Tensor]) -> float:
     with torch.autograd.set_multithreading_enabled(False):  # as in `backward`
         found = torch.autograd.grad(loss, parts, allow_unused=True)
     norms = [torch.linalg.vector_norm(each, math.inf) for each in found if each is not None]
-    return sum(norm.item() for norm in norms)
+    return float(sum(norm.item() for norm in norms))
 
 
 def _reject_other_arguments(loss: LossFunction, given: Sequence[object]) -> None:
