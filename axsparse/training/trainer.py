@@ -182,7 +182,7 @@ class Trainer:
         self._job, job.left, self._under_way = job, None, ""
         threads = torch.get_num_threads()
         try:
-            with ExitStack() as locks:
+            with ExitStack() as locks, _without_autocast():
                 self._build(job, given, locks)
                 locks.pop_all()  # the saver releases them
         except BaseException as failure:
@@ -517,7 +517,8 @@ class Trainer:
             _use_threads(self.config.train.threads)
             if not is_own:
                 self._adopt_writes(is_evaluation=what == "evaluate")
-            yield
+            with _without_autocast():
+                yield
             if not outer and not job.in_progress:  # A run in progress is saved by its own calls.
                 with self._ending_on_failure():
                     self._heed_signal(is_idle=True)
@@ -1076,6 +1077,17 @@ def build(
     trainer = Trainer.__new__(Trainer)
     trainer._prepare(job, RunSources(model, open_datasets, config, **how))
     return trainer
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    """Switch off the `torch.autocast` of the caller, which would keep casts of weights from before
+    an update."""
+    with ExitStack() as off:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                off.enter_context(torch.autocast(device, enabled=False, cache_enabled=False))
+        yield
 
 
 def _use_threads(number: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -190,10 +190,15 @@ def test_ranks_with_other_numbers_of_layers_are_told_apart() -> None:
 
 @pytest.mark.parametrize(
     ("by_a_callback", "off"),
-    [(True, torch.no_grad), (False, torch.no_grad), (False, torch.inference_mode)],
+    [
+        (True, torch.no_grad),
+        (False, torch.no_grad),
+        (False, torch.inference_mode),
+        (False, partial(torch.autocast, "cpu", torch.bfloat16)),
+    ],
 )
-def test_a_run_has_gradients_though_they_were_switched_off(
-    by_a_callback: bool, off: type[torch.no_grad | torch.inference_mode]
+def test_a_run_is_the_same_though_gradients_or_fp32_were_switched_off(
+    by_a_callback: bool, off: Callable[[], AbstractContextManager[object]]
 ) -> None:
     def losses(*, is_off: bool) -> list[float]:
         found: list[float] = []
