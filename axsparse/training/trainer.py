@@ -641,20 +641,28 @@ class Trainer:
         """End the run, all threads and the record; evaluations and weights can still be had.
 
         All ranks call this together. In the middle of a run it saves, as a signal does, so that
-        `resume="auto"` continues from here; while an exception is handled that came after the last
-        call it does not, since other ranks may not have raised it. It is safe to call this twice.
+        `resume="auto"` continues from here; on several ranks, while an exception is handled that
+        came after the last call, it does not, and says so, since other ranks may not have raised
+        it. It is safe to call this twice.
         StoppedError on all ranks if a signal came, once all is saved; ConfigError in a callback.
         """
-        is_failing = sys.exc_info()[1] not in (None, self._handled)
+        raised = sys.exc_info()[1]
+        is_failing = self.transport.size > 1 and raised not in (None, self._handled)
         is_in_progress = self in self._job.in_progress and not is_failing
+        saver = None if self._closed else self._saver
+        if is_failing and saver is not None and self.steps_done not in (0, saver.last_step):
+            self.recorder.say(
+                f"warning: closed after step {self.steps_done}, which is not saved, since other "
+                f"ranks may not have raised {type(raised).__name__}; call close() after its except"
+            )
         if not self._closed and (is_in_progress or self._under_way):
             with self._call("close", in_callbacks=False):
                 if self._is_over:
                     if self._is_ready or not self._make_ready():
                         self._end()
-                elif self._saver is not None:
+                elif saver is not None:
                     with self._ending_on_failure():
-                        self._save_in_the_middle(self._saver)
+                        self._save_in_the_middle(saver)
         self._release()
 
     def _save_in_the_middle(self, saver: Saver) -> None:

@@ -62,6 +62,35 @@ def train_heard(
     on_ranks(ranks, body)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_close_saves_while_an_exception_is_handled_unless_other_ranks_may_not_have_raised_it(
+    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config(
+        train={"steps": 4, "eval_every": 0}, layout={"g_inter": ranks}, run_dir=str(tmp_path)
+    )
+
+    def body(transport: Transport) -> None:
+        data = Datasets(vector_data(), None)
+        trainer = build(Job(transport), mlp(), lambda: data, config.with_origins("tiny", {}))
+        trainer.step()
+        try:
+            raise LookupError("enough")
+        except LookupError:
+            trainer.close()
+
+    on_ranks(ranks, body)
+
+    said = (
+        f"closed after step 1, saved in {tmp_path}/checkpoints; resume='auto' goes on"
+        if ranks == 1
+        else "warning: closed after step 1, which is not saved, since other ranks may not have "
+        "raised LookupError; call close() after its except"
+    )
+    assert said in capsys.readouterr().out
+    assert [*saved_steps(tmp_path / "checkpoints")] == ([1] if ranks == 1 else [])
+
+
 def test_a_callback_of_evaluations_that_never_are_is_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
