@@ -309,6 +309,14 @@ class PruningConfig(Section):
                 if getattr(self, key) not in values:
                     value, choices = _as_yaml(getattr(self, key)), map(_as_yaml, values)
                     yield key, f"{value}, but {why}; choose {', '.join(choices)}"
+        by_weights = "method zeros" if method == "zeros" else "distribution global"
+        if draws and self.rate_power and (method == "zeros" or self.distribution == "global"):
+            yield (
+                "rate_power",
+                f"{self.rate_power:g}, but under pruning.{by_weights} the weights decide how dense "
+                "each tensor is, after the rates are set; choose 0, or give the masks in "
+                "pruning.mask",
+            )
         if initial >= self.sparsity > 0:
             yield (
                 "initial_sparsity",

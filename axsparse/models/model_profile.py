@@ -77,6 +77,8 @@ class ParameterInfo:
     it is neither, and has its outputs first."""
     dtype: torch.dtype = torch.float32
     """The type in which it is built, before it is stored in the run's."""
+    is_transposed: bool = False
+    """Whether it is a weight of a transposed convolution, which has its inputs first."""
 
     @property
     def numel(self) -> int:
@@ -404,7 +406,7 @@ def _profile_layer(
     _check_module(layer, module)
     numel = sum(parameter.numel() for parameter in module.parameters())
     module, names = _sharded(layer, module, sharding)
-    weights, input_dims = set[int](), dict[int, int]()
+    weights, transposed, input_dims = set[int](), set[int](), dict[int, int]()
     for child in module.modules():
         is_of_torch = isinstance(child, MULTIPLYING)
         multiplies = getattr(child, "axsparse_multiplies", is_of_torch)
@@ -413,6 +415,8 @@ def _profile_layer(
             # Further parameters of a linear layer, such as factors of low rank, are not its weight.
             if multiplies and "bias" not in name and ("weight" in name or not is_of_torch):
                 weights.add(id(parameter))
+                if isinstance(child, nn.modules.conv._ConvTransposeNd):
+                    transposed.add(id(parameter))
             if input_dim is not None and parameter.dim() == (3 if input_dim else 2):
                 input_dims[id(parameter)] = int(input_dim)
     parameters = tuple(
@@ -423,6 +427,7 @@ def _profile_layer(
             id(p) in weights,
             input_dims.get(id(p)),
             p.dtype,
+            id(p) in transposed,
         )
         for name, p in names.items()
     )

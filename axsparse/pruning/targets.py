@@ -160,7 +160,8 @@ def find_targets(
     if pruning.pattern is not None:
         n, m = parse_pattern(pruning.pattern)
         sparsity = 1 - n / m
-        check_pattern(shapes, n, m, input_dims)
+        turned = [name for name in shapes if matrices[name][0].is_transposed]
+        check_pattern(shapes, n, m, input_dims, turned)
     return Targets(shapes, sparsity, pruning.distribution, own, input_dims=input_dims)
 
 
@@ -354,13 +355,25 @@ def erdos_renyi_kernel(
 
 
 def check_pattern(
-    shapes: Mapping[str, tuple[int, ...]], n: int, m: int, input_dims: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]],
+    n: int,
+    m: int,
+    input_dims: Mapping[str, int],
+    turned: Sequence[str] = (),
 ) -> None:
-    """ConfigError unless `m` divides the inputs of each tensor, by default its dimension 1."""
+    """ConfigError unless `m` divides the inputs of each tensor, by default its dimension 1, or if
+    any is `turned`, of a transposed convolution."""
+    otherwise = "give pruning.sparsity instead"
+    if turned:
+        raise ConfigError(
+            f"pruning.pattern: {n}:{m} runs along the inputs of a matrix, and {some_of(turned)} of "
+            "a transposed convolution has its outputs there; "
+            f"{to_exclude(turned, shapes, shapes.keys() - {*turned}, otherwise)}"
+        )
     inputs = {name: shape[input_dims.get(name, 1)] for name, shape in shapes.items()}
     if odd := [name for name, size in inputs.items() if size % m]:
         sizes = some_of([f"{name} ({inputs[name]} of {tuple(shapes[name])})" for name in odd])
-        suggestion = to_exclude(odd, shapes, shapes.keys() - odd, "give pruning.sparsity instead")
+        suggestion = to_exclude(odd, shapes, shapes.keys() - odd, otherwise)
         raise ConfigError(
             f"pruning.pattern: {n}:{m} runs along the inputs of a matrix, and {m} does not divide "
             f"those of {sizes}; {suggestion}"

@@ -144,9 +144,9 @@ class Trainer:
                 for each entry, of which the highest are kept.
             optimizer: An update rule (`samo/optim/optimizer.py` explains it), in place of
                 `optimizer.name`.
-            learning_rate: A peak, or a function from the number of a step, counted from 0, to its
-                learning rate, in place of the section `schedule`. A resumed run is given
-                functions again, since no checkpoint contains any.
+            learning_rate: A peak, or a function from the number of a step, counted from 0 and
+                anew after a rewinding, to its learning rate, in place of the section `schedule`. A
+                resumed run is given functions again, since no checkpoint contains any.
             quiet: Neither print nor write anything; there is no run directory.
             resume: "auto" continues from the newest complete checkpoint of the run directory if
                 there is one; else the path of a run or checkpoint.

@@ -149,7 +149,7 @@ def test_a_mean_of_outputs_without_rows_of_samples_is_refused(forward: Any) -> N
     def seen(loss: LossFunction) -> Any:
         last = Layer("last", lambda: Doing(forward, 5, 4, seen=torch.zeros(())))
         model = Model([linear(), last], loss)
-        [(trainer, trace)] = train_in_process(1, 1, model, small_config(), words)
+        [(trainer, trace)] = train_in_process(1, 1, model, comparing(), words)
         assert len(trace.losses) == 4
         return trainer.layers[-1].module.seen
 

@@ -50,7 +50,8 @@ from axsparse.samo.index.base import Index
 TAKEN = ("mask", "master", "value", "buffer")
 """Names that the tensors of a checkpoint have already."""
 LearningRate: TypeAlias = Callable[[int], float]
-"""A schedule of a user's own: from the number of a step, counted from 0, to its learning rate."""
+"""A schedule of a user's own: from the number of a step to its learning rate. Steps are counted
+from 0, and anew after a rewinding."""
 
 
 @dataclass(frozen=True)
