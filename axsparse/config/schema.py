@@ -260,6 +260,7 @@ class PruningConfig(Section):
     """A mask file, or a run that has found a mask, which is applied from the start, under any
     layout. It replaces the settings of this section that choose entries, `exclude` included."""
 
+    # Reason: a table of rules, and those with messages of their own.
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         if self.pattern is not None and not any(parse_pattern(self.pattern)):
             yield (
