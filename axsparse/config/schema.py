@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
@@ -650,6 +651,14 @@ class Config(Section):
         copy = self.model_copy()
         copy._source = source
         return copy
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """A copy in which `model.from` and the training data, which an export reads, are absolute."""
+    given = {"model.from_": config.model.from_, "data.path": config.data.path}
+    paths = {key: str(Path(path).absolute()) for key, path in given.items() if path is not None}
+    blend = tuple(str(Path(source).absolute()) for source in config.data.blend)
+    return config.with_values({**paths, "data.blend": blend})
 
 
 def sample_length(config: Config) -> int:

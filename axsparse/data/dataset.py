@@ -137,7 +137,8 @@ class ArrayDataset:
             if not isinstance(given, Tensor):
                 raise DataError(
                     f"dataset ({name}): inputs and targets are tensors, not "
-                    f"{type(given).__name__}; make one of it by torch.as_tensor"
+                    f"{type(given).__name__}; make one of it by torch.as_tensor, or of several "
+                    "inputs a tuple"
                 )
         check_kinds("dataset", locals(), name="text")
         # A 0-dimensional tensor has no first dimension: its () differs from every (n,).

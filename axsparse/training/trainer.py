@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from axsparse.config.schema import Config
+from axsparse.config.schema import Config, with_absolute_paths
 from axsparse.config.validate import replaced
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
@@ -230,6 +230,7 @@ class Trainer:
         self.plan = plan = together(transport, deciding)
         self.coords, self.profile, self.config = plan.coords, plan.profile, plan.config
         coords, resolved = self.coords, self.config
+        self._exported_config = with_absolute_paths(resolved)
         table = (*self.placement.table, *launch_warnings(plan, transport), *notes)
         self.placement = replace(self.placement, table=table)
         prepare_process(job, plan, transport)
@@ -809,7 +810,7 @@ class Trainer:
         def write() -> None:
             if found is not None:
                 notes = save_folder(
-                    self.config,
+                    self._exported_config,
                     self.profile.shapes,
                     found,
                     self.data.entry,

@@ -17,7 +17,7 @@ from support.page_blocks import PACKAGE
 
 from axsparse.config.load import configure, to_yaml
 from axsparse.config.model_config import FAMILIES, Family
-from axsparse.config.schema import FIELDS, Config
+from axsparse.config.schema import FIELDS, Config, with_absolute_paths
 from axsparse.config.section import Section
 from axsparse.runtime.errors import ConfigError
 
@@ -196,6 +196,21 @@ def test_paths_have_the_users_home_and_variables_in_their_place(
 
     assert config.run_dir == "/home/me/runs"
     assert config.data.blend == ("/scratch/a=1", "/home/meb=2")
+
+
+def test_absolute_paths_name_the_model_and_the_tokens_of_an_export(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir("/")
+    tokens = ["data.source=tokens", "data.path=a/b"]
+
+    of_path, of_blend = (
+        with_absolute_paths(configure(None, settings))
+        for settings in (tokens, [tokens[0], "data.blend=[a/b=0.5, /c=2]"])
+    )
+
+    assert (of_path.data.path, of_path.model.from_) == ("/a/b", None)
+    assert of_blend.data.blend == ("/a/b=0.5", "/c=2")
 
 
 def test_the_written_file_is_complete_and_in_the_schemas_order() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.exhaustive import by_default
+from support.hf import write_llama
 from support.mpirun import Finished, run_alone, run_mpirun
 
 import axsparse as ax
@@ -441,6 +442,28 @@ assert "mpi4py.MPI" not in sys.modules
     assert done.returncode == 0, done
     [line] = [line for line in done.stdout.splitlines() if line.startswith("told ")]
     assert line.startswith("told OutputError: run_dir (Trainer): run holds another run's records")
+
+
+def test_a_saved_folder_has_the_files_of_its_source_though_the_program_goes_elsewhere(
+    tmp_path: Path,
+) -> None:
+    program = """
+from support.runs import token_data
+trainer = ax.Trainer(
+    ax.hf("llama"), token_data(), {"samo.enabled": False}, precision="fp32", quiet=True, steps=1,
+    global_batch_size=4, microbatch_size=2,
+)
+os.chdir("other")
+trainer.save_hf("saved")
+"""
+    for name in ("llama", "other"):
+        (tmp_path / name).mkdir()
+    write_llama(tmp_path / "llama")
+    (tmp_path / "llama" / "LICENSE").write_text("mine")
+
+    assert (done := ended(tmp_path, program)).returncode == 0, done
+
+    assert (tmp_path / "other" / "saved" / "LICENSE").read_text() == "mine"
 
 
 def test_a_saved_folder_is_the_export_of_the_checkpoint(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, SupportsInt
 
 import xxhash
 
@@ -21,6 +21,7 @@ from axsparse.runtime.errors import (
     ConfigError,
     DataError,
     MissingInputError,
+    check_kind,
     everywhere,
     printable,
     reading,
@@ -124,9 +125,11 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
 
     "best" has the lowest validation loss, as the newest one remembers it.
 
-    ConfigError if the path is a checkpoint and a step is given, MissingInputError if there is no
-    such checkpoint, and the errors of `open_checkpoint`.
+    ConfigError if the path is a checkpoint and a step is given, or for a step of another kind,
+    MissingInputError if there is no such checkpoint, and the errors of `open_checkpoint`.
     """
+    if step != "best":
+        check_kind("step", step, SupportsInt | None, 'give a whole number, "best", or leave it out')
     with reading(f"{run}:", "name a run that has saved a checkpoint, or a checkpoint"):
         named = run.resolve()
         is_checkpoint = step_of(named) is not None or (named / MANIFEST_FILE).is_file()
