@@ -142,6 +142,11 @@ class Job:
         self._branches.append((branch, lambda: None))
         return branch
 
+    @property
+    def trainers(self) -> list[object]:
+        """The trainers that somebody refers to, if only the traceback of a failed cell."""
+        return [one for _, owner in self._branches if (one := owner()) is not None]
+
     def note_left(self, failure: BaseException) -> None:
         """Have the process not end with 0 after a `sys.exit`, of which Python tells no hook."""
         if isinstance(failure, SystemExit):

@@ -9,6 +9,7 @@ import itertools
 import math
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -151,7 +152,8 @@ class Trainer:
             resume: "auto" continues from the newest complete checkpoint of the run directory if
                 there is one; else the path of a run or checkpoint.
             overwrite: Begin anew in the `run_dir` of the settings, and remove the records and
-                checkpoints of another run there, once this one is able to train.
+                checkpoints of another run there, once this one is able to train. In a notebook, a
+                trainer of this thread that a cell has left there is closed, and saves nothing.
             settings: Settings by the last part of their key, such as `g_inter=2` for
                 `layout.g_inter`. They win over `config`.
 
@@ -179,7 +181,9 @@ class Trainer:
 
     def _prepare(self, job: Job, given: RunSources) -> None:
         """`_build`, after whose failure nothing is left behind."""
-        self._job, job.left, self._under_way = job, None, ""
+        self._job, job.left, self._under_way, self._closed = job, None, "", True
+        self._thread = threading.get_ident()
+        """The thread that made this trainer, or that trains it."""
         threads = torch.get_num_threads()
         try:
             with ExitStack() as locks, _without_autocast():
@@ -238,6 +242,8 @@ class Trainer:
         self.data = open_data(plan, config, transport, opener, saved=saved, pinned=pins)
         entry, directory = self.data.entry, None
         if not given.quiet:
+            if given.overwrite and hasattr(sys, "ps1"):
+                self._release_others(Path(resolved.run_dir).absolute())
             directory = open_run_directory(
                 job, plan, config, found, locks, overwrite=given.overwrite
             )
@@ -505,6 +511,8 @@ class Trainer:
                 f"{what}: called within {outer} of this trainer, which would go on afterwards; "
                 f"call it when {outer} has returned (a callback ends the run by returning True)"
             )
+        if what in ("step", "train"):
+            self._thread = threading.get_ident()
         if self._saver is not None and not self._closed:
             self._stop.listen()
         threads = torch.get_num_threads()
@@ -698,6 +706,15 @@ class Trainer:
         self.recorder.close()
         if self._watchdog is not None:
             self._watchdog.close()
+
+    def _release_others(self, run_dir: Path) -> None:
+        """Release the trainers of this directory that a cell of a notebook has left, as one that
+        failed in its loop; not one that another thread trains, or that is in a call."""
+        for other in self._job.trainers:
+            assert isinstance(other, Trainer)
+            is_left = other._thread == self._thread and not other._under_way
+            if is_left and not other._closed and other.run_dir == run_dir:
+                other._release()
 
     def _between_steps(self) -> bool:
         """Do all that stands between two steps; True if another step follows."""

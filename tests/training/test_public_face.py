@@ -401,7 +401,7 @@ def test_an_error_in_a_notebook_is_one_line_and_nothing_ends_the_process(tmp_pat
     program = """
 import sys
 sys.ps1 = ">>> "
-import signal, torch
+import signal, threading, torch
 import axsparse as ax
 from support.runs import mlp, vector_data
 
@@ -430,6 +430,31 @@ except KeyboardInterrupt:
     third.train()
 second.close()
 assert signal.getsignal(signal.SIGINT) is handler
+
+def cell(do):
+    again = trainer(overwrite=True)
+    for step in again:
+        again.step()
+        do()
+
+left = []
+for _ in range(2):
+    try:
+        cell(lambda: 1 / 0)
+    except ZeroDivisionError as error:
+        left.append(error)  # as a notebook keeps the last one, with its loop
+refused = []
+def take():
+    try:
+        trainer(overwrite=True)
+    except ax.OutputError as error:
+        refused.append(str(error))
+def take_in_another_thread():
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+cell(take_in_another_thread)
+assert len(refused) == 2 and "in use by a Trainer" in refused[0], refused
 try:
     trainer()
 except ax.OutputError as error:
