@@ -29,6 +29,8 @@ class RunningStatistics:
         self._copies = BufferCopies(self._slots, "samo.gradient: auto")
         self._before: list[tuple[BufferSlot, Tensor]] = []
         self._may_repeat = False
+        self._constant: set[str] = set()
+        """Large buffers, by layer and name, that evaluations have left as they were."""
 
     def begin(self, *, may_repeat: bool = False) -> None:
         """Open the computation of a step's gradients, which may have to be repeated."""
@@ -59,21 +61,42 @@ class RunningStatistics:
             yield
 
     @contextmanager
-    def of_first_replica(self) -> Iterator[None]:
+    def of_first_replica(self, *, evaluates: bool) -> Iterator[None]:
         """Give all replicas the buffers of the first one, inside a with-block.
 
         All replicas of a stage enter it together; afterwards each has its own buffers again, as
-        they were before.
+        they were before if the block `evaluates`.
         """
-        received = [self._received([slot.tensor for slot in layer]) for layer in self._layers]
-        pairs = zip(chain(*self._layers), chain(*received), strict=True)
-        with replaced(list(pairs)):
+        if self._replicas.size > 1:
+            received = [self._received([slot.tensor for slot in layer]) for layer in self._layers]
+            with replaced([*zip(chain(*self._layers), chain(*received), strict=True)]):
+                yield
+        elif evaluates:
+            with self._copied():
+                yield
+        else:
             yield
+
+    @contextmanager
+    def _copied(self) -> Iterator[None]:
+        """Copies in the places of saved buffers. The first evaluation shows which of the large ones
+        need none."""
+        named = {
+            f"{layer}/{slot.name}": slot for layer, own in enumerate(self._layers) for slot in own
+        }
+        slots = {name: slot for name, slot in named.items() if name not in self._constant}
+        before = {name: slot.tensor for name, slot in slots.items() if not slot.is_small}
+        with replaced(_copies_of(slots.values())):
+            yield
+            for name, tensor in before.items():
+                now = slots[name].tensor
+                if now.shape == tensor.shape and bytes_of(now).equal(bytes_of(tensor)):
+                    self._constant.add(name)
 
     def _received(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first replica's buffers of one layer; all types travel in one message."""
-        if self._replicas.size == 1 or not tensors:
-            return [tensor.clone() for tensor in tensors]
+        if not tensors:
+            return []
         buffer = torch.cat([bytes_of(tensor) for tensor in tensors])
         self._replicas.exchange(Op.BROADCAST, buffer)
         parts = buffer.split([tensor.nbytes for tensor in tensors])

@@ -73,7 +73,8 @@ class BufferCopies:
     """Copies of buffers, from before a forward that may be computed again from the same contents.
 
     The first copies are of all buffers, and show which ones a forward changes. Later copies are of
-    these and of small buffers, since a forward may begin to change a buffer at any time.
+    these, of small buffers, since a forward may begin to change a buffer at any time, and of those
+    that it has begun to change since.
     """
 
     def __init__(self, slots: Sequence[BufferSlot], way: str) -> None:
@@ -104,9 +105,10 @@ class BufferCopies:
                 or not bytes_of(slot.tensor.detach()).equal(bytes_of(old.detach()))
                 for (slot, old), seen in zip(before, self._versions, strict=True)
             ]
-        for (slot, old), seen in zip(before, self._versions, strict=True):
+        for number, ((slot, old), seen) in enumerate(zip(before, self._versions, strict=True)):
             # The old tensor of a slot that has another one has its contents still.
             is_written = slot.tensor is old and version(old) != seen
+            self._changing[number] |= is_written
             if is_repeated and is_written and slot.persists:
                 raise ConfigError(
                     f"buffer {slot.name!r} of {type(slot.owner).__name__}: a forward has begun "

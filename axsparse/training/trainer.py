@@ -995,7 +995,7 @@ class Trainer:
         """The evaluation of some batches; there are validation data."""
         validation = self.data.validation
         assert validation is not None
-        with self.statistics.of_first_replica():
+        with self.statistics.of_first_replica(evaluates=True):
             return evaluate(
                 self.engine,
                 validation,

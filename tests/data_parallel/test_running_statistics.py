@@ -49,7 +49,7 @@ def test_an_evaluation_sees_the_firsts_state_and_training_its_own_again(count: i
             first[number]["cache"] = own[number]["cache"]
         types = [buffer.dtype for module in modules for buffer in module.buffers()]
 
-        with RunningStatistics(modules, replicas).of_first_replica():
+        with RunningStatistics(modules, replicas).of_first_replica(evaluates=True):
             assert values(*modules) == first
             assert [b.dtype for module in modules for b in module.buffers()] == types
             modules[2].get_buffer("narrow").zero_()
@@ -64,9 +64,50 @@ def test_a_failed_evaluation_gives_the_buffers_back() -> None:
         module = Odd(rank)
         with (
             pytest.raises(ZeroDivisionError),
-            RunningStatistics([module], replicas).of_first_replica(),
+            RunningStatistics([module], replicas).of_first_replica(evaluates=True),
         ):
             raise ZeroDivisionError
         assert values(module) == values(Odd(rank))
 
     on_replicas(2, main)
+
+
+def test_large_buffers_that_evaluations_leave_as_they_are_are_copied_once() -> None:
+    def main(rank: int, replicas: Replicas) -> None:
+        module = nn.Module()
+        for name in ("constant", "counts"):
+            module.register_buffer(name, torch.zeros(2**16))
+        constant, counts = module.get_buffer("constant"), module.get_buffer("counts")
+        statistics = RunningStatistics([module], replicas)
+
+        for _ in range(3):
+            with statistics.of_first_replica(evaluates=True):
+                is_copied = module.get_buffer("constant") is not constant
+                module.get_buffer("counts").add_(1)
+            assert not counts.any()
+        with statistics.of_first_replica(evaluates=False):
+            assert module.get_buffer("counts") is counts
+
+        assert not is_copied
+
+    on_replicas(1, main)
+
+
+def test_a_buffer_that_a_step_begins_to_change_is_copied_from_the_next_one_on() -> None:
+    def main(rank: int, replicas: Replicas) -> None:
+        module = nn.Module()
+        module.register_buffer("late", torch.zeros(2**16))
+        statistics = RunningStatistics([module], replicas)
+        for changes in (False, True):
+            statistics.begin(may_repeat=True)
+            if changes:
+                module.get_buffer("late").add_(1)
+            statistics.keep()
+
+        statistics.begin(may_repeat=True)
+        module.get_buffer("late").add_(1)
+        statistics.undo()
+
+        assert (module.get_buffer("late") == 1).all()
+
+    on_replicas(1, main)

@@ -158,7 +158,7 @@ class Saver:
             self._background.do(lambda: _write(folder, files, queue, self.note_progress)),
         )
         self.last_step = step
-        with self.statistics.of_first_replica():
+        with self.statistics.of_first_replica(evaluates=False):
             # What ranks gather together all of them ask for, in the same order.
             for layer, is_own in layers:
                 for tensor in (tensor for file in layer.files.values() for tensor in file.values()):
