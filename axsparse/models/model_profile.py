@@ -41,8 +41,8 @@ from axsparse.runtime.seeds import preserved_rng
 
 EXAMPLE = "give a function of a number of samples, such as lambda n: (inputs[:n],)"
 COPIABLE = (
-    "give a module that copy.deepcopy can copy; if it has hooks of weight_norm or of "
-    "torch.nn.utils.prune, call remove_weight_norm or prune.remove before"
+    "give a module that copy.deepcopy can copy; if it has hooks of weight_norm, call "
+    "remove_weight_norm before"
 )
 FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix

@@ -12,6 +12,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.prune import BasePruningMethod
 
 from axsparse.models.layer import (
     Kind,
@@ -358,6 +359,13 @@ def reject_unfit(module: nn.Module) -> None:
                 f"model: {type(child).__name__} has get_extra_state, and "
                 "checkpoints keep tensors only; put it into a buffer, and leave get_extra_state out"
             )
+        for hook in child._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod):
+                raise ConfigError(
+                    f"model: {type(child).__name__} has a hook of torch.nn.utils.prune, which "
+                    f"replaces its {hook._tensor_name} before each forward; call prune.remove("
+                    f'MODULE, "{hook._tensor_name}") before'
+                )
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         raise ConfigError(
             f"model: {type(module).__name__} is on the meta device, where nothing has values; "
