@@ -170,13 +170,18 @@ def _compared(samples: TorchSamples) -> Iterator[list[Tensor]]:
 def advice_for(given: object) -> str:
     """The suggestion for something that is no `Dataset` of axsparse."""
     if isinstance(given, DataLoader):
-        numbers = "[n for batch in loader.batch_sampler for n in batch]"
+        numbers, collate = (
+            "[n for batch in loader.batch_sampler for n in batch]",
+            ", loader.collate_fn",
+        )
+        if given.batch_sampler is None:
+            numbers, collate = "[*loader.sampler]", ""
         return (
-            "give its data set, ax.from_torch(loader.dataset, loader.collate_fn), since "
+            f"give its data set, ax.from_torch(loader.dataset{collate}), since "
             "batch.global_batch_size, batch.microbatch_size and seed say what a batch is; where "
             "its sampler leaves samples out or repeats them, give those that it draws once, after "
             "torch.manual_seed(0), "
-            f"ax.from_torch(torch.utils.data.Subset(loader.dataset, {numbers}), loader.collate_fn)"
+            f"ax.from_torch(torch.utils.data.Subset(loader.dataset, {numbers}){collate})"
         )
     return (
         "make one of it by ax.from_torch(dataset), of tensors by ax.ArrayDataset(inputs, targets), "

@@ -150,6 +150,10 @@ def tokenizer_of(folder: Path, named: object, way: str = COPY) -> Any:
     raise MissingInputError(f"{named}: transformers finds no tokenizer ({said}); {way}")
 
 
+CONTEXT = 16
+"""Tokens of a prompt before the first new ones when these are decoded."""
+
+
 @dataclass(frozen=True)
 class Continuation:
     """How a text was continued."""
@@ -191,9 +195,9 @@ def continued(
             times.append(time.perf_counter())
             add: Any = super().put
             add(value)
-            # The prompt, and the end of a line, precede what follows: decoders strip a first space.
+            # The end of the prompt or of a line precedes the rest: decoders strip a first space.
             if not self.token_cache:
-                self.token_cache = value.view(-1).tolist()
+                self.token_cache = value.view(-1)[-CONTEXT:].tolist()
                 shown: Any = tokenizer.decode(self.token_cache, skip_special_tokens=True)
                 self.print_len = len(shown)
 

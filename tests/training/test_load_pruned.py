@@ -239,6 +239,7 @@ def test_the_text_shown_is_the_decoded_prompt_and_continuation() -> None:
         generate=generate,
     )
     said: list[str] = []
-    continued(model, tokenizer, "go go", 11, temperature=None, top_k=None, seed=0, show=said.append)
+    prompt, show = 22 * "go ", said.append
+    continued(model, tokenizer, prompt[:-1], 11, temperature=None, top_k=None, seed=0, show=show)
 
-    assert "".join(said) == "go go go **\n goon \n\n  go" == tokenizer.decode([0, 0, *new])
+    assert "".join(said) == prompt + "go **\n goon \n\n  go" == tokenizer.decode([0] * 22 + new)
