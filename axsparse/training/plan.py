@@ -451,21 +451,24 @@ def _own_values(
     key: str, entries: Sequence[str], names: Sequence[str], ties: Mapping[str, str]
 ) -> dict[str, float]:
     """The value of each parameter that an entry `pattern=value` names, a tied weight by either
-    name; the last one counts. ConfigError for entries that name the two apart, and differ."""
+    name; the last one counts. ConfigError for entries that name the two apart, and differ, if no
+    later entry names both."""
     values: dict[str, float] = {}
-    apart: dict[str, float] = {}
+    apart: dict[tuple[str, str], dict[str, float]] = {pair: {} for pair in ties.items()}
     for entry in entries:
         form = "pattern=value with a value of at least 0; write it like head.*=0.01"
         pattern, value = named_value(key, entry, math.inf, form)
         named = match([pattern], [*names, *ties], key, "no trained parameter")
         values.update(dict.fromkeys((ties.get(name, name) for name in named), value))
-        for pair in ties.items():
-            alone = [name for name in pair if name in named]
-            apart.update(dict.fromkeys(alone if len(alone) == 1 else (), value))
-    for second, first in ties.items():
-        if first in apart and second in apart and apart[first] != apart[second]:
+        for pair, own in apart.items():
+            if all(name in named for name in pair):
+                own.clear()
+            else:
+                own.update((name, value) for name in pair if name in named)
+    for (second, first), own in apart.items():
+        if len(own) == 2 and own[first] != own[second]:
             raise ConfigError(
-                f"{key}: {first} gets {apart[first]:g} and {second} {apart[second]:g}, but they "
+                f"{key}: {first} gets {own[first]:g} and {second} {own[second]:g}, but they "
                 "are one tied weight; give both the same value, or name one of them"
             )
     return values

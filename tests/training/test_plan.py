@@ -116,6 +116,14 @@ def test_rates_go_by_density_but_those_that_are_named() -> None:
     assert list(rates.values()) == pytest.approx([2e-3] * len(rates))
 
 
+def test_the_last_entry_that_names_both_names_of_a_tied_weight_counts() -> None:
+    rates = ["embed.token.weight=0.1", "head.weight=0.2", "*.weight=0.05"]
+
+    groups = resolved(tiny_config(optimizer={"learning_rates": rates})).groups
+
+    assert groups["embed.token.weight"].peak == groups["head.weight"].peak == 0.05
+
+
 def test_auto_splits_backwards_where_there_are_several_stages() -> None:
     configs = [resolved(tiny_config(layout={"g_inter": g}), g).config for g in (1, 2)]
 
