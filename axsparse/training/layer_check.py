@@ -13,6 +13,7 @@ gradients.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -83,6 +84,11 @@ RECOMPUTED = (
     "a second forward of it, for the backward, may give something else: try "
     "pipeline.checkpoint_activations: 0"
 )
+TYPE_NAME = re.compile(
+    r"(B?Float|Half|Double|Long|Int|Short|Char|Byte|Bool)(\d\w*|Tensor)?\b"
+    r"|\b(b?float\d*|double|bool|u?int\d*)\b"
+)
+"""The name of a type of tensor in an error of torch."""
 DRAWN = "a backward must follow from its inputs alone: draw random numbers in the forward"
 
 
@@ -156,7 +162,7 @@ def _first_run(precision: str) -> Iterator[None]:
         yield
     except RuntimeError as reason:
         where = ", ".join(getattr(reason, "__notes__", ()))
-        if "type" not in str(reason) or not where:
+        if "type" not in str(reason) or not TYPE_NAME.search(str(reason)) or not where:
             raise
         way = (
             f"outputs are in {precision}: convert them and the targets to the types that it takes, "

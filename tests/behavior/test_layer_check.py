@@ -278,6 +278,16 @@ def test_a_fault_of_the_layouts_own_way_ends_the_run(
         judged(model, (2, 1), pipeline=pipeline)
 
 
+def test_an_error_of_the_users_own_that_names_no_type_stays_as_it_is() -> None:
+    def loss(output: Tensor, _: Tensor) -> Tensor:
+        if output.is_meta:
+            return output.sum()
+        raise RuntimeError("no prototype fits this type of batch, which was printed too long ago")
+
+    with pytest.raises(RuntimeError, match="^no prototype fits"):
+        judged(Model([Layer("out", partial(linear, CLASSES))], loss))
+
+
 def test_the_check_can_be_switched_off() -> None:
     judged(given(counting), train={"steps": 1, "check_layers": False})
 
