@@ -279,9 +279,10 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
         ) from reason
     text_kind = getattr(text, "model_type", text)
     if has_others(settings) and not (kind in images and text_kind in causal):
+        way = "take a checkpoint of another model" if kind in images else "leave that part out"
         raise DataError(
             f"{where}: transformers has no causal language model of the text model in {kind} "
-            f"({shown(text_kind)}); take a checkpoint of another model"
+            f"({shown(text_kind)}); {way}"
         )
     for key, why in NOT_DONE.items():
         if getattr(text, key, False):
