@@ -139,10 +139,12 @@ class PlannedModel:
         each = count * layout.g_tensor
         if gpus % each:
             ranks = f" of {counted(layout.g_tensor, 'tensor-parallel rank')}"
+            verb = "do" if count > 1 else "does"
             raise ConfigError(
                 f"{self.config.where(key)}: {counted(count, noun)}{ranks * (layout.g_tensor > 1)} "
-                f"do not divide {counted(gpus, 'device')}; plan for {gpus + -gpus % each}, or set "
-                f"{key} to {'another number' if noun == 'group' else 'auto'}"
+                f"{verb} not divide {counted(gpus, 'device')}; plan for "
+                f"{gpus + -gpus % each}, or set {key} to "
+                f"{'another number' if noun == 'group' else 'auto'}"
             )
         if noun == "group":
             return None
