@@ -23,6 +23,7 @@ from axsparse.samo.masks import Shape
 FROM_START = frozenset(("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt"))
 """Methods whose first masks need nothing but the initial weights, and perhaps samples."""
 NOTHING_PRUNABLE = "no tensor that could be pruned"
+NOT_SAVED = "not pruned in the checkpoint"
 
 OWN_FORM = "pattern=sparsity with a sparsity from 0 to below 1; write it like block0.*=0.5"
 
@@ -205,7 +206,7 @@ def left_dense(
             if len(parameter.shape) < 2:
                 why = "vectors"
             elif pruning.mask is not None:
-                why = "not in the mask file"
+                why = NOT_SAVED if targets.mask_file is None else "not in the mask file"
             elif any(fnmatchcase(name, pattern) for pattern in pruning.exclude):
                 why = "named in pruning.exclude"
             elif layer.kind != "block":
@@ -235,7 +236,7 @@ def pruning_lines(
         f"which {sum(kept.values()):,} stay"
     ]
     whole = [name for name in targets.shapes if name not in kept]
-    parts = [f"{some_of(whole)} (not pruned in the checkpoint)"] if whole else []
+    parts = [f"{some_of(whole)} ({NOT_SAVED})"] if whole else []
     for why, parameters in left_dense(profiled, targets, pruning).items():
         if why == "vectors":
             parts.append(f"{len(parameters)} vectors")

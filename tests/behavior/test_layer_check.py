@@ -284,7 +284,7 @@ def test_an_error_of_the_users_own_that_names_no_type_stays_as_it_is() -> None:
             return output.sum()
         raise RuntimeError("no prototype fits this type of batch, which was printed too long ago")
 
-    with pytest.raises(RuntimeError, match="^no prototype fits"):
+    with pytest.raises(RuntimeError, match=r"^no prototype fits"):
         judged(Model([Layer("out", partial(linear, CLASSES))], loss))
 
 

@@ -150,7 +150,9 @@ def test_a_run_goes_on_without_its_mask_file(
 
     assert list(resumed.losses) == [4, 5]
     same(resumed, whole)
-    assert " · pruned by the masks of the checkpoint · " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert " · pruned by the masks of the checkpoint · " in printed
+    assert " (not pruned in the checkpoint) · " in printed
 
 
 BUFFER_TYPES = [
