@@ -211,7 +211,9 @@ def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_the_text_shown_is_the_decoded_prompt_and_continuation() -> None:
+def test_the_text_shown_is_the_decoded_prompt_and_continuation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By a decoder that strips a first space, as that of Llama 2."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -239,7 +241,15 @@ def test_the_text_shown_is_the_decoded_prompt_and_continuation() -> None:
         generate=generate,
     )
     said: list[str] = []
+    decode, lengths = tokenizer.decode, list[int]()
+
+    def counted(ids: Any, **how: object) -> Any:
+        lengths.append(len(ids))
+        return decode(ids, **how)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
     prompt, show = 22 * "go ", said.append
     continued(model, tokenizer, prompt[:-1], 11, temperature=None, top_k=None, seed=0, show=show)
 
-    assert "".join(said) == prompt + "go **\n goon \n\n  go" == tokenizer.decode([0] * 22 + new)
+    assert "".join(said) == prompt + "go **\n goon \n\n  go" == decode([0] * 22 + new)
+    assert max(lengths) < 22, "not the whole prompt for each token"
