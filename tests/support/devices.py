@@ -229,8 +229,11 @@ def pretend() -> torch.device:
     """The device; torch knows it from the first call on, for as long as the process lives."""
     if not _library:
         backend_registration._setup_privateuseone_for_python_backend(NAME)
-        # torch's recomputation asks every device for these, also in later tests of the process.
-        getattr(torch, NAME).get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+        # torch's recomputation and fork_rng ask every device, also in later tests of the process.
+        module = getattr(torch, NAME)
+        module.get_amp_supported_dtype = lambda: [torch.bfloat16, torch.float16]
+        module.get_rng_state = lambda _: torch.get_rng_state()
+        module.set_rng_state = lambda state, _: torch.set_rng_state(state)
         library = torch.library.Library("_", "IMPL")
         # Operations without a tensor among their arguments, which make one.
         library.fallback(
