@@ -507,7 +507,7 @@ class CheckpointConfig(Section):
     """Newest checkpoints that are kept; incomplete ones do not count. The newest one whose weights
     a later step has trained on stays as well."""
     keep_every: Natural = 0
-    """Checkpoints at multiples of so many steps are kept for good; 0 keeps `keep_last` only."""
+    """Checkpoints at multiples of this many steps are kept for good; 0 keeps `keep_last` only."""
     keep_best: bool = False
     """Whether an evaluation of lower loss than all before saves a checkpoint, which is kept until
     another one is better. Evaluations before a change of the masks do not count after it."""
@@ -530,7 +530,7 @@ class WatchdogConfig(Section):
     70; five times as many until the first step is done. It has to be longer than the longest
     forward or backward, and than your own work between two steps. 0 never ends a run."""
     slow_ratio: Annotated[float, Field(gt=1.0)] | None = 1.5
-    """A rank that computes so many times as long as the others is reported; null never warns."""
+    """A rank that computes this many times as long as the others is reported; null never warns."""
 
 
 class LoggingConfig(Section):

@@ -254,7 +254,7 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
 
 
 def divider(how: str) -> Callable[[bytes, int], bool]:
-    """Says whether a document ends before a line, which so many lines of it precede.
+    """Says whether a document ends before a line, which this many lines of it precede.
 
     Raises ConfigError if `how` is no rule of `Reading.split_documents`.
     """

@@ -689,7 +689,7 @@ class _Writer:
         self.progress.tokens[split] += len(ids)
 
     def _split(self, split: Split, tokens: int) -> None:
-        """Let a file end after so many tokens."""
+        """Let a file end after this many tokens."""
         self._files[split].seek(self._bytes(tokens))
         self._files[split].truncate()
         self.progress.tokens[split] = tokens

@@ -308,7 +308,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def set_threads(threads: int) -> None:
-    """Let the library encode and learn in so many threads of this process.
+    """Let the library encode and learn in this many threads of this process.
 
     It reads the number once: the first call in a process decides.
     """

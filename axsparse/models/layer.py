@@ -171,7 +171,7 @@ class Model:
     scalar; `count_top1` is one. The fraction over all targets is reported.
     """
     example: Callable[[int], tuple[Tensor, ...]] | None = None
-    """`example(samples)` returns inputs of the first layer, for so many samples, of any values.
+    """`example(samples)` returns inputs of the first layer, for this many samples, of any values.
 
     With it, the layers are run on the meta device to count their flops and activations. Without
     it, layers count by `Layer.flops` or their parameters, and their activations are unknown.

@@ -76,7 +76,7 @@ def _unchunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) ->
 
 
 def logits_at_a_time(tokens: int, words: int) -> int:
-    """How many logits `linear_cross_entropy` holds at a time on a CPU, of so many words."""
+    """How many logits `linear_cross_entropy` holds at a time on a CPU, of this many words."""
     if tokens * words <= CHUNK_LOGITS:
         return tokens * words
     return tokens * min(words, _words_of_chunk(tokens, CHUNK_LOGITS))

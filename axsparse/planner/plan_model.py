@@ -118,7 +118,7 @@ class PlannedModel:
         raise DoesNotFitError(request, failed.rejected, least, fewest) from None
 
     def _tried(self, gpus: int) -> Iterator[PlannedModel]:
-        """This model with a batch for so many devices; then also with activations recomputed."""
+        """This model with a batch for this many devices; then also with activations recomputed."""
         changes: dict[str, object] = {BATCH: self.batch(gpus)}
         yield replace(self, dense=self.dense.with_values(changes))
         if not (RECOMPUTED in self.config.origins or self.dense.recomputes):

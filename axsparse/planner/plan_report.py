@@ -15,7 +15,7 @@ from axsparse.planner.what_fits import RECOMPUTED, DoesNotFitError, short
 
 MOST_ROWS = 12
 MOST_STAGES = 8
-"""The memory of so many stages is printed: the first ones, the fullest and the last."""
+"""The memory of this many stages is printed: the first ones, the fullest and the last."""
 _LEFT = frozenset(
     {"layout", "weights", "stage", "layers", "method", "backward", "tensor", ""}
     | {"name", "unit", "table", "cluster", "worst row", "a miss by"}

@@ -66,7 +66,7 @@ class RankCoords:
     tp_rank: int = 0
 
     def neighbour(self, step: int) -> int:
-        """The rank so many stages after this one, or before it."""
+        """The rank this many stages after this one, or before it."""
         return self.rank + step * self.grid.g_tensor
 
     @property

@@ -106,7 +106,7 @@ class Units:
         self._jump = self._room - LEAST_BITS
         """Bits by which a unit changes for the next pass: too large an entry does not become
         coarse, nor a coarse one too large."""
-        assert self._jump > 0, "so many microbatches leave no room"
+        assert self._jump > 0, "too many microbatches for the range of the sums"
         self._exponents = exponents
 
     @property

@@ -55,7 +55,7 @@ class SilentGroup(TensorGroup):
     """The tensor-parallel ranks of a place, of which only this one is there. A `SumCounter`."""
 
     def __init__(self, coords: RankCoords, samples: int = SAMPLES) -> None:
-        """Layers run on so many samples."""
+        """Layers run on this many samples."""
         self._silent = SilentCollective(coords.tp_rank, coords.grid.g_tensor)
         transport: Any = self._silent
         super().__init__(coords, transport)

@@ -33,7 +33,7 @@ class TensorGroup:
         self.rank, self.size, self.on_gpus = coords.tp_rank, grid.g_tensor, on_gpus
         self.idle: Callable[[], object] = lambda: None
         """Called while this rank waits for others, so that its messages are sent."""
-        self.beside: Callable[[Work], object] = lambda _: None
+        self.while_summing: Callable[[Work], object] = lambda _: None
         """Called with a running sum, to compute meanwhile."""
         self.timed: Callable[[], AbstractContextManager[object]] = nullcontext
         """Entered around the waiting."""
@@ -104,7 +104,7 @@ class TensorGroup:
     def _exchange(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> None:
         """Carry out an operation in place, and compute meanwhile."""
         work = self._ranks.start(op, buffer, bounds)
-        self.beside(work)
+        self.while_summing(work)
         self._wait(work)
 
     def _wait(self, work: Work) -> None:

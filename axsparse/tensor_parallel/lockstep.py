@@ -46,7 +46,7 @@ class ActionBroadcast:
             wait(self._sending[-1], self._backoff)
 
     def next_broadcast(self, count: int) -> list[int] | None:
-        """The next numbers, so many, that rank 0 sends, or None if they have not come yet."""
+        """The next numbers, this many, that rank 0 sends, or None if they have not come yet."""
         if self._receiving is None:
             words = torch.zeros(count, dtype=torch.int64)
             self._receiving = words, self._ranks.start(Op.BROADCAST, words)

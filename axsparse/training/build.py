@@ -637,5 +637,5 @@ def stage_link(
         return link
     group.idle, group.timed = link.push, partial(phases, "collective")
     if products is not None:
-        group.beside = products.compute_deferred
+        group.while_summing = products.compute_deferred
     return MeetingLink(link, group) if group.on_gpus else link

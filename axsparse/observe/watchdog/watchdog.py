@@ -52,9 +52,9 @@ LOOKS = 20
 """How often a rank looks, and writes a heartbeat, in the time of one `timeout`."""
 MOST_SECONDS = 30.0
 SILENT_LOOKS = 10
-"""A rank is silent after so many looks without a new heartbeat."""
+"""A rank is silent after this many looks without a new heartbeat."""
 FIRST_STEP = 5.0
-"""The first step may take so many times `timeout`, since it allocates and compiles."""
+"""The first step may take this many times `timeout`, since it allocates and compiles."""
 ABORT_SECONDS = 10.0
 """How long MPI has to end the job; then this process exits, and the launcher ends the others."""
 CLOSING_SECONDS = 5.0

@@ -42,7 +42,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The bound that the format itself sets."""
 ALIGNMENT = 8
-"""Headers are filled up with spaces so that the data begin at a multiple of so many bytes."""
+"""Headers are filled up with spaces so that the data begin at a multiple of this many bytes."""
 DTYPES = {
     "C64": torch.complex64,
     "F64": torch.float64,

@@ -51,7 +51,7 @@ TILE = 64
 LINES = 256
 """Lines of the weight whose entries `multiply` lists at a time."""
 DEPTH = 512
-"""Inputs whose weights `multiply` lists at a time: 64 tokens of so many stay in the cache."""
+"""Inputs whose weights `multiply` lists at a time: 64 tokens of this many stay in the cache."""
 BF16_FEATURES = {"avx512bf16", "avx512vbmi2"}
 """The processor's instructions that loops on bf16 need."""
 AVX2 = {"avx2", "fma"}
@@ -87,7 +87,7 @@ class Loop:
         assert status == 0, f"{self._name}: {status}"
 
     def of_numbers(self, count: int) -> Callable[..., None]:
-        """The loop for so many whole numbers, without a look at what each argument is: a call takes
+        """The loop for `count` whole numbers, without a look at what each argument is: a call takes
         a tenth of the time."""
         function = self.load((("int",) * count,))
 

@@ -156,7 +156,7 @@ def masked_product(nbytes: int, lay_out: Any, of_one: Any, of_four: Any) -> Any:
 
     `lay_out(x, is_bf16, tokens, columns, inputs, width)` writes tokens to rows of `width` numbers
     of `nbytes` each, filled up with zeros, and returns the rows of a token. `of_one` and `of_four`
-    multiply `ROWS` rows of the matrix with so many of these rows.
+    multiply `ROWS` rows of the matrix with as many of these rows.
     """
 
     @compiled

@@ -115,7 +115,7 @@ class _Scratch(threading.local):
     held, address = np.empty(0, np.float32), 0
 
     def of(self, size: int) -> int:
-        """The address of memory for so many numbers."""
+        """The address of memory for this many numbers."""
         if size > self.held.size - LINE:
             self.held = np.empty(size + LINE, np.float32)
             self.address = -(-self.held.ctypes.data // LINE) * LINE

@@ -46,7 +46,7 @@ DENSEST_WITH_AMX = 0.05
 FEWEST_TOKENS = 64
 """Fewest tokens for sparse products: below, the dense product is nearly as quick."""
 MOST_THREADS = 2
-"""Kept entries are computed by one thread; by more than so many the dense product is as quick."""
+"""Kept entries are computed by one thread; by more than this the dense product is as quick."""
 STRETCH = 1024
 """Tokens that are laid out for the list at a time."""
 SPARE = 36

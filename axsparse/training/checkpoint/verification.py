@@ -223,7 +223,7 @@ FREE = (
     "pruning.calibration_samples",
 )
 """Keys, or prefixes of keys, whose values may change in a resumed run."""
-TOLD = (
+PRINTED = (
     *("optimizer.learning_rate", "optimizer.betas", "optimizer.eps", "optimizer.weight_decay"),
     *("optimizer.clip_norm", "optimizer.nesterov", "schedule.", "loss_scale.", "train.threads"),
     *("samo.gradient", "pruning.rewarm_steps"),
@@ -296,10 +296,10 @@ def reject_other_settings(checkpoint: Checkpoint, config: Config, loaded: Config
     lines = []
     for key, new in here.items():
         old = there.get(key)
-        is_told = key.startswith(TOLD) or (key in START and None not in (old, new))
-        if old == new or (key.startswith(free) and not is_told):
+        is_printed = key.startswith(PRINTED) or (key in START and None not in (old, new))
+        if old == new or (key.startswith(free) and not is_printed):
             continue
-        if not is_told:
+        if not is_printed:
             raise ConfigError(
                 f"{loaded.where(key)}: {_short(new)}, but checkpoint {checkpoint.path} was saved "
                 f"with {_short(old)}; set it back, or start another run"
