@@ -130,6 +130,21 @@ def test_a_mean_over_flattened_tokens_is_refused_and_sums_train() -> None:
         assert len(trace.losses) == 4
 
 
+def test_a_sum_with_dropout_is_not_taken_for_a_mean() -> None:
+    """Whatever its draws: the second try, of more samples, varies less than the first."""
+    (inputs,), classes = vector_data().read(np.arange(30))
+    words = ArrayDataset(inputs, classes.unsqueeze(1).repeat(1, 3))
+
+    def dropped(outputs: Tensor, words: Tensor) -> Tensor:
+        return F.dropout(outputs.float().square(), 0.5).sum()
+
+    model = Model([linear(), linear(WIDTH, 8)], dropped)
+    for seed in range(12):
+        config = small_config(train={"steps": 1}, seed=seed)
+        [(_, trace)] = train_in_process(1, 1, model, config, words)
+        assert len(trace.losses) == 1
+
+
 def time_first(m: Any, x: Tensor) -> Any:
     m.seen.add_(1)
     return m.linear(x.view(-1, 4, 4)).transpose(0, 1).float()
