@@ -70,11 +70,14 @@ def test_members_are_layers_with_the_names_of_the_module(
 
 def test_a_sequential_with_a_forward_of_its_own_comes_back_as_one() -> None:
     module = own_models.Residual().eval()
+    module[0].register_buffer("limit", torch.ones(1))
+    vars(module[0].limit)["unit"] = "K"
     [inputs], _ = images().read(np.arange(3))
 
-    back = plain_model(cut(module), {}, module.state_dict())
+    back: Any = plain_model(cut(module), {}, module.state_dict())
 
     assert type(back) is own_models.Residual
+    assert back[0].limit.unit == "K"
     assert torch.equal(back(inputs), module(inputs))
 
 
