@@ -161,6 +161,7 @@ class Trainer:
         TrainingError where a GPU has no memory for the state.
         """
         job = own_job()
+        _reject_default_device()  # also of what ranks exchange
         if isinstance(learning_rate, (int, float, Real)):
             settings["learning_rate"], learning_rate = learning_rate, None
         given = together(
@@ -1114,6 +1115,16 @@ def _without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 off.enter_context(torch.autocast(device, enabled=False, cache_enabled=False))
         yield
+
+
+def _reject_default_device() -> None:
+    """ConfigError if the program creates tensors on another device than the CPU by default."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise ConfigError(
+            f"torch's default device: {device}; a Trainer puts layers and batches on the device of "
+            "its rank; call it outside torch.device, and after torch.set_default_device(None)"
+        )
 
 
 def _use_threads(number: int) -> None:

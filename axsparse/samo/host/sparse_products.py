@@ -89,7 +89,7 @@ def _bits_of(matrix: Tensor) -> Array:
 
 def _int16(*shape: int) -> Array:
     """Memory for numbers; torch's begins where a vector may begin."""
-    bits: Array = torch.empty(shape, dtype=torch.int16).numpy()
+    bits: Array = torch.empty(shape, dtype=torch.int16, device="cpu").numpy()
     return bits
 
 
@@ -164,7 +164,7 @@ class _Scratch(threading.local):
         size = LINES, DEPTH + SPARE
         self.lines = _int16(LINES, DEPTH)
         """Lines of a weight that is transposed."""
-        rounds: Array = torch.empty(LINES, dtype=torch.int64).numpy()
+        rounds: Array = torch.empty(LINES, dtype=torch.int64, device="cpu").numpy()
         self.lists = _int16(*size), _int16(*size), rounds
         """Inputs and weights of each line, and the rounds in which they are multiplied."""
         self.rounded = _int16(LINES, TILE)
