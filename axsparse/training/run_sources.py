@@ -29,15 +29,17 @@ from axsparse.data.sources import open_datasets
 from axsparse.data.torch_dataset import SHIFTED, advice_for
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.losses import linear_cross_entropy, summed_cross_entropy
+from axsparse.models.module_buffers import replaced, same_attributes, slots
 from axsparse.models.own_forward import from_module
 from axsparse.models.sequential import OwnValues, from_sequential, runs_in_order
+from axsparse.models.watched_forward import tensors_of
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.criteria import Score
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.console import Unit
 from axsparse.runtime.errors import ConfigError, DataError, check_kind, check_kinds
 from axsparse.runtime.exchange import together, value_of_first
-from axsparse.runtime.seeds import preserved_rng
+from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.runtime.targets import IGNORED
 from axsparse.samo.optim.optimizer import LearningRate, Optimizer
 from axsparse.training.checkpoint.checkpoint_folder import DataEntry
@@ -185,8 +187,41 @@ def _model_of(
         return from_sequential(module, loss, metrics=metrics)
     training = open_datasets().training
     with preserved_rng():
-        inputs, _ = training.read(np.arange(min(2, len(training))))
-    return replace(from_module(module, loss, lambda _: inputs, metrics=metrics), example=None)
+        inputs, targets = training.read(np.arange(min(2, len(training))))
+    model = from_module(module, loss, lambda _: inputs, metrics=metrics)
+    _reject_reading_loss(module, loss, inputs, targets)
+    return replace(model, example=None)
+
+
+@torch.no_grad()
+def _reject_reading_loss(
+    module: nn.Module, loss: LossFunction, inputs: Sequence[Tensor], targets: Tensor
+) -> None:
+    """ConfigError for a loss that reads what a forward has left on the module, such as the loss of
+    a router: in the run the layers leave it on their copies."""
+
+    def summed() -> Tensor:
+        with preserved_rng():
+            seed_all(0, "loss")
+            return loss(*outputs, targets)
+
+    buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]
+    outputs: list[Tensor] = []
+    try:
+        with preserved_rng(), same_attributes([module]), replaced(buffers):
+            outputs += tensors_of(module(*(each.clone() for each in inputs)))
+            behind = summed()
+    except Exception:  # the loss may work for microbatches of one size or precision only
+        return
+    try:
+        is_same = torch.allclose(behind, summed(), equal_nan=True)
+    except Exception:
+        is_same = False
+    if not is_same:
+        raise ConfigError(
+            "loss: gives another value once the module's forward has run, so it reads what that "
+            "leaves on the module; return it from the forward, as another output for the loss"
+        )
 
 
 def _opener(data: DataSource, config: Config) -> Callable[[], Datasets]:

@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from support.hf import write_llama
 from support.runs import mlp, on_ranks, tiny_config, tiny_gpt, token_data, vector_data, with_layout
+from torch import Tensor, nn
 
 import axsparse as ax
 from axsparse.config.schema import Config
@@ -92,6 +94,32 @@ def test_data_are_one_or_a_pair_or_a_function_of_them(data: Any) -> None:
 
     assert opened.training is DATA
     assert opened.validation is (None if data is DATA else DATA)
+
+
+class Leaving(nn.Sequential):
+    """A forward that leaves something on its module, which may also be a buffer."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.spread = x.std()
+        return super().forward(F.dropout(x, training=self.training))
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_loss_may_draw_and_not_read_what_a_forward_leaves(is_read: bool) -> None:
+    net = Leaving(nn.Linear(16, 5), nn.BatchNorm1d(5))
+    if is_read:
+        net.register_buffer("spread", torch.zeros(()))
+
+    def loss(out: Tensor, targets: Tensor) -> Tensor:
+        drawn = F.cross_entropy(F.dropout(out), targets, reduction="sum")
+        return drawn + net.spread if is_read else drawn
+
+    if is_read:
+        with pytest.raises(ConfigError, match="reads what that leaves on the module"):
+            run_sources(net, DATA, None, {}, loss)
+    else:
+        run_sources(net, DATA, None, {}, loss)
+        assert not hasattr(net, "spread")
 
 
 def test_tokens_and_folders_of_hugging_face_are_settings(tmp_path: Path) -> None:
