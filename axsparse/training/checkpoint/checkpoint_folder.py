@@ -212,16 +212,16 @@ def unfinished(folder: Path) -> list[Path]:
         named = _REMAINS.fullmatch(path.name)
         is_copy = path.suffix != UNFINISHED and (path / MANIFEST_FILE).exists()
         # A run that is still at work may finish or remove it meanwhile.
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             if named and not is_copy and (own_files(path, _OWN_FILE) or not any(path.iterdir())):
                 found.append(path)
     return sorted(found)
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folders in a folder, and those that links in it point to; none if it does not exist."""
+    """The folders in a folder, and the links, whose disk may be away; none if it does not exist."""
     try:
-        return [path for path in folder.iterdir() if path.is_dir()]
+        return [path for path in folder.iterdir() if path.is_dir() or path.is_symlink()]
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -248,7 +248,7 @@ def commit(partial: Path, manifest: bytes) -> Path:
     write_new(partial / MANIFEST_FILE, manifest)
     sync_folder(partial)
     final = partial.with_name(partial.name.removesuffix(UNFINISHED))
-    gone = _set_aside(final) if final.exists() else None
+    gone = _set_aside(final) if os.path.lexists(final) else None
     partial.rename(final)
     sync_folder(final.parent)
     if gone is not None:

@@ -74,6 +74,17 @@ def test_steps_are_numbers_newest_first_and_other_names_are_none(tmp_path: Path)
     assert [path.name for path in unfinished(tmp_path)] == ["step-3.tmp"]
 
 
+def test_a_link_to_a_disk_that_is_away_counts_as_damaged_until_the_step_is_saved_again(
+    tmp_path: Path,
+) -> None:
+    saved(tmp_path, 5)
+    (tmp_path / "step-70").symlink_to(tmp_path / "disk" / "step-70")
+
+    assert saved_steps(tmp_path) == [70, 5]
+    final = commit(begin(tmp_path, 70), b"{}")
+    assert not final.is_symlink() and saved_steps(tmp_path) == [70, 5]
+
+
 def test_nothing_is_saved_where_there_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     for name in ("gone", "file"):
