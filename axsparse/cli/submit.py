@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 
 from axsparse.cli.parser import (
@@ -230,6 +231,11 @@ def _submit(job: argparse.Namespace) -> None:
     with writing(f"{path}:", "choose another --run-dir"):
         reject_foreign("job script", path, "# `axsparse submit ")
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.read_bytes() != text:
+            names = (path.with_name(f"{path.name}.{number}") for number in count(1))
+            former = next(name for name in names if not name.exists())
+            path.rename(former)  # somebody may have edited it
+            say(f"the script of before → {former}")
         path.write_bytes(text)
     say(f"script → {path}")
     try:

@@ -342,6 +342,19 @@ def test_a_job_gets_a_new_folder_unless_one_is_named(here: Path, submit: Axspars
     ]
 
 
+def test_a_script_that_somebody_has_edited_is_kept(here: Path, submit: Axsparse) -> None:
+    script = here / "mine.sh"
+    for number in (1, 2):
+        submit(*SLURM, "--run-dir", "mine", "--now")
+        script.write_text(script.read_text() + f"# edited {number}\n")
+
+    code, screen, _ = submit(*SLURM, "--run-dir", "mine", "--now")
+
+    assert (code, screen) == (0, f"the script of before → {script}.2\nscript → {script}\n")
+    for number in (1, 2):
+        assert script.with_name(f"mine.sh.{number}").read_text().endswith(f"# edited {number}\n")
+
+
 # --- the command -------------------------------------------------------------------------
 
 
