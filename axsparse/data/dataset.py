@@ -137,8 +137,8 @@ class ArrayDataset:
             if not isinstance(given, Tensor):
                 raise DataError(
                     f"dataset ({name}): inputs and targets are tensors, not "
-                    f"{type(given).__name__}; make one of it by torch.as_tensor, or of several "
-                    "inputs a tuple"
+                    f"{type(given).__name__}; give several inputs as a tuple of tensors, and turn "
+                    "numbers into one by torch.as_tensor"
                 )
         check_kinds("dataset", locals(), name="text")
         # A 0-dimensional tensor has no first dimension: its () differs from every (n,).
@@ -195,8 +195,8 @@ class TokenDataset:
     def __post_init__(self) -> None:
         numbers = dict.fromkeys(("vocab_size", "sequence_length", "mark"), "whole number")
         check_kinds("tokens", vars(self), name="text", fingerprint="text", **numbers)
-        dtype = getattr(self.tokens, "dtype", self.tokens)
-        check_kind("tokens", dtype, np.dtype, "give an array of numpy")
+        if not isinstance(getattr(self.tokens, "dtype", None), np.dtype):
+            check_kind("tokens", self.tokens, np.ndarray, "give an array of numpy")
         kinds = int | np.integer | np.ndarray | None
         way = "give a whole number or an array of numpy"
         check_kind("tokens: separator", self.separator, kinds, way)
