@@ -313,9 +313,12 @@ def reject_other_settings(
 def reject_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
     """ConfigError if a config.json says that the weights next to it have another head than a
     language model's, such as LlamaForSequenceClassification, whose weights nobody would read."""
-    architectures = theirs.get("architectures")
+    architectures, kind = theirs.get("architectures"), theirs.get("model_type")
     for name in architectures if isinstance(architectures, list) else ():
-        if re.search("For(?!CausalLM|ConditionalGeneration)[A-Z]", str(name)):
+        # Without images it has an encoder, such as Whisper's.
+        is_conditional = str(name).endswith("ForConditionalGeneration")
+        is_fit = is_conditional and kind in _transformers()[2]
+        if not is_fit and re.search("For(?!CausalLM)[A-Z]", str(name)):
             raise ConfigError(
                 f"{path}: architectures {shown(name)} has another head than a language model's, "
                 "whose weights nobody would read; name the folder of a causal language model"

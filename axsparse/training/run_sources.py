@@ -183,12 +183,13 @@ def _model_of(
     open_datasets: Callable[[], Datasets],
 ) -> Model:
     """The model of a module, cut where the first samples pass from layer to layer."""
-    if isinstance(module, nn.Sequential) and runs_in_order(module):
-        return from_sequential(module, loss, metrics=metrics)
     training = open_datasets().training
     with preserved_rng():
         inputs, targets = training.read(np.arange(min(2, len(training))))
-    model = from_module(module, loss, lambda _: inputs, metrics=metrics)
+    if isinstance(module, nn.Sequential) and runs_in_order(module):
+        model = from_sequential(module, loss, metrics=metrics)
+    else:
+        model = from_module(module, loss, lambda _: inputs, metrics=metrics)
     _reject_reading_loss(module, loss, inputs, targets)
     return replace(model, example=None)
 
