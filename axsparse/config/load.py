@@ -126,6 +126,10 @@ def configure(
     """
     kinds = (Mapping, str, Path, NoneType)
     check_kind("configure: source", source, kinds, "give a mapping, a file or a bundled name")
+    if isinstance(overrides, str):
+        raise ConfigError(
+            f"configure: overrides is a text; give a list of key=value: [{overrides!r}]"
+        )
     check_kind("configure: overrides", overrides, Iterable, "give a list of key=value")
     settings, name = _read(source, "configure")
     settings.update(_read_override(override) for override in overrides)

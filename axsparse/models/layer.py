@@ -167,8 +167,8 @@ class Model:
     metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
     """Metrics that an evaluation reports next to the loss, by name.
 
-    `metric(output, targets)` returns the number of targets in one microbatch that are right, a
-    scalar; `count_top1` is one. The fraction over all targets is reported.
+    `metric(output, targets)` returns a sum over the targets of one microbatch, a scalar, such as
+    the number of those that are right (`count_top1`). Its mean over all targets is reported.
     """
     example: Callable[[int], tuple[Tensor, ...]] | None = None
     """`example(samples)` returns inputs of the first layer, for this many samples, of any values.

@@ -75,6 +75,7 @@ class Stage:
         self.layers, self.teacher = layers, teacher
         self._loss = loss
         self._loss_is_known = False
+        self._known_metrics = set[str]()
         self._leaves_are_known = False
         self._own = {id(weight) for layer in layers for weight in layer.parameters}
         self._metrics = metrics
@@ -196,6 +197,8 @@ class Stage:
             return self._summed_loss(before, outputs, targets, key), *counts
 
     def _count(self, name: str, outputs: Tensors, targets: Tensor | None, key: Key) -> Tensor:
+        if name not in self._known_metrics:
+            self._reject_mean(name, outputs, targets)
         seed_all(*key.of(self._seed, name), "metric")
         count = self._metrics[name](*outputs, targets)
         if not isinstance(count, Tensor) or count.dim() != 0:
@@ -205,6 +208,32 @@ class Stage:
                 "tensor"
             )
         return count
+
+    def _reject_mean(self, name: str, outputs: Tensors, targets: Tensor | None) -> None:
+        """ConfigError if a metric counts less than twice as much for a sample given twice. A later
+        microbatch tells where it is zero, as an accuracy may be."""
+        each = {} if targets is None else _rows_of_sample(targets)
+        if targets is None or all(_rows(output, each) is None for output in outputs):
+            self._known_metrics.add(name)
+            return
+        counts = list[float]()
+        try:
+            for copies in (1, 2):
+                given, _ = _sample(outputs, each, 0, copies)
+                seed_all(0, name, "metric")
+                counts.append(
+                    float(self._metrics[name](*given, targets[:1].repeat_interleave(copies, 0)))
+                )
+        except Exception:  # it may work for microbatches of one size only
+            counts = [math.inf, math.inf]
+        once, twice = counts
+        if once != 0.0:
+            self._known_metrics.add(name)
+        if math.isfinite(once) and abs(twice) < 1.5 * abs(once):
+            raise ConfigError(
+                f"metric {name}: the same sample twice counts less than twice as much, so it is a "
+                "mean; make it the sum over a microbatch, which evaluations divide by the targets"
+            )
 
     def _summed_loss(
         self,
@@ -251,11 +280,10 @@ class Stage:
         later microbatch tells where the loss of this sample is zero or none, as of ignored
         targets."""
         assert self._loss is not None
-        if targets is None or targets.dim() == 0 or not len(targets):
+        each = {} if targets is None else _rows_of_sample(targets)
+        if targets is None or not each:
             self._loss_is_known = True
             return
-        # Other outputs, such as a weight or a scalar, belong to all samples. Rows may be tokens.
-        each = {len(targets): 1, targets.numel(): targets[0].numel()}
         runs_again = all(_rows(output, each) is None for output in outputs)
         if runs_again and all(_rows(tensor, each) is None for tensor in before):
             self._loss_is_known = True
@@ -337,6 +365,14 @@ class Stage:
         if dtype is not None:
             inputs = tuple(t.to(dtype) if t.is_floating_point() else t for t in inputs)
         return tuple(map(canonical, inputs))
+
+
+def _rows_of_sample(targets: Tensor) -> dict[int, int]:
+    """How many rows are of one sample in tensors of some lengths, since rows may be tokens; other
+    tensors, such as a weight or a scalar, belong to all samples."""
+    if targets.dim() == 0 or not len(targets):
+        return {}
+    return {len(targets): 1, targets.numel(): targets[0].numel()}
 
 
 def _rows(tensor: Tensor, each: Mapping[int, int]) -> int | None:

@@ -252,7 +252,7 @@ def commit(partial: Path, manifest: bytes) -> Path:
     partial.rename(final)
     sync_folder(final.parent)
     if gone is not None:
-        if not gone.is_symlink():
+        if gone.is_dir() and not gone.is_symlink():
             (gone / MANIFEST_FILE).unlink(missing_ok=True)
         _delete_aside(gone, final)
     return final
@@ -304,7 +304,7 @@ def _set_aside(path: Path) -> Path:
 def _delete_aside(gone: Path, path: Path) -> None:
     """Delete a checkpoint that was set aside from `path`, with a warning if files stay."""
     delete(gone)
-    if gone.is_dir():
+    if os.path.lexists(gone):
         write_line(f"warning: {gone}: was {path.name}, and has files that no run has written")
 
 
@@ -313,7 +313,7 @@ def delete(path: Path) -> None:
     has written, whose folder stays."""
     if path.is_symlink():
         path.unlink()
-    else:
+    elif path.is_dir():
         delete_own(path, _OWN_FILE)
 
 

@@ -85,6 +85,15 @@ def test_a_link_to_a_disk_that_is_away_counts_as_damaged_until_the_step_is_saved
     assert not final.is_symlink() and saved_steps(tmp_path) == [70, 5]
 
 
+def test_a_file_by_the_name_of_a_checkpoint_stays_aside(tmp_path: Path) -> None:
+    (tmp_path / "step-4").write_text("a user's")
+
+    commit(begin(tmp_path, 4), b"{}")
+
+    assert saved_steps(tmp_path) == [4]
+    assert (tmp_path / "step-4.old").read_text() == "a user's"
+
+
 def test_nothing_is_saved_where_there_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     for name in ("gone", "file"):
