@@ -121,6 +121,8 @@ def test_a_loss_may_draw_and_not_read_what_a_forward_leaves(is_read: bool) -> No
             run_sources(net, DATA, None, {}, loss)
     else:
         run_sources(net, DATA, None, {}, loss)
+        number: Any = lambda out, targets: loss(out, targets).item()  # noqa: E731 - refused later
+        run_sources(net, DATA, None, {}, number)
         assert not hasattr(net, "spread")
 
 
