@@ -18,7 +18,7 @@ from axsparse.pipeline.layer_runner import DrawKey, LayerRunner, Tensors, backwa
 from axsparse.pipeline.weight_gradients import DeferredGradients, StageProducts
 from axsparse.runtime.canonical_form import canonical
 from axsparse.runtime.errors import ConfigError, note_errors
-from axsparse.runtime.seeds import preserved_rng, seed_all
+from axsparse.runtime.seeds import preserved_rng, rng_state, seed_all
 from axsparse.samo.expansion import Expansion
 
 
@@ -210,26 +210,27 @@ class Stage:
         return count
 
     def _reject_mean(self, name: str, outputs: Tensors, targets: Tensor | None) -> None:
-        """ConfigError if a metric counts less than twice as much for a sample given twice. A later
-        microbatch tells where it is zero, as an accuracy may be."""
+        """ConfigError if a metric that draws no random numbers counts less than twice as much for a
+        sample given twice. A later microbatch tells where it is zero, as an accuracy may be."""
         each = {} if targets is None else _rows_of_sample(targets)
         if targets is None or all(_rows(output, each) is None for output in outputs):
             self._known_metrics.add(name)
             return
         counts = list[float]()
+        seed_all(0, name, "metric")
+        before = rng_state()
         try:
             for copies in (1, 2):
                 given, _ = _sample(outputs, each, 0, copies)
-                seed_all(0, name, "metric")
-                counts.append(
-                    float(self._metrics[name](*given, targets[:1].repeat_interleave(copies, 0)))
-                )
+                given += (targets[:1].repeat_interleave(copies, 0),)
+                counts.append(float(self._metrics[name](*given)))
         except Exception:  # it may work for microbatches of one size only
             counts = [math.inf, math.inf]
         once, twice = counts
-        if once != 0.0:
+        is_drawn = rng_state() != before
+        if once != 0.0 or is_drawn:
             self._known_metrics.add(name)
-        if math.isfinite(once) and abs(twice) < 1.5 * abs(once):
+        if not is_drawn and math.isfinite(once) and abs(twice) < 1.5 * abs(once):
             raise ConfigError(
                 f"metric {name}: the same sample twice counts less than twice as much, so it is a "
                 "mean; make it the sum over a microbatch, which evaluations divide by the targets"

@@ -83,6 +83,14 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
             torch.cuda.set_rng_state(of_torch[1])
 
 
+def rng_state() -> tuple[object, ...]:
+    """The states of these generators within `preserved_rng`; two are equal if nothing was drawn
+    between them."""
+    of_torch = (state.numpy().tobytes() for state in _torch_state())
+    words, place = _NUMPY.get_state()[1:3]
+    return *of_torch, random.getstate(), words.tobytes(), place
+
+
 @cache
 def _spare() -> np.random.MT19937:
     return np.random.MT19937()

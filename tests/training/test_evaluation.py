@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
@@ -26,6 +27,7 @@ from support.runs import (
     train_in_process,
     vector_data,
 )
+from torch import Tensor
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import Datasets
@@ -66,6 +68,26 @@ def test_an_evaluation_says_how_much_it_has_seen_and_can_be_repeated(
     assert (last.samples, last.available) == (samples, 29)
     trainer.close()
     assert trainer.evaluate() == last
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy", "random"])
+def test_a_metric_that_draws_is_not_taken_for_a_mean(library: str) -> None:
+    draw: Any = {
+        "torch": torch.rand,
+        "numpy": np.random.rand,
+        "random": lambda number: [random.random() for _ in range(number)],  # noqa: S311
+    }[library]
+
+    def lucky(logits: Tensor, targets: Tensor) -> Tensor:
+        return (torch.as_tensor(draw(len(targets))) > 0.5).sum()
+
+    model = classifier({f"lucky{number}": lucky for number in range(8)})  # which seeds follow
+    [(trainer, _)] = train_in_process(
+        1, 1, model, settings_of(steps=1), TRAINING, validation=VALIDATION
+    )
+
+    assert trainer.last_evaluation is not None
+    assert len(trainer.last_evaluation.metrics) == 8
 
 
 def test_metrics_and_loss_are_means_over_the_targets() -> None:
