@@ -90,6 +90,18 @@ def test_a_metric_that_draws_is_not_taken_for_a_mean(library: str) -> None:
     assert len(trainer.last_evaluation.metrics) == 8
 
 
+def test_a_metric_is_tried_again_while_it_is_zero() -> None:
+    _, first = VALIDATION.read(np.array([0]))
+
+    def others(logits: Tensor, targets: Tensor) -> Tensor:
+        return (targets != first).float().mean()
+
+    with pytest.raises(ConfigError, match="metric others: the same sample twice"):
+        train_in_process(
+            1, 1, classifier({"others": others}), settings_of(), TRAINING, validation=VALIDATION
+        )
+
+
 def test_metrics_and_loss_are_means_over_the_targets() -> None:
     config = settings_of(steps=1)
     ranks = train_in_process(1, 1, classifier(), config, TRAINING, validation=VALIDATION)

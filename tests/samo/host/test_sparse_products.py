@@ -247,3 +247,8 @@ def test_every_nan_stays_one(bits: int) -> None:
 
     assert found[1][weight[:, 5] != 0].isnan().all()
     assert found[[0, 2]].isfinite().all()
+
+
+def test_scratch_memory_is_on_the_cpu_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        assert module._Scratch().lines.shape == (LINES, DEPTH)

@@ -85,12 +85,16 @@ def test_a_link_to_a_disk_that_is_away_counts_as_damaged_until_the_step_is_saved
     assert not final.is_symlink() and saved_steps(tmp_path) == [70, 5]
 
 
-def test_a_file_by_the_name_of_a_checkpoint_stays_aside(tmp_path: Path) -> None:
+def test_a_file_by_the_name_of_a_checkpoint_stays_aside(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "step-4").write_text("a user's")
+    (tmp_path / "step-5.tmp").symlink_to(tmp_path / "step-4")
 
     commit(begin(tmp_path, 4), b"{}")
 
     assert saved_steps(tmp_path) == [4]
+    assert "step-4.old: was step-4, and has files that no run has written" in capfd.readouterr().err
     assert (tmp_path / "step-4.old").read_text() == "a user's"
 
 
