@@ -42,7 +42,7 @@ from axsparse.models.zoo.model_registry import model_without_weights, named_mode
 from axsparse.observe.metrics import perplexity
 from axsparse.pruning.targets import find_targets
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import AxsparseError, writing
+from axsparse.runtime.errors import AxsparseError, DataError, writing
 from axsparse.runtime.exchange import together, value_of_first
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
@@ -141,6 +141,7 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
         return replace(open_datasets(config), validation=open_datasets(judged).validation)
 
     model = together(transport, lambda: named_model(config))
+    together(transport, partial(_reject_eight_bits, model.start))
     page = partial(card, order, asked)
     if order.distribution == "owl":
         found = owl_sparsities(job, model, opened, config, asked.pruning.sparsity)
@@ -228,6 +229,21 @@ def _dtype_of(start: StartValues | None) -> Callable[[str], torch.dtype]:
     """The type that each parameter has in the folder that is pruned, in which it is written."""
     assert isinstance(start, FromFile), "the model is of a folder"
     return start.dtype
+
+
+def _reject_eight_bits(start: StartValues | None) -> None:
+    """DataError for weights of eight bits, which torch does not compute with."""
+    assert isinstance(start, FromFile), "the model is of a folder"
+    for name, there in start.names.items():
+        kind = start.dtype(name)
+        if kind.is_floating_point and kind.itemsize == 1:
+            shown = str(kind).removeprefix("torch.")
+            raise DataError(
+                f"{start.file.path}: {there!r} is {shown}, and a pruned folder has the types of "
+                "the one before; write that in bf16: "
+                "AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.bfloat16)"
+                ".save_pretrained(OTHER)"
+            )
 
 
 def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:

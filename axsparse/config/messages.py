@@ -209,7 +209,11 @@ def unknown_key(key: str, origin: str) -> ConfigError:
     if key in SECTIONS:
         own = ", ".join(f"{key}.{leaf}" for leaf in SECTIONS[key])
         return ConfigError(f"{key} ({origin}): a section has no value; set one of {own}")
+    whole = next((known for known in FIELDS if key.startswith(f"{known}.")), None)
     key = shorten(key)  # Comparing takes time quadratic in the length.
+    if whole is not None:
+        way = f"{whole} is one setting, with all that it has; give it whole, best in the file"
+        return ConfigError(f"{key} ({origin}): unknown key; {way}")
     section, _, leaf = key.rpartition(".")
     leaves: dict[str, str] = {}
     for known in FIELDS:

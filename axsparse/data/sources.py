@@ -31,6 +31,7 @@ from axsparse.data.token_file import (
     token_path,
 )
 from axsparse.data.tokenizers import BLEND, STDLIB_SEPARATOR, check_tokenizers, split_name
+from axsparse.data.torch_dataset import reject_no_dataset
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds, reading
 
 
@@ -174,6 +175,8 @@ class Blend:
 
     def __init__(self, datasets: Sequence[Dataset], weights: Sequence[float]) -> None:
         check_kinds("blend", locals(), datasets="sequence", weights="sequence")
+        for dataset in datasets:
+            reject_no_dataset("blend", dataset)
         if not datasets or len(datasets) != len(weights):
             raise DataError(
                 f"blend: {len(datasets)} data sets have {len(weights)} weights; give one for each"

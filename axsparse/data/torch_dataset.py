@@ -167,8 +167,27 @@ def _compared(samples: TorchSamples) -> Iterator[list[Tensor]]:
         yield tensors
 
 
+MEMBERS = (
+    *("name", "fingerprint", "vocab_size", "targets_per_sample"),
+    *("__len__", "count_targets", "read"),
+)
+"""The members of a `Dataset`."""
+
+
+def reject_no_dataset(where: str, given: object) -> None:
+    """DataError for something that is no `Dataset` of axsparse."""
+    missing = [member for member in MEMBERS if not hasattr(given, member)]
+    if missing:
+        raise DataError(
+            f"{where}: {type(given).__name__} has no {', '.join(missing)}, which data sets have; "
+            f"{advice_for(given)}"
+        )
+
+
 def advice_for(given: object) -> str:
     """The suggestion for something that is no `Dataset` of axsparse."""
+    if isinstance(given, str):
+        return "give ax.tokens(FOLDER) as the data, or folders to blend as the setting data.blend"
     if isinstance(given, DataLoader):
         numbers, collate = (
             "[n for batch in loader.batch_sampler for n in batch]",

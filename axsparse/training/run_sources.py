@@ -26,7 +26,7 @@ from axsparse.data.batches import Batches, integer_of
 from axsparse.data.dataset import Dataset, Datasets, read_tensors
 from axsparse.data.order import Share
 from axsparse.data.sources import open_datasets
-from axsparse.data.torch_dataset import SHIFTED, advice_for
+from axsparse.data.torch_dataset import SHIFTED, advice_for, reject_no_dataset
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.losses import linear_cross_entropy, summed_cross_entropy
 from axsparse.models.module_buffers import replaced, same_attributes, slots
@@ -170,7 +170,8 @@ def run_sources(
     else:
         made = named_model(whole)
     if has_data and made.loss in (linear_cross_entropy, summed_cross_entropy):
-        opener = partial(_of_next_tokens, opener)
+        takes_more = is_needed or whole.data.intra_document_attention
+        opener = partial(_of_next_tokens, opener, takes_more=takes_more)
     own = {"the model of the program": is_needed, "the data of the program": has_data}
     given_here = tuple(what for what, is_given in own.items() if is_given)
     return RunSources(made, opener, whole.named(made.name), given_here)
@@ -240,8 +241,8 @@ def _opener(data: DataSource, config: Config) -> Callable[[], Datasets]:
     return lambda: datasets
 
 
-def _of_next_tokens(open_datasets: Callable[[], object]) -> Datasets:
-    """Open the datasets for a model that predicts next tokens.
+def _of_next_tokens(open_datasets: Callable[[], object], *, takes_more: bool) -> Datasets:
+    """Open the datasets for a model that predicts next tokens, and `takes_more` than these.
 
     DataError if all targets of the first samples are the tokens at their own positions, like the
     labels of transformers. A token that repeats in a whole sample may follow itself.
@@ -251,6 +252,11 @@ def _of_next_tokens(open_datasets: Callable[[], object]) -> Datasets:
     first = np.arange(min(LABELLED, len(training)))
     with preserved_rng():
         *inputs, targets = read_tensors(training, first, first * 0)
+    if len(inputs) > 1 and not takes_more:
+        raise DataError(
+            f"data ({training.name}): samples have {len(inputs)} inputs, and the model takes "
+            "tokens; leave the separator out, or set data.intra_document_attention: true"
+        )
     if inputs and inputs[0].shape == targets.shape:
         is_own = (inputs[0] == targets) | (targets == IGNORED)
         differ = any(len(row[row != IGNORED].unique()) > 1 for row in targets)
@@ -418,11 +424,6 @@ def _reject_idle(config: Config) -> None:
 LABELLED = 4
 """Samples of which targets are compared with the inputs."""
 
-MEMBERS = (
-    *("name", "fingerprint", "vocab_size", "targets_per_sample"),
-    *("__len__", "count_targets", "read"),
-)
-
 
 def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
     """Open the datasets; DataError if they are none, or do not separate documents as asked."""
@@ -435,12 +436,7 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
         )
     datasets = [opened.training] + ([] if opened.validation is None else [opened.validation])
     for dataset in datasets:
-        missing = [member for member in MEMBERS if not hasattr(dataset, member)]
-        if missing:
-            raise DataError(
-                f"data: {type(dataset).__name__} has no {', '.join(missing)}, which data sets "
-                f"have; {advice_for(dataset)}"
-            )
+        reject_no_dataset("data", dataset)
         if dataset.targets_per_sample is not None:
             per_sample = f"{dataset.name}: targets_per_sample"
             integer_of(dataset.targets_per_sample, per_sample, least=1)

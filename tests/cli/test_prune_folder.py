@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support.exhaustive import by_default
 from support.hf import (
     FAMILIES,
@@ -398,6 +398,22 @@ def test_what_came_to_the_place_meanwhile_stays(
     settings = tuple(word for word in FEW if "=" in word)
     given = (Path("model"), (Path("texts"),), (Path("held"),), Path("out"), "prune_llama.yaml")
     with pytest.raises(OutputError, match="is there already; move it away, and repeat the command"):
+        prune_folder.prune_folder(job_alone(), PruneOrder(*given, settings, "none"))
+
+
+def test_weights_of_eight_bits_are_refused_before_anything_is_pruned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, path)
+
+    monkeypatch.chdir(tmp_path)
+    settings = tuple(word for word in FEW if "=" in word)
+    given = (Path("model"), (Path("texts"),), (Path("held"),), Path("out"), "prune_llama.yaml")
+    with pytest.raises(DataError, match=r"'lm_head.weight' is float8_e4m3fn, and a pruned folder"):
         prune_folder.prune_folder(job_alone(), PruneOrder(*given, settings, "none"))
 
 

@@ -20,6 +20,7 @@ import socket
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,9 +125,11 @@ def own_files(folder: Path, named: re.Pattern[str]) -> list[Path]:
 
 
 def delete_own(folder: Path, named: re.Pattern[str]) -> None:
-    """Delete a run's files in a folder, and the folder unless it has other files."""
+    """Delete a run's files in a folder, and the folder unless it has other files, or files that
+    cannot be deleted."""
     for path in own_files(folder, named):
-        path.unlink()
+        with suppress(PermissionError):
+            path.unlink()
     if not any(folder.iterdir()):
         folder.rmdir()
 

@@ -305,7 +305,8 @@ def _delete_aside(gone: Path, path: Path) -> None:
     """Delete a checkpoint that was set aside from `path`, with a warning if files stay."""
     delete(gone)
     if os.path.lexists(gone):
-        write_line(f"warning: {gone}: was {path.name}, and has files that no run has written")
+        files = "files that no run has written, or that cannot be deleted"
+        write_line(f"warning: {gone}: was {path.name}, and has {files}")
 
 
 def delete(path: Path) -> None:

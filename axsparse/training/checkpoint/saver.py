@@ -31,6 +31,7 @@ from axsparse.runtime.exchange import gather_values, together
 from axsparse.runtime.files.atomic import sync_folder
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RunMark
 from axsparse.runtime.files.safetensors import write_safetensors
+from axsparse.runtime.process import write_line
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.training.checkpoint import checkpoint_folder as folders
@@ -318,7 +319,11 @@ class Saver:
         for step in folders.outdated(
             self.folder, self._settings, manifest.progress, self._is_complete
         ):
-            folders.remove(folders.path_of(self.folder, step))
+            path = folders.path_of(self.folder, step)
+            try:
+                folders.remove(path)
+            except OSError as reason:  # the new one is whole
+                write_line(f"warning: {path}: cannot be removed ({reason.strerror}), and stays")
             self.note_progress()
 
     def _is_complete(self, step: int) -> bool:

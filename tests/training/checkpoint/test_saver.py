@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 import time
@@ -79,6 +80,35 @@ def test_a_run_saves_at_intervals_and_at_its_end(
 
     assert saved(tmp_path) == steps
     assert all(is_complete(tmp_path / "checkpoints" / f"step-{step}") for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "more", "warned"),
+    [
+        (".safetensors", [], "step-2.old: was step-2, and has files that no run has written, or"),
+        (".json", [2], "step-2: cannot be removed (Operation not permitted), and stays"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_removed_ends_no_run(
+    suffix: str,
+    more: list[int],
+    warned: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    unlink = Path.unlink
+
+    def refused(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name.startswith("step-2") and path.suffix == suffix:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refused)
+    ran((1, 1), config_of(keep_last=1), tmp_path)
+
+    assert saved(tmp_path) == [6, 4, *more]
+    assert warned in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(("steps", "there"), [(6, [6]), (8, [8])])
