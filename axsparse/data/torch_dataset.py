@@ -251,6 +251,8 @@ class TorchSamples:
             )
         inputs, targets = collated
         inputs = tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)
+        if not isinstance(targets, Tensor):
+            return inputs, targets  # which `read_tensors` refuses
         each, count = self.targets_of_first, counted(targets)
         is_padded = self.targets_per_sample is None and count < targets.numel()
         if each is not None and count != each * len(samples) and not is_padded:

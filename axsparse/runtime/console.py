@@ -57,8 +57,9 @@ class Console:
         try:
             self.stream.write(text)
             self.stream.flush()
-        except UnicodeError:  # a ValueError too
-            raise
+        except UnicodeEncodeError:  # a ValueError too
+            encoding = self.stream.encoding
+            self._write(text.encode(encoding, errors="replace").decode(encoding))
         except ValueError:
             self.stream = None if self.stream is sys.stdout else sys.stdout
             self.bar, self._row = False, ""

@@ -164,11 +164,15 @@ class Trainer:
         _reject_default_device()  # also of what ranks exchange
         if isinstance(learning_rate, (int, float, Real)):
             settings["learning_rate"], learning_rate = learning_rate, None
-        given = together(
-            job.transport,
-            lambda: run_sources(model, data, config, settings, loss, metrics),
-            "makes a Trainer",
-        )
+        try:
+            given = together(
+                job.transport,
+                lambda: run_sources(model, data, config, settings, loss, metrics),
+                "makes a Trainer",
+            )
+        except SystemExit as failure:
+            job.note_left(failure)
+            raise
         given = replace(
             given,
             score=score,

@@ -253,6 +253,13 @@ assert (trainer.run_dir / "checkpoints" / "step-3").exists()
 """
 
 
+OF_A_MODULE = """
+from torch import nn
+module = nn.Sequential(nn.Linear(16, 5))
+ax.Trainer(module, lambda: sys.exit(0), loss=nn.MSELoss(reduction="sum"), quiet=True)
+"""
+
+
 WAYS_OUT = [
     ("callback", "1", "os._exit(0)", left(1, "os._exit(0)")),
     ("callback", "1", "_exit(0)", left(1, "os._exit(0)")),
@@ -320,6 +327,7 @@ WAYS_OUT = [
     ("callback", "1", "trainer.train()", within("train")),
     ("callback", "1", "trainer.close()", within("close")),
     ("callback", "all", "trainer.evaluate(); trainer.save(); trainer.model()", FINE),
+    ("before", "all", OF_A_MODULE, left(0, "sys.exit(0)")),
 ]
 
 

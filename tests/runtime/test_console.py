@@ -57,6 +57,15 @@ def test_a_log_gets_plain_lines_and_no_bar() -> None:
     assert stream.seen == "first\nsecond\n"
 
 
+def test_letters_that_a_stream_lacks_are_question_marks() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+
+    Console(stream, bar=False).line("1 MB · 2 s")
+
+    stream.seek(0)
+    assert stream.read() == "1 MB ? 2 s\n"
+
+
 def test_a_bar_is_the_last_row_cut_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "32")
     stream = FlushedStream()
