@@ -232,11 +232,11 @@ def _dtype_of(start: StartValues | None) -> Callable[[str], torch.dtype]:
 
 
 def _reject_eight_bits(start: StartValues | None) -> None:
-    """DataError for weights of eight bits, which torch does not compute with."""
+    """DataError for matrices of eight bits, which torch does not compute with."""
     assert isinstance(start, FromFile), "the model is of a folder"
     for name, there in start.names.items():
-        kind = start.dtype(name)
-        if kind.is_floating_point and kind.itemsize == 1:
+        kind, shape = start.dtype(name), start.file.shapes[there]
+        if kind.is_floating_point and kind.itemsize == 1 and len(shape) > 1:
             shown = str(kind).removeprefix("torch.")
             raise DataError(
                 f"{start.file.path}: {there!r} is {shown}, and a pruned folder has the types of "

@@ -317,7 +317,7 @@ def reject_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
     for name in architectures if isinstance(architectures, list) else ():
         # Without images it has an encoder, such as Whisper's.
         is_conditional = str(name).endswith("ForConditionalGeneration")
-        is_fit = is_conditional and kind in _transformers()[2]
+        is_fit = is_conditional and str(kind).removesuffix("_text") in _transformers()[2]
         if not is_fit and re.search("For(?!CausalLM)[A-Z]", str(name)):
             raise ConfigError(
                 f"{path}: architectures {shown(name)} has another head than a language model's, "

@@ -221,7 +221,13 @@ class Tracer:
         layer that does not run.
         """
         if not all(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
-            module = copy.deepcopy(module)  # The module may be the user's.
+            try:
+                module = copy.deepcopy(module)  # The module may be the user's.
+            except Exception as reason:
+                raise ConfigError(
+                    f"layer {name}: a copy of its module has no copy ({one_line(reason)}); let "
+                    "__getstate__ leave out what is there alone, as by state.pop(name, None)"
+                ) from reason
         module = module.to(device=self.device or "meta", dtype=self._dtype)
         set_mode(module, training=True)
         weights = {_storage(p) for p in (*module.parameters(), *module.buffers())}

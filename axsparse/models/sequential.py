@@ -279,16 +279,9 @@ def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
 
 def _copied(module: nn.Module, others: Mapping[int, Tensor]) -> nn.Module:
     """A copy of a module with other tensors, by the ids of its own, and the same hooks of other
-    objects; AttributeError if it lacks one of the attributes."""
+    objects."""
     shared = {id(hook): hook for hook in _hooks(module) if not holds_module(hook)}
     made: nn.Module = copy.deepcopy(module, {**others, **shared})
-    for one, other in zip(module.modules(), made.modules(), strict=False):
-        lost = [name for name in vars(one) if not hasattr(other, name)]
-        if lost:
-            raise AttributeError(
-                f"a copy of {type(one).__name__} has no {lost[0]!r}, which its __getstate__ leaves "
-                "out and no __setstate__ makes anew"
-            )
     return made
 
 

@@ -210,30 +210,33 @@ class Stage:
         return count
 
     def _reject_mean(self, name: str, outputs: Tensors, targets: Tensor | None) -> None:
-        """ConfigError if a metric that draws no random numbers counts less than twice as much for a
-        sample given twice. A later microbatch tells where it is zero, as an accuracy may be."""
+        """ConfigError if a metric that draws no random numbers is a real number above zero, and
+        the same for a sample given twice. A later microbatch tells where it is zero, as an accuracy
+        may be, or no number."""
         each = {} if targets is None else _rows_of_sample(targets)
         if targets is None or all(_rows(output, each) is None for output in outputs):
             self._known_metrics.add(name)
             return
-        counts = list[float]()
+        counts = list[Tensor]()
         seed_all(0, name, "metric")
         before = rng_state()
         try:
-            for copies in (1, 2):
+            for copies in (1, 1, 2):
                 given, _ = _sample(outputs, each, 0, copies)
                 given += (targets[:1].repeat_interleave(copies, 0),)
-                counts.append(float(self._metrics[name](*given)))
+                counts.append(torch.as_tensor(self._metrics[name](*given)))
+            once, again, twice = counts
+            is_mean = once.is_floating_point() and torch.allclose(once, twice, rtol=1e-4, atol=0.0)
+            is_mean = is_mean and torch.equal(once, again) and rng_state() == before
+            is_known = bool(once != 0.0) and bool(once.isfinite())
         except Exception:  # it may work for microbatches of one size only
-            counts = [math.inf, math.inf]
-        once, twice = counts
-        is_drawn = rng_state() != before
-        if once != 0.0 or is_drawn:
+            is_mean, is_known = False, True
+        if is_known:
             self._known_metrics.add(name)
-        if not is_drawn and math.isfinite(once) and abs(twice) < 1.5 * abs(once):
+        if is_known and is_mean:
             raise ConfigError(
-                f"metric {name}: the same sample twice counts less than twice as much, so it is a "
-                "mean; make it the sum over a microbatch, which evaluations divide by the targets"
+                f"metric {name}: the same for one sample as for it twice, so it is a mean; make it "
+                "the sum over a microbatch, which evaluations divide by the targets"
             )
 
     def _summed_loss(

@@ -184,13 +184,12 @@ def _model_of(
     open_datasets: Callable[[], Datasets],
 ) -> Model:
     """The model of a module, cut where the first samples pass from layer to layer."""
+    if isinstance(module, nn.Sequential) and runs_in_order(module):
+        return from_sequential(module, loss, metrics=metrics)
     training = open_datasets().training
     with preserved_rng():
         inputs, targets = training.read(np.arange(min(2, len(training))))
-    if isinstance(module, nn.Sequential) and runs_in_order(module):
-        model = from_sequential(module, loss, metrics=metrics)
-    else:
-        model = from_module(module, loss, lambda _: inputs, metrics=metrics)
+    model = from_module(module, loss, lambda _: inputs, metrics=metrics)
     _reject_reading_loss(module, loss, inputs, targets)
     return replace(model, example=None)
 
@@ -200,22 +199,33 @@ def _reject_reading_loss(
     module: nn.Module, loss: LossFunction, inputs: Sequence[Tensor], targets: Tensor
 ) -> None:
     """ConfigError for a loss that reads what a forward has left on the module, such as the loss of
-    a router: in the run the layers leave it on their copies."""
+    a router: in the run the layers leave it on their copies. A loss is called only where a forward
+    leaves something, since it may keep tensors of the type and device that it sees first."""
 
     def summed() -> Any:
         with preserved_rng():
             seed_all(0, "loss")
-            return loss(*outputs, targets)
+            return loss(*(each.clone() for each in outputs), targets.clone())
+
+    def contents() -> list[tuple[int, str, int]]:
+        return [
+            (place, name, id(value))
+            for place, child in enumerate(module.modules())
+            for name, value in (*vars(child).items(), *child._buffers.items())
+        ]
 
     buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]
     outputs: list[Tensor] = []
     try:
         with preserved_rng(), same_attributes([module]), replaced(buffers):
+            before = contents()
             outputs += tensors_of(module(*(each.clone() for each in inputs)))
-            behind = summed()
+            if contents() == before:
+                return
+            behind, again = summed(), summed()
     except Exception:  # the loss may work for microbatches of one size or precision only
         return
-    if not isinstance(behind, Tensor):
+    if not isinstance(behind, Tensor) or not torch.equal(behind, again):
         return
     try:
         is_same = torch.allclose(behind, summed(), equal_nan=True)
@@ -252,7 +262,7 @@ def _of_next_tokens(open_datasets: Callable[[], object], *, takes_more: bool) ->
     first = np.arange(min(LABELLED, len(training)))
     with preserved_rng():
         *inputs, targets = read_tensors(training, first, first * 0)
-    if len(inputs) > 1 and not takes_more:
+    if getattr(training, "separator", None) is not None and not takes_more:
         raise DataError(
             f"data ({training.name}): samples have {len(inputs)} inputs, and the model takes "
             "tokens; leave the separator out, or set data.intra_document_attention: true"

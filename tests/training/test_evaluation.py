@@ -96,7 +96,7 @@ def test_a_metric_is_tried_again_while_it_is_zero() -> None:
     def others(logits: Tensor, targets: Tensor) -> Tensor:
         return (targets != first).float().mean()
 
-    with pytest.raises(ConfigError, match="metric others: the same sample twice"):
+    with pytest.raises(ConfigError, match="metric others: the same for one sample"):
         train_in_process(
             1, 1, classifier({"others": others}), settings_of(), TRAINING, validation=VALIDATION
         )

@@ -146,7 +146,10 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(
     found.begin(loaded(run))
     path = found.path
 
-    said = f"{steps}/step-2.old: was step-2, and has files that no run has written"
+    said = (
+        f"{steps}/step-2.old: was step-2, and has files that no run has written, or that cannot be "
+        "deleted"
+    )
     assert capsys.readouterr().err == f"axsparse: warning: {said}\n"
     left = {one.name for one in path.iterdir()}
     assert left == {

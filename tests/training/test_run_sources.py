@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from functools import partial
@@ -116,6 +117,9 @@ def test_a_loss_may_draw_and_not_read_what_a_forward_leaves(is_read: bool) -> No
         drawn = F.cross_entropy(F.dropout(out), targets, reduction="sum")
         return drawn + net.spread if is_read else drawn
 
+    def unread() -> Any:
+        raise AssertionError
+
     if is_read:
         with pytest.raises(ConfigError, match="reads what that leaves on the module"):
             run_sources(net, DATA, None, {}, loss)
@@ -123,6 +127,10 @@ def test_a_loss_may_draw_and_not_read_what_a_forward_leaves(is_read: bool) -> No
         run_sources(net, DATA, None, {}, loss)
         number: Any = lambda out, targets: loss(out, targets).item()  # noqa: E731 - refused later
         run_sources(net, DATA, None, {}, number)
+        run_sources(net, DATA, None, {}, lambda out, targets: loss(out.mul_(2.0), targets))
+        calls = itertools.count()  # such as a loss that keeps state, which the run refuses
+        run_sources(net, DATA, None, {}, lambda *_: torch.tensor(float(next(calls))))
+        run_sources(nn.Sequential(*net, nn.Identity()), unread, None, {}, loss)
         assert not hasattr(net, "spread")
 
 

@@ -204,6 +204,12 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted((step for step in steps if step is not None), reverse=True)
 
 
+def away(folder: Path) -> list[Path]:
+    """The links by names of checkpoints whose targets are not there, as on a disk that is away."""
+    links = (path for path in folder.glob("*") if path.is_symlink() and not path.exists())
+    return sorted(path for path in links if step_of(path) is not None)
+
+
 def unfinished(folder: Path) -> list[Path]:
     """The checkpoints that killed runs left half written or half removed. What is removed has lost
     its manifest first: a folder with such a name that has one is a user's copy."""
@@ -212,16 +218,16 @@ def unfinished(folder: Path) -> list[Path]:
         named = _REMAINS.fullmatch(path.name)
         is_copy = path.suffix != UNFINISHED and (path / MANIFEST_FILE).exists()
         # A run that is still at work may finish or remove it meanwhile.
-        with suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(FileNotFoundError):
             if named and not is_copy and (own_files(path, _OWN_FILE) or not any(path.iterdir())):
                 found.append(path)
     return sorted(found)
 
 
 def _folders(folder: Path) -> list[Path]:
-    """The folders in a folder, and the links, whose disk may be away; none if it does not exist."""
+    """The folders in a folder, and those that links in it point to; none if it does not exist."""
     try:
-        return [path for path in folder.iterdir() if path.is_dir() or path.is_symlink()]
+        return [path for path in folder.iterdir() if path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
 

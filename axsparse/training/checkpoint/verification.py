@@ -35,6 +35,7 @@ from axsparse.training.checkpoint.checkpoint_folder import (
     CheckpointManifest,
     DataEntry,
     FileEntry,
+    away,
     open_plain,
     path_of,
     read_manifest,
@@ -195,11 +196,15 @@ def newest_complete(
 
 
 def remains(run_dir: Path) -> list[str]:
-    """A line for the user for each checkpoint that a killed run did not finish."""
+    """A line for the user for each checkpoint that a killed run did not finish, or that is away."""
+    folder, said = run_dir / CHECKPOINTS, "passed over: checkpoint"
     return [
-        f"passed over: checkpoint {path}: was not finished when the run was killed"
-        for path in unfinished(run_dir / CHECKPOINTS)
-        if path.suffix == UNFINISHED
+        *(
+            f"{said} {path}: was not finished when the run was killed"
+            for path in unfinished(folder)
+            if path.suffix == UNFINISHED
+        ),
+        *(f"{said} {path}: is a link to {path.readlink()}, which is away" for path in away(folder)),
     ]
 
 
