@@ -504,6 +504,11 @@ def test_checkpoints_on_another_disk_are_read_by_their_links_and_never_deleted(
     found = opened(loaded(run))
 
     assert found.checkpoint is not None and found.checkpoint.step == 5
+    (tmp_path / "disk-5").rename(tmp_path / "away")
+    found = opened(loaded(run))
+    assert found.checkpoint is not None and found.checkpoint.step == 4
+    said = f"step-5: is a link to {tmp_path / 'disk-5'}, which is away"
+    assert found.notes[0].endswith(said)
     checkpoint_folder.remove(checkpoint(run, 4))
     assert not os.path.lexists(checkpoint(run, 4)) and (tmp_path / "disk-4").is_dir()
 
