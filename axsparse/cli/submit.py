@@ -235,7 +235,7 @@ def _submit(job: argparse.Namespace) -> None:
             names = (path.with_name(f"{path.name}.{number}") for number in count(1))
             former = next(name for name in names if not name.exists())
             path.rename(former)  # somebody may have edited it
-            say(f"the script of before → {former}")
+            say(f"the earlier script → {former}")
         path.write_bytes(text)
     say(f"script → {path}")
     try:

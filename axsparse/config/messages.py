@@ -211,9 +211,6 @@ def unknown_key(key: str, origin: str) -> ConfigError:
         return ConfigError(f"{key} ({origin}): a section has no value; set one of {own}")
     whole = next((known for known in FIELDS if key.startswith(f"{known}.")), None)
     key = shorten(key)  # Comparing takes time quadratic in the length.
-    if whole is not None:
-        way = f"{whole} is one setting, with all that it has; give it whole, best in the file"
-        return ConfigError(f"{key} ({origin}): unknown key; {way}")
     section, _, leaf = key.rpartition(".")
     leaves: dict[str, str] = {}
     for known in FIELDS:
@@ -230,7 +227,9 @@ def unknown_key(key: str, origin: str) -> ConfigError:
     if section not in SECTIONS:
         near += get_close_matches(key, [*FIELDS, *([] if section else SECTIONS)], 1, NEARNESS)
         near += [leaves[name] for name in get_close_matches(leaf, leaves, 1, NEARNESS)]
-    if near:
+    if whole is not None:
+        suggestion = f"{whole} is one setting, with all that it has; give it whole, best in a file"
+    elif near:
         suggestion = f"did you mean {near[0]}?"
     else:
         suggestion = f"choose one of {', '.join(SECTIONS.get(section, Config.model_fields))}"

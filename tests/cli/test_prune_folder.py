@@ -415,6 +415,9 @@ def test_weights_of_eight_bits_are_refused_before_anything_is_pruned(
     given = (Path("model"), (Path("texts"),), (Path("held"),), Path("out"), "prune_llama.yaml")
     with pytest.raises(DataError, match=r"'lm_head.weight' is float8_e4m3fn, and a pruned folder"):
         prune_folder.prune_folder(job_alone(), PruneOrder(*given, settings, "none"))
+    save_file({"norm": torch.ones(4).to(torch.float8_e4m3fn)}, path)  # which nothing multiplies
+    start = FromFile(open_weights(path), {"norm": "norm"}, unchanged, "", {"norm": True})
+    prune_folder._reject_eight_bits(start)
 
 
 def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:

@@ -350,7 +350,7 @@ def test_a_script_that_somebody_has_edited_is_kept(here: Path, submit: Axsparse)
 
     code, screen, _ = submit(*SLURM, "--run-dir", "mine", "--now")
 
-    assert (code, screen) == (0, f"the script of before → {script}.2\nscript → {script}\n")
+    assert (code, screen) == (0, f"the earlier script → {script}.2\nscript → {script}\n")
     for number in (1, 2):
         assert script.with_name(f"mine.sh.{number}").read_text().endswith(f"# edited {number}\n")
 

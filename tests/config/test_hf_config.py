@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.commands import cases_in
 
+from axsparse.config.hf_config import reject_other_heads
 from axsparse.config.load import configure, to_yaml
 from axsparse.config.model_config import GptConfig, HfConfig
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
@@ -130,3 +131,10 @@ def test_without_transformers_or_with_an_older_one_the_extra_is_named(
 
     line = rf"model\.hf: needs transformers 5\.20 or newer, {said} 'axsparse\[hf\]'"
     assert re.fullmatch(line, told), told
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gemma3_text"])
+def test_the_text_model_of_one_that_takes_images_is_a_language_model(kind: str) -> None:
+    architectures = ["Gemma3ForConditionalGeneration"]
+
+    reject_other_heads(Path("config.json"), {"model_type": kind, "architectures": architectures})

@@ -71,7 +71,7 @@ def test_an_evaluation_says_how_much_it_has_seen_and_can_be_repeated(
 
 
 @pytest.mark.parametrize("library", ["torch", "numpy", "random"])
-def test_a_metric_that_draws_is_not_taken_for_a_mean(library: str) -> None:
+def test_a_metric_that_draws_or_counts_is_not_taken_for_a_mean(library: str) -> None:
     draw: Any = {
         "torch": torch.rand,
         "numpy": np.random.rand,
@@ -79,9 +79,10 @@ def test_a_metric_that_draws_is_not_taken_for_a_mean(library: str) -> None:
     }[library]
 
     def lucky(logits: Tensor, targets: Tensor) -> Tensor:
-        return (torch.as_tensor(draw(len(targets))) > 0.5).sum()
+        return (torch.as_tensor(draw(len(targets))) > 0.5).float().sum()
 
-    model = classifier({f"lucky{number}": lucky for number in range(8)})  # which seeds follow
+    metrics = {f"lucky{number}": lucky for number in range(7)}  # which seeds follow
+    model = classifier({**metrics, "best": lambda logits, _: (logits == logits.max()).any().sum()})
     [(trainer, _)] = train_in_process(
         1, 1, model, settings_of(steps=1), TRAINING, validation=VALIDATION
     )

@@ -100,8 +100,14 @@ def test_data_are_one_or_a_pair_or_a_function_of_them(data: Any) -> None:
 class Leaving(nn.Sequential):
     """A forward that leaves something on its module, which may also be a buffer."""
 
+    def __init__(self, *modules: nn.Module, leaves: bool = True) -> None:
+        super().__init__(*modules)
+        self.leaves = leaves
+
     def forward(self, x: Tensor) -> Any:
-        self.spread, x = x.std(), F.dropout(x, training=self.training)
+        x = F.dropout(x, training=self.training)
+        if self.leaves:
+            self.spread = x.std()
         for module in self:
             x = module(x)
         return x
@@ -117,17 +123,24 @@ def test_a_loss_may_draw_and_not_read_what_a_forward_leaves(is_read: bool) -> No
         drawn = F.cross_entropy(F.dropout(out), targets, reduction="sum")
         return drawn + net.spread if is_read else drawn
 
-    def unread() -> Any:
-        raise AssertionError
+    def number(out: Tensor, targets: Tensor) -> Any:  # which the run refuses
+        return loss(out, targets).item()
+
+    def in_place(out: Tensor, targets: Tensor) -> Tensor:
+        return loss(out.mul_(2.0), targets)
+
+    def unread(*_: object) -> Any:
+        pytest.fail("nothing is read, and no loss is called")
 
     if is_read:
-        with pytest.raises(ConfigError, match="reads what that leaves on the module"):
-            run_sources(net, DATA, None, {}, loss)
+        for reading in (loss, in_place):
+            with pytest.raises(ConfigError, match="reads what that leaves on the module"):
+                run_sources(net, DATA, None, {}, reading)
     else:
         run_sources(net, DATA, None, {}, loss)
-        number: Any = lambda out, targets: loss(out, targets).item()  # noqa: E731 - refused later
         run_sources(net, DATA, None, {}, number)
-        run_sources(net, DATA, None, {}, lambda out, targets: loss(out.mul_(2.0), targets))
+        run_sources(net, DATA, None, {}, in_place)
+        run_sources(Leaving(nn.Linear(16, 5), leaves=False), DATA, None, {}, unread)
         calls = itertools.count()  # such as a loss that keeps state, which the run refuses
         run_sources(net, DATA, None, {}, lambda *_: torch.tensor(float(next(calls))))
         run_sources(nn.Sequential(*net, nn.Identity()), unread, None, {}, loss)
