@@ -16,7 +16,7 @@ from axsparse.cli.parser import (
     require_configuration,
 )
 from axsparse.runtime.connection import cannot_start
-from axsparse.runtime.stop_signal import StopRequest
+from axsparse.runtime.stop_signal import StopRequest, handle_interrupt
 
 DESCRIPTION = """\
 Train a pruned network over pipeline stages, their tensor-parallel ranks and replicas.
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     arguments = parser().parse_args(argv)
     require_configuration(arguments, "train")
     # Ctrl-C ends the process silently while libraries load; `run` restores Python's handling.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    handle_interrupt(signal.SIG_DFL)
     overrides = overrides_of(arguments)
     # Imported late, so that --help loads neither torch nor MPI, and a host that lacks a package
     # says so in one line.

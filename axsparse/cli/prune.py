@@ -25,6 +25,7 @@ from axsparse.config.hf_config import FROM
 from axsparse.config.load import bundled_source, configure
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
+from axsparse.runtime.stop_signal import handle_interrupt
 
 if TYPE_CHECKING:
     from axsparse.cli.prune_order import PruneOrder
@@ -123,7 +124,7 @@ def main(argv: Sequence[str]) -> NoReturn:
         )
     _reject_unfit(arguments)
     settings = _settings(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    handle_interrupt(signal.SIG_DFL)
     arguments.config = arguments.config or bundled_source()
     reject_early(arguments, [override(FROM, arguments.source), *settings], is_part=True)
     # Imported late, so that --help loads neither torch nor MPI.

@@ -49,7 +49,7 @@ from axsparse.runtime.process import (
     write_line,
 )
 from axsparse.runtime.seeds import seed_main
-from axsparse.runtime.stop_signal import SIGNALS, StopRequest
+from axsparse.runtime.stop_signal import SIGNALS, StopRequest, handle_interrupt
 
 ALIKE_SECONDS = 0.5
 """How long a rank that fails waits for rank 0 to fail likewise, and to speak for both."""
@@ -199,7 +199,7 @@ def run(main: Callable[[Job], None], stop: StopRequest | None = None) -> NoRetur
     try:
         # Before, Ctrl-C does as the command said, such as to end the process silently.
         if stop is None or not stop.is_listening:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            handle_interrupt(signal.default_int_handler)
         main(job)
         if os.getpid() == job.process:
             _leave(job)

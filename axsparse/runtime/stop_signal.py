@@ -24,9 +24,17 @@ from axsparse.runtime.shared_segments import remove_own
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """The signals that ask a run to stop; the last comes from a terminal that is closed."""
+STAY_IGNORED = (signal.SIGHUP, signal.SIGINT)
+"""The signals that a run leaves ignored: by nohup, and in a job in the background of a script."""
 CTRL_C_ECHO_SECONDS = 0.5
 """How long after SIGINT another is taken for the same one: a terminal and a launcher send both
 within milliseconds."""
+
+
+def handle_interrupt(handler: Any) -> None:
+    """Set the handler of Ctrl-C, unless it is ignored."""
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
 
 
 class StopRequest:
@@ -67,7 +75,7 @@ class StopRequest:
 
     def listen(self) -> None:
         """Take the signals from now on, but those for which the program has a handler (Ctrl-C is
-        taken from it); in another thread than the main one, do nothing.
+        taken from it unless it is ignored); in another thread than the main one, do nothing.
 
         A second call takes again what `rest` has given back.
         """
@@ -83,15 +91,8 @@ class StopRequest:
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         # The interpreter's own handler sees only signals that have a handler in Python.
-        free: dict[int, tuple[object, ...]]
-        free = dict.fromkeys(SIGNALS, (signal.SIG_DFL, signal.SIG_IGN))
-        free[signal.SIGHUP] = (signal.SIG_DFL,)  # nohup ignores it
         self._before = {
-            number: signal.signal(number, self._note)
-            for number in SIGNALS
-            if number == signal.SIGINT
-            or (handler := signal.getsignal(number)) in free[number]
-            or isinstance(getattr(handler, "__self__", None), StopRequest)
+            number: signal.signal(number, self._note) for number in SIGNALS if self._takes(number)
         }
         outer = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         self._outer = None if outer == -1 else (outer, os.fstat(outer))
@@ -100,6 +101,14 @@ class StopRequest:
             target=lambda: self._read(reader), name="axsparse signals", daemon=True
         )
         self._thread.start()
+
+    def _takes(self, number: int) -> bool:
+        """Whether a run takes a signal from the program's handler."""
+        handler = signal.getsignal(number)
+        if handler == signal.SIG_IGN:
+            return number not in STAY_IGNORED
+        is_own = isinstance(getattr(handler, "__self__", None), StopRequest)
+        return handler == signal.SIG_DFL or number == signal.SIGINT or is_own
 
     def release(self) -> None:
         """Give the signals back to the handlers that they had before. What came stays noted for the

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,40 +19,20 @@ from axsparse.runtime.files.run_folder import RESUME_AUTO
 from axsparse.runtime.shared_segments import SHARED
 
 TRAIN = (
-    *("-m", "axsparse.train", "--config", "quickstart.yaml", "--steps", "100000"),
+    *("-m", "axsparse.train", "--config", "quickstart.yaml"),
     *("--set", "model.hidden_size=32", "--set", "model.num_layers=2"),
 )
 
 
 @pytest.mark.exhaustive
 def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    command = (mpirun_path(), "-n", "2", sys.executable, *TRAIN, "--steps", "100000")
+    code, mapped = interrupted(command, tmp_path)
     run = tmp_path / "run"
     metrics = run / "metrics.jsonl"
-    with (tmp_path / "errors").open("w") as errors:
-        job = subprocess.Popen(
-            [mpirun_path(), "-n", "2", sys.executable, *TRAIN, "--run-dir", str(run)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            env={**os.environ, **ENVIRONMENT},
-            start_new_session=True,
-        )
-        try:
-            until = time.monotonic() + LONGEST_SECONDS
-            while not (metrics.exists() and metrics.stat().st_size):
-                assert job.poll() is None and time.monotonic() < until
-                time.sleep(0.05)
-            mapped = {line.split()[-1] for line in maps_of(run) if str(SHARED) in line}
-            assert mapped
 
-            os.killpg(job.pid, signal.SIGINT)
-
-            assert job.wait(LONGEST_SECONDS) == 75
-        finally:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-                job.wait()
-
+    assert code == 75
+    assert mapped
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
     ours = [
         line
@@ -65,6 +46,44 @@ def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> 
     ]
     assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps[-1]}"]
     assert not any(Path(name).exists() for name in mapped)
+
+
+@pytest.mark.exhaustive
+def test_a_job_in_the_background_of_a_script_keeps_ctrl_c_ignored(tmp_path: Path) -> None:
+    train = (*TRAIN, "--set", "layout.g_inter=1", "--steps", "20")
+    command = ("sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, *train)
+
+    assert interrupted(command, tmp_path)[0] == 0
+
+    assert (tmp_path / "run" / "checkpoints" / "step-20").is_dir()
+
+
+def interrupted(command: Sequence[str], folder: Path) -> tuple[int, set[str]]:
+    """The exit code of a training in folder/run that Ctrl-C reaches after a step, and the shared
+    memory that its ranks had mapped."""
+    run = folder / "run"
+    metrics = run / "metrics.jsonl"
+    with (folder / "errors").open("w") as errors:
+        job = subprocess.Popen(
+            [*command, "--run-dir", str(run)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+        )
+        try:
+            until = time.monotonic() + LONGEST_SECONDS
+            while not (metrics.exists() and metrics.stat().st_size):
+                assert job.poll() is None and time.monotonic() < until
+                time.sleep(0.05)
+            mapped = {line.split()[-1] for line in maps_of(run) if str(SHARED) in line}
+            os.killpg(job.pid, signal.SIGINT)
+            return job.wait(LONGEST_SECONDS), mapped
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
 
 
 def maps_of(run: Path) -> list[str]:
