@@ -159,7 +159,7 @@ leaves the setting out."""
 def from_gpt2(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of our GPT, by name; DataError for models that it cannot represent.
 
-    Dropout is none of them, since it is a matter of training.
+    Dropout is none of them, since it is a matter of training (`unused_dropout` finds it).
     """
     width = theirs.get("n_embd", _GPT2_SIZES["n_embd"][1])
     inner = (None, 4 * width if isinstance(width, int) else None)
@@ -171,6 +171,16 @@ def from_gpt2(path: Path, theirs: Mapping[str, Any]) -> dict[str, Any]:
                 f"{' or '.join(map(shown, values))}; take a checkpoint that was trained so"
             )
     return {ours: theirs.get(name, default) for name, (ours, default) in _GPT2_SIZES.items()}
+
+
+def unused_dropout(model: Family) -> str:
+    """The dropout in the folder of a GPT-2, by which transformers would train it; empty if there is
+    none."""
+    if not isinstance(model, GptConfig) or model.from_ is None:
+        return ""
+    theirs = read_json(Path(model.from_) / CONFIG_FILE)
+    found = {key: theirs.get(key, 0.1) for key in ("embd_pdrop", "resid_pdrop", "attn_pdrop")}
+    return ", ".join(f"{key} {rate}" for key, rate in found.items() if rate)
 
 
 def is_gpt2(path: Path, theirs: Mapping[str, Any]) -> bool:

@@ -6,6 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Iterator
 
+from axsparse.config.hf_config import unused_dropout
 from axsparse.config.messages import show
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import ONCE, Config, final_sparsity, num_microbatches, prunes
@@ -169,6 +170,12 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
         yield (
             "note: with checkpoint.every 0, checkpoint.keep_every keeps checkpoints of signals, "
             "checkpoint.keep_best and Trainer.save alone"
+        )
+    free = config.origins.get("model.dropout", "configure") == "configure"
+    if free and (dropped := unused_dropout(config.model)):
+        yield (
+            f"note: {config.where('model.from')} has {dropped}, without which this model trains; "
+            "set model.dropout, or model.name to hf"
         )
     steps, warm_up = config.train.steps, config.schedule.warmup_steps
     if warm_up > steps:

@@ -125,7 +125,7 @@ def check_layers(
         runners = [engine.stage.layers[number] for number in here]
         with same_attributes(live), replaced(buffers):
             with (
-                _first_run(plan.config.precision),
+                _first_run(plan, batch.microbatches[0].inputs),
                 _recorded(layers, runners, collector) as records,
             ):
                 engine.train(
@@ -156,8 +156,10 @@ def check_layers(
 
 
 @contextmanager
-def _first_run(precision: str) -> Iterator[None]:
-    """ConfigError where torch says that types do not meet, in a layer or in the loss."""
+def _first_run(plan: RunPlan, inputs: Tensors) -> Iterator[None]:
+    """ConfigError where torch says that types do not meet, in a layer or in the loss; `inputs` are
+    the first layer's, where this stage has it."""
+    precision = plan.config.precision
     try:
         yield
     except RuntimeError as reason:
@@ -171,8 +173,13 @@ def _first_run(precision: str) -> Iterator[None]:
         if where.startswith("layer"):
             way = (
                 f"precision {precision} has the weights in {precision}: convert what it gets to "
-                "the type that it takes, by x.to(self.norm.weight.dtype) or .long()"
+                "the type that it takes, by x.to(weight.dtype) of a weight of it, or .long()"
             )
+            is_first = plan.coords.is_first and where == f"layer {plan.model.layers[0].name}"
+            if is_first and inputs and not any(map(torch.is_floating_point, inputs)):
+                kinds = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)
+                way = f"its samples are in {kinds}: give real numbers, by .float()"
+                raise ConfigError(f"{where}: {one_line(reason)}; {way}") from reason
         fp32 = ", or set precision: fp32" * (precision != "fp32")
         raise ConfigError(f"{where}: {one_line(reason)}; {way}{fp32}") from reason
 

@@ -14,6 +14,7 @@ from support.commands import cases_in
 from axsparse.config.hf_config import reject_other_heads
 from axsparse.config.load import configure, to_yaml
 from axsparse.config.model_config import GptConfig, HfConfig
+from axsparse.config.validate import remarks
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 
 LLAMA_2 = {
@@ -73,13 +74,17 @@ def test_settings_and_sizes_come_from_the_folder(folder: Any) -> None:
     assert (inline.model.sequence_length, inline.model.vocab_size) == (32768, 9)
 
 
-def test_a_gpt2_folder_is_a_gpt_unless_it_is_asked_for(folder: Any) -> None:
-    path = folder({"model_type": "gpt2", "n_layer": 3, "resid_pdrop": 0.1})
+def test_a_gpt2_folder_is_a_gpt_without_dropout_unless_it_is_asked_for(folder: Any) -> None:
+    path = folder({"model_type": "gpt2", "n_layer": 3, "resid_pdrop": 0.2})
     model = model_from(path)
 
     assert isinstance(model, GptConfig)
     assert (model.num_layers, model.hidden_size, model.sequence_length) == (3, 768, 1024)
     assert (model.vocab_size, model.dropout) == (50257, 0.0)
+    said = "embd_pdrop 0.1, resid_pdrop 0.2, attn_pdrop 0.1, without which this model trains; "
+    assert said in str([*remarks(configure(None, [f"model.from={path}"]), 9999)])
+    for own in ("model.dropout=0.0", "model.name=hf"):
+        assert [*remarks(configure(None, [f"model.from={path}", own]), 9999)] == []
     theirs = model_from(path, "model.name=hf")
     assert isinstance(theirs, HfConfig)
     assert (theirs.sequence_length, theirs.vocab_size) == (1024, 50257)
