@@ -99,6 +99,8 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     order = together(transport, partial(chosen, order))
     lock = together(transport, lambda: order.take() if is_first else None)
     job.kept = f"what is finished is in {order.work}, and the same command continues"
+    # Before minutes of preparation: weights that are missing or of eight bits.
+    together(transport, lambda: _reject_eight_bits(named_model(order.configured()).start))
     together(transport, lambda: _prepare(order) if is_first else None)
     order, asked = together(transport, partial(_with_settings, order))
     together(transport, lambda: order.adopt(asked) if is_first else None)
@@ -141,7 +143,6 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
         return replace(open_datasets(config), validation=open_datasets(judged).validation)
 
     model = together(transport, lambda: named_model(config))
-    together(transport, partial(_reject_eight_bits, model.start))
     page = partial(card, order, asked)
     if order.distribution == "owl":
         found = owl_sparsities(job, model, opened, config, asked.pruning.sparsity)

@@ -4,7 +4,8 @@
     >>> ax.configure({"sed": 1})             a program, with the names of `programs.py`
     ! plan nothing.yaml --gpus 2             a command of axsparse; RUN is a run of four steps
     78 configure: …                          the exit code and the line; … stands for any text
-    fix: sed => seed                         after which there is no mistake
+    fix: sed => seed                         the change that it suggests, which ends the mistake
+    nofix: only another file does            why no change of the row can do what it suggests
 
 `pytest tests/errors --update-errors` writes the lines that have changed into the tables, whose
 diff is then to be read.
@@ -47,6 +48,12 @@ class Row:
     @property
     def line(self) -> str:
         return self.text.split("\n")[len(self.source)]
+
+    @property
+    def suggestion(self) -> str | None:
+        """The last part of the line, whatever its numbers; None if there is one part."""
+        _, found, last = self.line.rpartition("; ")
+        return re.sub(r"\d+", "N", last) if found else None
 
     @property
     def is_renamed(self) -> bool:
@@ -135,3 +142,8 @@ def test_a_mistake_ends_with_its_code_and_its_line(
         left = ended(corrected, tmp_path, capsys)
         # A key that was meant may want another value.
         assert not agrees(left, row.line) if row.is_renamed else left == ""
+
+
+def test_each_suggestion_is_applied_by_a_row() -> None:
+    applied = {row.suggestion for row in rows() if row.fix or "\nnofix: " in row.text}
+    assert {row.suggestion for row in rows()} - applied <= {None}
