@@ -87,8 +87,9 @@ def recovery_table(records: Records) -> Iterator[str]:
     yield "## Until it speaks again"
     yield ""
     yield "Trained: after blocks; taught: with the dense model as the teacher; gradual: taught,"
-    yield "while the mask rises from 50 %. Perplexity over dense; answers: right ones to 111"
-    yield "questions of BIG-bench, zero-shot (chance: 18 %); hours of training on two cores."
+    yield "while the mask rises from 50 %; mixed: taught, α = 0.5, rate 1e-3. Perplexity over dense,"
+    yield "of the same texts; answers: right ones to 111 questions of BIG-bench, zero-shot (chance:"
+    yield "18 %); hours of training on two cores."
     yield ""
     yield "| % | healed | English | over dense | code | over dense | answers | tokens | hours |"
     yield "|---|---|---|---|---|---|---|---|---|"
@@ -97,7 +98,7 @@ def recovery_table(records: Records) -> Iterator[str]:
         cells = [str(case.percent), case.heal]
         for text in TEXTS[:2]:
             value = found["perplexity"][text]
-            cells += [_rounded(value), f"{_rounded(value / dense[text])}"]
+            cells += [_rounded(value), _rounded(value / found.get("dense", dense)[text])]
         cells.append(f"{found['accuracy']:.0%}" if "accuracy" in found else "")
         cells.append(f"{found['tokens'] / 1e6:.2f}M" if "tokens" in found else "")
         cells.append(f"{found['train_seconds'] / 3600:.2f}" if "tokens" in found else "")

@@ -41,9 +41,13 @@ RECOVERIES = {
     "trained": ("--heal", "train", "--schedule", "once"),
     "taught": ("--heal", "train", "--schedule", "once", "--teacher"),
     "gradual": ("--heal", "train", "--schedule", "gradual", "--teacher"),
+    "mixed": (
+        *("--heal", "train", "--schedule", "once", "--teacher"),
+        *("--set", "train.distillation_weight=0.5", "--set", "optimizer.learning_rate=1e-3"),
+    ),
 }
-"""Trainings after blocks, of as many tokens each: alone, with the dense model as the teacher, and
-with it while the mask rises from 50 %."""
+"""Trainings after blocks, of as many tokens each: alone, with the dense model as the teacher, with
+it while the mask rises from 50 %, and by the teacher and the texts alike at three times the rate."""
 RECOVERY_STEPS, RECOVERY_BATCH = 1116, 2
 """Steps of these trainings, and sequences of a step of 1,024 tokens: four passes over the texts in
 small batches, which recover more from few tokens."""
