@@ -17,7 +17,7 @@ python=@python@
 train=(@train@ --run-dir="$run_dir" --resume=auto)
 nodes=@nodes@ per_node=@per_node@ replica=@replica@ fewer=(@fewer@) # ranks a node and a replica; settings for fewer nodes
 save_at=@save_at@ margin=@margin@ # seconds until it saves, and that saving may take
-pause=30 most=5 # seconds until it tries again, doubled each time; tries without a new checkpoint
+pause=30 most=5 # seconds until it tries again, doubled by each try without a new checkpoint; these tries at most
 export OMP_NUM_THREADS=@threads@
 @setup@
 [ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
@@ -27,11 +27,11 @@ answers() { flux hostlist --expand --delimiter='\n' avail | grep -qxF "$1"; }
 start() { exec flux run -N"$count" -n"$2" -c@cpus@ --exclusive --requires="host:${1//:$per_node/}" "${@:3}"; }
 tell() { flux job kill --signal=USR1 "$(flux job last)"; }
 submit() { flux --parent batch "$script"; }
-newest() { printf '%s\n' "$run_dir"/checkpoints/step-*[0-9] | sort -V | tail -n 1; }
+saved() { ls -- "$run_dir/checkpoints" 2>/dev/null | grep -x 'step-[0-9]*' | sort; }
 trap 'save_at=0' USR1 # somebody tells that the time is nearly over
-first=$(newest) failures=0
+failures=0 progress=''
 while [ "$SECONDS" -lt "$save_at" ]; do
-  before=$(newest) list='' count=0 code=70 told='' shape=()
+  before=$(saved) list='' count=0 code=70 told='' shape=()
   there=" $(for host in $(hosts); do answers "$host" >/dev/null 2>&1 && echo "$host" & done | tr '\n' ' ') "
   for host in $(hosts); do
     case "$there" in *" $host "*) list+=",$host:$per_node" count=$((count + 1)) ;; esac
@@ -49,10 +49,10 @@ while [ "$SECONDS" -lt "$save_at" ]; do
     wait "$pid"; code=$?
   fi
   case "$code" in 0 | 65 | 66 | 78 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
-  if [ "$(newest)" = "$before" ]; then failures=$((failures + 1)); else failures=0; fi
-  [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2 && exit "$code"; }
+  failures=$((failures + 1)); [ "$code" -eq 74 ] || ! comm -13 <(echo "$before") <(saved) | grep -q . || failures=0 progress=1 # 74: another run may have saved
+  [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2; exit "$code"; }
   for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
 done
-[ "$(newest)" != "$first" ] || { echo "axsparse: error: no new checkpoint in this job, so none follows it" >&2 && exit 70; }
+[ -n "$progress" ] || { echo "axsparse: error: no new checkpoint in this job, so none follows it" >&2; exit 70; }
 submit || echo "axsparse: error: saved, but $script cannot be submitted from here; submit it by hand" >&2
 exit 75

@@ -18,7 +18,7 @@ python=@python@
 train=(@train@ --run-dir="$run_dir" --resume=auto)
 nodes=@nodes@ per_node=@per_node@ replica=@replica@ fewer=(@fewer@) # ranks a node and a replica; settings for fewer nodes
 save_at=@save_at@ margin=@margin@ # seconds until it saves, and that saving may take
-pause=30 most=5 # seconds until it tries again, doubled each time; tries without a new checkpoint
+pause=30 most=5 # seconds until it tries again, doubled by each try without a new checkpoint; these tries at most
 export OMP_NUM_THREADS=@threads@ SLURM_OVERLAP=1 PRTE_MCA_rmaps_default_mapping_policy=slot
 @setup@
 [ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
@@ -27,13 +27,13 @@ hosts() { scontrol show hostnames "$SLURM_JOB_NODELIST"; }
 answers() { timeout -k 5 20 srun -Q --overlap --mpi=none -N1 -n1 --ntasks-per-node=1 -c1 -w "$1" true; }
 start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-to core:@cpus@, Open MPI --map-by slot:PE=@cpus@
 # start() { exec srun --mpi=pmi2 -K1 -N"$count" -n"$2" --ntasks-per-node="$per_node" -c@cpus@ -w "${1//:$per_node/}" "${@:3}"; }
-tell() { kill -USR1 "$pid"; }
+tell() { kill -USR1 "$pid" 2>/dev/null; }
 submit() { sbatch "$script"; }
-newest() { printf '%s\n' "$run_dir"/checkpoints/step-*[0-9] | sort -V | tail -n 1; }
+saved() { ls -- "$run_dir/checkpoints" 2>/dev/null | grep -x 'step-[0-9]*' | sort; }
 trap 'save_at=0' USR1 # somebody tells that the time is nearly over
-first=$(newest) failures=0
+failures=0 progress=''
 while [ "$SECONDS" -lt "$save_at" ]; do
-  before=$(newest) list='' count=0 code=70 told='' shape=()
+  before=$(saved) list='' count=0 code=70 told='' shape=()
   there=" $(for host in $(hosts); do answers "$host" >/dev/null 2>&1 && echo "$host" & done | tr '\n' ' ') "
   for host in $(hosts); do
     case "$there" in *" $host "*) list+=",$host:$per_node" count=$((count + 1)) ;; esac
@@ -51,10 +51,10 @@ while [ "$SECONDS" -lt "$save_at" ]; do
     wait "$pid"; code=$?
   fi
   case "$code" in 0 | 65 | 66 | 78 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
-  if [ "$(newest)" = "$before" ]; then failures=$((failures + 1)); else failures=0; fi
-  [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2 && exit "$code"; }
+  failures=$((failures + 1)); [ "$code" -eq 74 ] || ! comm -13 <(echo "$before") <(saved) | grep -q . || failures=0 progress=1 # 74: another run may have saved
+  [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2; exit "$code"; }
   for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
 done
-[ "$(newest)" != "$first" ] || { echo "axsparse: error: no new checkpoint in this job, so none follows it" >&2 && exit 70; }
+[ -n "$progress" ] || { echo "axsparse: error: no new checkpoint in this job, so none follows it" >&2; exit 70; }
 submit || echo "axsparse: error: saved, but $script cannot be submitted from here; submit it by hand" >&2
 exit 75

@@ -177,7 +177,11 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
     if job.setup is not None:
         if not job.setup.is_file():
             raise MissingInputError(f"--setup: {str(job.setup)!r} is no file; name an existing one")
-        setup = f". {shlex.quote(str(Path.cwd() / job.setup))} || exit 78"
+        setup = (
+            f". {shlex.quote(str(Path.cwd() / job.setup))} || "
+            '{ echo "axsparse: error: the last command of --setup failed" >&2; exit 78; }; '
+            "set +eu +o pipefail"
+        )
     mpirun = Path(sys.executable).with_name("mpirun")
     config = [] if job.config is None else [f"--config={job.config}"]
     # The scripts name the run directory themselves.

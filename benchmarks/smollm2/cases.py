@@ -47,7 +47,7 @@ RECOVERIES = {
     ),
 }
 """Trainings after blocks, of as many tokens each: alone, with the dense model as the teacher, with
-it while the mask rises from 50 %, and by the teacher and the texts alike at three times the rate."""
+it while the mask rises from 50 %, and by the teacher and the texts alike at a higher rate."""
 RECOVERY_STEPS, RECOVERY_BATCH = 1116, 2
 """Steps of these trainings, and sequences of a step of 1,024 tokens: four passes over the texts in
 small batches, which recover more from few tokens."""

@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 from support.commands import Axsparse
@@ -99,7 +100,7 @@ def test_a_template_fits_a_screen_and_all_have_one_loop(name: str) -> None:
     texts = {one: (packaged_folder("launch") / f"{one}.sh").read_text() for one in ALL}
 
     assert len(texts[name].splitlines()) <= 60
-    assert texts[name].partition("\nnewest")[2] == texts["slurm"].partition("\nnewest")[2]
+    assert texts[name].partition("\nsaved")[2] == texts["slurm"].partition("\nsaved")[2]
 
 
 DIRECTIVES = {
@@ -212,8 +213,15 @@ perhaps save a step. sbatch(1) and qsub(1B) take a path, bsub(1) stdin; scontrol
 srun(1) -w; blaunch(1) and pbs_tmrsh(8B) a host and a command; flux-hostlist(1), flux-run(1)."""
 
 
-def job(here: Path, script: str, *ends: str, gone: str = "", save_at: int = 3600) -> str:
-    """What a job's script says whose ranks end so; at last the code that it ends with."""
+def job(
+    here: Path,
+    script: str,
+    *ends: str,
+    gone: str = "",
+    save_at: int = 3600,
+    log: int | IO[str] = subprocess.PIPE,
+) -> str:
+    """The output of a job's script whose ranks end so, and the code that it ends with."""
     (here / "next").write_text("".join(f"{end}\n" for end in ends))
     for before, after in (("save_at=", f"save_at={save_at} was="), ("pause=30", "pause=0")):
         assert before in script
@@ -228,12 +236,12 @@ def job(here: Path, script: str, *ends: str, gone: str = "", save_at: int = 3600
     done = subprocess.run(
         ["bash", "-c", CLUSTER + script, str(here / "job.sh")],
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=log,
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
     )
-    return f"{done.stdout}{done.returncode}"
+    return f"{done.stdout or ''}{done.returncode}"
 
 
 AGAIN = "axsparse: 2 ranks on 2 of 2 nodes\n"
@@ -257,6 +265,14 @@ def test_a_job_says_that_another_script_than_its_own_follows_it(
         *((["1 2", code], 3600, f"ranks end with {code}\n{code}") for code in ("65", "66", "78")),
         (["137 2", "137 4", "0"], 3600, "ranks end with 0\n0"),
         (["75 2"], 3600, "ranks end with 75\n75"),
+        # The run passes over a damaged checkpoint of step 67.
+        (["137 67", *(f"137 {step}0" for step in range(1, 6)), "0"], 3600, "ranks end with 0\n0"),
+        # The checkpoints are those of another job, which uses the directory.
+        (
+            [f"74 {step}" for step in range(1, 6)],
+            3600,
+            "ranks end with 74\naxsparse: error: failed 5 times without a new checkpoint\n74",
+        ),
         (
             ["1"] * 5,
             3600,
@@ -276,6 +292,25 @@ def test_a_job_goes_on_until_it_is_done_or_would_only_repeat_itself(
     *before, _ = ends or [""]
     again = "".join(f"{AGAIN}ranks end with {end.split()[0]}\n" for end in before)
     assert found == again + (AGAIN if ends else "") + said
+
+
+def test_a_job_ends_though_nobody_can_log_it(here: Path, submit: Axsparse) -> None:
+    script = submit(*SLURM, "--run-dir", "r")[1]
+    with Path("/dev/full").open("w") as full:
+        assert job(here, script, *["1"] * 9, log=full) == "1"
+        assert job(here, script, save_at=0, log=full) == "70"
+
+
+def test_the_shell_options_of_a_setup_file_do_not_reach_the_loop(
+    here: Path, submit: Axsparse
+) -> None:
+    (here / "setup.sh").write_text("set -euo pipefail\n")
+    script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
+
+    assert job(here, script, "1 2", "0") == f"{AGAIN}ranks end with 1\n{AGAIN}ranks end with 0\n0"
+    (here / "setup.sh").write_text("false\n")
+    said = "axsparse: error: the last command of --setup failed\n78"
+    assert job(here, script, "0") == said
 
 
 @pytest.mark.parametrize("name", ALL)
