@@ -507,6 +507,13 @@ def resumed(
     ran((1, 1), config, Path(run), data=data, resume=resume)
 
 
+def traced() -> Path:
+    """The trace of a short training."""
+    ran((1, 1), tiny_config(train={"steps": 2, "trace": 1}), Path("mine"))
+    (path,) = Path("mine/trace").glob("*.json")
+    return path
+
+
 def record(line: bytes) -> object:
     """The records of a run whose second line is this one."""
     first = b'{"step": 1, "loss": 2.0}\n'
