@@ -165,7 +165,9 @@ def data_elsewhere(config: Config, overrides: Sequence[str]) -> Config:
     """A run's configuration with `key=value` of `PLACES`; ConfigError for another key, and for data
     that are no prepared tokens."""
     if other := [each for each in overrides if each.partition("=")[0].strip() not in PLACES]:
-        raise ConfigError(f"--set: {other[0]} is the run's own; set one of {', '.join(PLACES)}")
+        of_tokens = f"set one of {', '.join(PLACES)}"
+        way = of_tokens if config.data.source == "tokens" else "leave it out"
+        raise ConfigError(f"--set: {other[0]} is the run's own; {way}")
     if overrides and config.data.source != "tokens":
         raise ConfigError(
             f"--set: {overrides[0]} is where tokens are, and the run's data are "

@@ -13,6 +13,7 @@ import io
 import json
 import os
 import re
+import shlex
 import stat
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -547,9 +548,11 @@ def _files(
         taken = sorted(names, key=PurePath.as_posix)
         if found := _split_words(taken):
             splits = sorted({match[match.lastindex or 0] for match in found})
-            text, end = found[-1].string, found[-1].end()
+            lasts = {match.string: match for match in found}
+            text = max(lasts, key=lambda name: name.count("train"))
+            end = lasts[text].end()
             after = text[end] if text[end] in "-_." else ""
-            begin = f"{path}/{text[:end]}{'' if text[end] == '/' else f'{after}*'}"
+            begin = shlex.quote(f"{path}/{text[:end]}") + ("" if text[end] == "/" else f"{after}*")
             raise ConfigError(
                 f"input: {path} holds the splits {', '.join(splits)}; name the files of one, such "
                 f"as {begin}, and by --validation those that are held out"

@@ -22,6 +22,7 @@ from axsparse.data.megatron import MegatronIds, is_megatron
 from axsparse.data.order import BLOCK, Share, places_of
 from axsparse.data.token_file import (
     DISTINCT,
+    PREPARE_AGAIN,
     WHERE,
     Split,
     mark_of,
@@ -127,7 +128,7 @@ def token_datasets(
             f"data.intra_document_attention: true, but {folder} has its separator {inner} within "
             f"documents; {DISTINCT} or choose false"
         )
-    suggestion = "copy it again, or prepare the data again"
+    suggestion = f"copy it again, or {PREPARE_AGAIN}"
     found: dict[Split, TokenDataset] = {}
     for split, record in sidecar.splits():
         if split not in splits:
@@ -142,7 +143,7 @@ def token_datasets(
             if sample_digest(path) != record.sample_digest:
                 raise DataError(
                     f"{where}: {path} does not have the contents that tokens.json says; copy both "
-                    "again, or prepare the data again"
+                    f"again, or {PREPARE_AGAIN}"
                 )
             # A memory map: the ranks of a node share the memory.
             tokens = np.memmap(path, dtype=dtype, mode="r")

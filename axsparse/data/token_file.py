@@ -31,6 +31,7 @@ DtypeName = Literal["uint8", "uint16", "uint32"]
 
 WHERE = "data.path"
 DISTINCT = "prepare with --separator TOKEN, one that no document contains,"
+PREPARE_AGAIN = "prepare the data again in another folder"
 SAMPLED_BLOCKS, SAMPLED_BYTES = 1024, 1 << 16
 """Blocks of a file that are compared at the start of a run, evenly spread: at most 64 MiB."""
 
@@ -195,6 +196,5 @@ def read_sidecar(folder: Path, where: str) -> Sidecar:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the whole file"
         raise DataError(
-            f"{where}: {path} does not describe tokens ({place}: {first['msg']}); prepare the "
-            "data again"
+            f"{where}: {path} does not describe tokens ({place}: {first['msg']}); {PREPARE_AGAIN}"
         ) from None

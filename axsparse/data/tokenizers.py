@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from axsparse.config.schema import token_sources
 from axsparse.data.token_file import (
+    PREPARE_AGAIN,
     SIDECAR,
     TOKENIZER,
     WHERE,
@@ -430,12 +431,12 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
     if sidecar.tokenizer.kind == "bytes":
         return byte_tokenizer(sidecar.separator)
     path, end = folder / TOKENIZER, str(sidecar.settings.get("separator", SEPARATOR))
-    with reading(f"{WHERE}: {path}", "copy it again, or prepare the data again"):
+    with reading(f"{WHERE}: {path}", f"copy it again, or {PREPARE_AGAIN}"):
         digest = digest_of(path)
     if digest != sidecar.tokenizer.digest:
         raise DataError(
-            f"{WHERE}: {path} is not the tokenizer that made the tokens; copy it again, or prepare "
-            "the data again"
+            f"{WHERE}: {path} is not the tokenizer that made the tokens; copy it again, or "
+            f"{PREPARE_AGAIN}"
         )
     bare = {"truncation": None, "padding": None}  # The preparation neither cuts nor fills up.
     made = Subwords(path, sidecar.tokenizer, end)

@@ -92,7 +92,8 @@ def write(name: str, contents: str | bytes) -> str:
 
 
 def command(words: str) -> None:
-    main(shlex.split(words))
+    """A command, in which patterns become the files that they match."""
+    main([name for word in shlex.split(words) for name in [*map(str, Path().glob(word))] or [word]])
 
 
 def read_config(text: str | bytes, *overrides: str) -> Config:
@@ -389,8 +390,8 @@ def megatron(*number: Any, **sizes: int) -> None:
     indexed.MegatronIds(Path("c"), "data.path").begins()
 
 
-def opened() -> dict[token_file.Split, ax.TokenDataset]:
-    return sources.token_datasets(Path("out"), 16)
+def opened(folder: str = "out") -> dict[token_file.Split, ax.TokenDataset]:
+    return sources.token_datasets(Path(folder), 16)
 
 
 def exported() -> object:

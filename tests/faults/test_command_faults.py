@@ -142,7 +142,7 @@ def test_data_that_were_cut_short_since_are_refused(here: Path) -> None:
 
     assert start(here).error(65) == (
         "data.path: data/train.tokens has 700 bytes, tokens.json says 800; copy it again, or "
-        "prepare the data again"
+        "prepare the data again in another folder"
     )
 
 
