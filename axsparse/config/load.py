@@ -21,7 +21,14 @@ from pydantic import ValidationError
 from yaml.reader import ReaderError
 
 from axsparse.config.hf_config import BUNDLED, HF, with_folder
-from axsparse.config.messages import Setting, quoted_argument, refusal, show, unknown_key
+from axsparse.config.messages import (
+    Setting,
+    quoted_argument,
+    refusal,
+    show,
+    takes_texts,
+    unknown_key,
+)
 from axsparse.config.schema import FIELDS, SECTIONS, Config
 from axsparse.runtime.errors import ConfigError, MissingInputError, check_kind, one_line, reading
 from axsparse.runtime.files.paths import expanded
@@ -67,6 +74,7 @@ YamlDumper.add_representer(
 )
 
 
+CORRECT = "correct it there"
 QUOTES = "a text that begins with * or & stands in quotes, such as '*.bias=0'"
 
 
@@ -85,13 +93,13 @@ def compose(text: str, at: Callable[[int], str], quotes: str = QUOTES) -> yaml.N
     except yaml.MarkedYAMLError as error:
         line = loader.line if error.problem_mark is None else error.problem_mark.line
         problem = ", ".join(part for part in (error.context, error.problem) if part)
-        suggestion = "correct it there"
+        suggestion = CORRECT
         if "alias" in problem or "anchor" in problem:
             suggestion = quotes
         raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; {suggestion}") from None
     except (ValueError, OverflowError, RecursionError) as error:
         # PyYAML does not catch these, such as escapes beyond Unicode.
-        raise ConfigError(f"{at(loader.line + 1)}: not YAML: {error}; correct it there") from None
+        raise ConfigError(f"{at(loader.line + 1)}: not YAML: {error}; {CORRECT}") from None
     return node
 
 
@@ -347,7 +355,7 @@ def _read_override(override: str) -> tuple[str, Setting]:
         )
     if key not in FIELDS:
         raise unknown_key(key, "--set")
-    quotes = f"write {quoted_argument(key, text.strip())}"
+    quotes = f"write {quoted_argument(key, text.strip())}" if takes_texts(key) else CORRECT
     node = compose(text, lambda _: f"{key} (--set)", quotes)
     return key, Setting(None, "--set") if node is None else _setting(key, "--set", node)
 

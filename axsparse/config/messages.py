@@ -95,6 +95,8 @@ OFF = ("null", "false", "'none'", "'off'", "0", "-1")
 """Values by which other libraries switch something off."""
 SWITCHES_OFF = re.compile(r"[.;]\s((?:0|null)\s[a-z][^.;(]*)")
 """Matches what the description of a key says of the value that switches it off."""
+PAIR = re.compile(r"[`\[]([^\s`,\[]+=[\d.]+)")
+"""Matches an entry with a number in the description of a key whose entries are such."""
 NUMBER = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?")
 """Matches a text that is a number in quotes."""
 NEARNESS = 0.7
@@ -142,13 +144,18 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
         return f" such as {default}"
     by_option = setting.origin == "--set"
     if kind == "tuple_type" and isinstance(value, str):
-        if value.startswith("[") and value.endswith("]"):
-            listed = _as_list(value[1:-1])
-            return f"; write {argument(key, listed) if by_option else 'it without quotes'}"
-        return f"; write {argument(key, _as_list(value)) if by_option else _as_list(value)}"
+        is_list = value.startswith("[") and value.endswith("]")
+        text = value[1:-1] if is_list else value
+        if not takes_texts(key) and not all(map(NUMBER.fullmatch, _entries(text))):
+            return ""
+        listed = _as_list(text)
+        in_file = "it without quotes" if is_list else listed
+        return f"; write {argument(key, listed) if by_option else in_file}"
     if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
         return "; write it without quotes"
     if kind == "string_type" and type(value) in (int, float):
+        if (pair := PAIR.search(field.get("description", ""))) is not None:
+            return f"; write entries such as {pair[1]}"
         texts = json.dumps(setting.text, ensure_ascii=False)
         return f"; write {argument(key, texts) if by_option else 'it in quotes'}"
     return "; write true or false" if kind == "bool_type" and default != "auto" else ""
@@ -159,6 +166,15 @@ def argument(key: str, text: str) -> str:
     return f"--set {shlex.quote(f'{key}={text}')}"
 
 
+def takes_texts(key: str) -> bool:
+    """Whether any text can be the value of a key, or an entry of it."""
+    field = FIELDS[key]
+    kinds = [field.get("items", field), *field.get("anyOf", ())]
+    return any(
+        kind.get("type") == "string" and not {"enum", "const"} & kind.keys() for kind in kinds
+    )
+
+
 def quoted_argument(key: str, text: str) -> str:
     """The option that sets a key to a text, or to a list of texts, which begin with * or &."""
     if not isinstance(FIELDS[key].get("default"), list):
@@ -167,10 +183,17 @@ def quoted_argument(key: str, text: str) -> str:
 
 
 def _as_list(text: str) -> str:
-    """A list of entries that commas separate, each in quotes unless it is a number."""
-    entries = (entry.strip("'\" ") for entry in text.split(","))
-    shown = (e if NUMBER.fullmatch(e) else json.dumps(e, ensure_ascii=False) for e in entries)
-    return f"[{', '.join(shown)}]"
+    """A list of the entries of a text, each in quotes unless it is a number."""
+    return f"[{', '.join(map(_entry, _entries(text)))}]"
+
+
+def _entries(text: str) -> list[str]:
+    """The entries that commas separate in a text, without quotes."""
+    return [entry.strip("'\" ") for entry in text.split(",")]
+
+
+def _entry(text: str) -> str:
+    return text if NUMBER.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 def _of_another_family(name: str, leaf: str) -> str:

@@ -421,7 +421,7 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; 0 never clips."""
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
-        if self.nesterov and self.momentum == 0:
+        if self.name == "sgd" and self.nesterov and self.momentum == 0:
             yield (
                 "nesterov",
                 "true with optimizer.momentum 0, which has nothing to look ahead by; set "

@@ -486,7 +486,7 @@ def check_transport(config: Config, transport: Transport, *, on_host: bool) -> N
             setting == "local" and ranks > 1
         ),
         "nccl is for GPUs, and no rank sees one; load the driver and a torch with CUDA, or choose "
-        "transport: mpi": setting == "nccl" and on_host,
+        "auto": setting == "nccl" and on_host,
         "no MPI library was found; load the site's MPI module, install axsparse[mpich], or choose "
         "auto": setting not in ("auto", "local") and transport.name == "local",
     }
