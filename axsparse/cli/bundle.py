@@ -35,12 +35,13 @@ def parser() -> CommandParser:
     arguments = CommandParser(_bundle, prog="axsparse bundle", description=DESCRIPTION)
     add = arguments.add_argument
     version = matching(r"[0-9]{1,2}\.[0-9]{1,3}", "version; write it as in 3.11")
+    glibc = matching(r"2\.[0-9]{1,3}", "version of glibc; write it as in 2.28")
     name = matching(r"[a-z0-9]{1,40}", "extra; write it as in mpich")
     add("folder", metavar="DIR", type=Path)
     text = "the Python there (default: this one)"
     add("--python", metavar="X.Y", type=version, default=HERE, help=text)
     text = "the glibc there, by ldd --version (default: this machine's; 2.28 of another Python)"
-    add("--glibc", metavar="2.N", type=version, help=text)
+    add("--glibc", metavar="2.N", type=glibc, help=text)
     text = "the processor there, by uname -m, with --glibc (default %(default)s)"
     add("--machine", choices=("x86_64", "aarch64"), default="x86_64", help=text)
     text = "an extra of axsparse, such as mpich or cuda13; may be repeated"

@@ -93,7 +93,7 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         shown = "".join(letter if letter.isprintable() else " " for letter in message)
-        reject(f"{shown}; see --help")
+        reject(shown if "; " in shown else f"{shown}; see --help")
 
     def print_help(self, file: Any = None) -> None:
         del file  # argparse names none

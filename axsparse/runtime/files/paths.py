@@ -24,7 +24,9 @@ def expanded(given: str | os.PathLike[str]) -> str:
     text = os.fspath(given)
     path = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path would change the text
     if path.startswith("~") or _VARIABLE.search(path) is not None:
-        raise ConfigError(f"{text!r} should be a path of known users and variables")
+        raise ConfigError(
+            f"{text!r} should be a path of known users and variables; write it in full"
+        )
     return path
 
 
