@@ -95,8 +95,8 @@ OFF = ("null", "false", "'none'", "'off'", "0", "-1")
 """Values by which other libraries switch something off."""
 SWITCHES_OFF = re.compile(r"[.;]\s((?:0|null)\s[a-z][^.;(]*)")
 """Matches what the description of a key says of the value that switches it off."""
-PAIR = re.compile(r"[`\[]([^\s`,\[]+=[\d.]+)")
-"""Matches an entry with a number in the description of a key whose entries are such."""
+EXAMPLE = re.compile(r"[`\[]([^\s`,\[]+[=:][\d.]+)")
+"""Matches a text with a number in the description of a key that takes such texts alone."""
 NUMBER = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?")
 """Matches a text that is a number in quotes."""
 NEARNESS = 0.7
@@ -154,8 +154,8 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
     if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
         return "; write it without quotes"
     if kind == "string_type" and type(value) in (int, float):
-        if (pair := PAIR.search(field.get("description", ""))) is not None:
-            return f"; write entries such as {pair[1]}"
+        if (example := EXAMPLE.search(field.get("description", ""))) is not None:
+            return f"; write {'entries' if isinstance(default, list) else 'it'} as in {example[1]}"
         texts = json.dumps(setting.text, ensure_ascii=False)
         return f"; write {argument(key, texts) if by_option else 'it in quotes'}"
     return "; write true or false" if kind == "bool_type" and default != "auto" else ""
