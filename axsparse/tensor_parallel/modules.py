@@ -84,7 +84,8 @@ def shards_of(
         if style.kind in OF_MODULES and any(name.startswith(f"{path}.") for name in shapes):
             continue
         if not found:
-            nearest = ", ".join(get_close_matches(path, [*shapes], n=2, cutoff=0))
+            matrices = [name.removesuffix(".weight") for name in shapes if len(shapes[name]) >= 2]
+            nearest = ", ".join(get_close_matches(path, matrices or [*shapes], n=2, cutoff=0))
             raise ConfigError(
                 f"layer {layer.name}: tp_plan names {path!r}, which has no weight; nearest: "
                 f"{nearest}"
@@ -349,11 +350,12 @@ def _check_inside(
 ) -> None:
     """ConfigError if a parameter of experts is not sharded."""
     for name, parameter in owner.named_parameters():
-        if f"{path}.{name}" not in shards or not parameter.requires_grad or "." in name:
+        is_own = parameter.requires_grad and "." not in name
+        if not is_own or f"{path}.{name}" not in shards:
+            way = 'name it "colwise" or "rowwise" in tp_plan, or ' if is_own else ""
             raise ConfigError(
                 f"layer {layer.name}: {path} is summed over ranks, so that {path}.{name} has to be "
-                'trained, its own, and sharded; name it "colwise" or "rowwise" in tp_plan, or '
-                f"leave {path} out"
+                f"trained, its own, and sharded; {way}leave {path} out of tp_plan"
             )
 
 
