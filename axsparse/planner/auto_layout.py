@@ -86,13 +86,17 @@ def chosen_layout(
     found = fewest_stages(run_request(model, machine, all_ranks, stages, budget.nbytes))
     if isinstance(found, Rejection):
         is_given = layout.memory_per_rank != "auto"
-        anyway = "raise layout.memory_per_rank" if is_given else "set layout.g_inter to try anyway"
+        way = "raise layout.memory_per_rank" if is_given else "set layout.g_inter to try anyway"
+        if budget.nbytes > budget.overhead:
+            way = (
+                "take more ranks, prune more, recompute activations "
+                f"(pipeline.checkpoint_activations), or {way}"
+            )
         raise ConfigError(
             f"{config.where('layout.g_inter')}: auto finds no number of stages of "
             f"{counted(ranks, 'rank')} that fits {format_bytes(budget.nbytes)} a rank, of which "
             f"the process itself takes {format_bytes(budget.overhead)}; with {found.g_inter}, "
-            f"{found.reason}; take more ranks, prune more, recompute activations "
-            f"(pipeline.checkpoint_activations), or {anyway}"
+            f"{found.reason}; {way}"
         )
     return found
 
@@ -181,12 +185,16 @@ def balanced(config: Config, grid: Grid, model: ProfiledModel, budget: MemoryBud
     found = split_layers(model, layout, budget.overhead, budget.nbytes)
     if not isinstance(found, Rejection):
         return [load.numbers for load in found]
+    way = "raise layout.memory_per_rank"
+    if budget.nbytes > budget.overhead:
+        stages = "take more stages (layout.g_inter), " * (grid.g_inter < model.most_stages)
+        way = (
+            f"{stages}{way}, prune more, or recompute activations (pipeline.checkpoint_activations)"
+        )
     raise ConfigError(
         f"{config.where('layout.memory_per_rank')}: no split of {model.most_stages} layers into "
         f"{grid.g_inter} stages fits {format_bytes(budget.nbytes)}, of which the process itself "
-        f"takes {format_bytes(budget.overhead)}; with the work balanced, {found.reason}; take more "
-        "stages (layout.g_inter), raise layout.memory_per_rank, prune more, or recompute "
-        "activations (pipeline.checkpoint_activations)"
+        f"takes {format_bytes(budget.overhead)}; with the work balanced, {found.reason}; {way}"
     )
 
 

@@ -557,9 +557,8 @@ class Trainer:
     def _reject_closed(self, what: str) -> None:
         if self._closed:
             why = f" since {self._failed} has ended it" if self._failed else ""
-            raise ConfigError(
-                f"{what}: the trainer is closed{why}; make another one, with resume='auto' to go on"
-            )
+            how = "" if self._saver is None else ", with resume='auto' to go on"
+            raise ConfigError(f"{what}: the trainer is closed{why}; make another one{how}")
 
     def _make_ready(self) -> bool:
         """Do the work before the coming step; False if none follows."""
