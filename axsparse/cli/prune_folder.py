@@ -262,7 +262,7 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
                     unfinished.write_text(json.dumps(asdict(found)), encoding="utf-8")
 
         together(transport, keep)
-    before = Facts(**together(transport, lambda: read_json(path)))
+    before = Facts(**together(transport, lambda: read_json(path, "remove it")))
     if order.distribution == "owl":
         order = order.with_layers(before.layers)
         asked = together(transport, order.configured)

@@ -111,16 +111,17 @@ def reject_other_sizes(path: Path, theirs: Mapping[str, Any], model: Family) -> 
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The settings in a file; DataError if it cannot be read or holds something else."""
+def read_json(path: Path, remedy: str = "get it anew") -> dict[str, Any]:
+    """The settings in a file; DataError, which suggests `remedy`, if it cannot be read or holds
+    something else."""
     try:
         settings: object = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as reason:
         raise DataError(
-            f"{path}: cannot be read as JSON ({type(reason).__name__}); get it anew, or remove it"
+            f"{path}: cannot be read as JSON ({type(reason).__name__}); {remedy}"
         ) from reason
     if not isinstance(settings, dict):
-        raise DataError(f"{path}: is {type(settings).__name__}, not settings; get it anew")
+        raise DataError(f"{path}: is {type(settings).__name__}, not settings; {remedy}")
     return settings
 
 

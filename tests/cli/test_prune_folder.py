@@ -36,7 +36,7 @@ from support.runs import VOCABULARY, job_alone
 
 from axsparse.cli import prune_folder
 from axsparse.cli.prune_folder import Facts, card, own_options
-from axsparse.cli.prune_order import PruneOrder
+from axsparse.cli.prune_order import FACTS, PRUNED, PruneOrder
 from axsparse.config.load import configure
 from axsparse.data.dataset import TokenDataset
 from axsparse.data.preparation import Request, prepare
@@ -381,6 +381,16 @@ def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OutputError, match=r"out\.run: is in use by"):
         prune_folder.prune_folder(job, order)
     assert job.reworded(f"hangs; {RESUME_AUTO} goes on") == "hangs; the same command goes on"
+
+
+def test_damaged_results_of_the_layers_are_to_be_removed(tmp_path: Path) -> None:
+    given = (tmp_path / "model", (Path("texts"),), (), tmp_path / "out", "prune_llama.yaml")
+    order = PruneOrder(*given, (), "train")
+    (order.work / PRUNED).mkdir(parents=True)
+    (order.work / FACTS).write_text("{", encoding="utf-8")
+
+    with pytest.raises(DataError, match=r"pruned\.json: cannot be read as JSON .*; remove it$"):
+        prune_folder._trained(job_alone(), order, configure(None))
 
 
 def test_what_came_to_the_place_meanwhile_stays(
