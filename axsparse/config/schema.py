@@ -400,7 +400,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
     """Optimizer; its recurrence is at the top of its file in `axsparse/samo/optim/`."""
-    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    learning_rate: Annotated[float, Field(gt=0.0, le=1e6)] = 1e-3
     """Peak learning rate, reached at the end of the warm-up."""
     betas: Annotated[tuple[Rate, Rate], FromList] = (0.9, 0.95)
     """adamw, lamb: decay of the running means of the gradient and of its square."""
