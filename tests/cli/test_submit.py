@@ -209,7 +209,7 @@ def test_a_path_of_any_bytes_is_handed_on(here: Path) -> None:
 
 CLUSTER = Path(__file__).with_name("cluster.sh").read_text(encoding="utf-8")
 """Commands of clusters, as their manuals have them: ranks end as the next line of a file says, and
-perhaps save a step. sbatch(1) and qsub(1B) take a path, bsub(1) stdin; scontrol(1) show hostnames;
+perhaps save a step, and `sleep` says its seconds before another try. sbatch(1) and qsub(1B) take a path, bsub(1) stdin; scontrol(1) show hostnames;
 srun(1) -w; blaunch(1) and pbs_tmrsh(8B) a host and a command; flux-hostlist(1), flux-run(1)."""
 
 
@@ -223,7 +223,7 @@ def job(
 ) -> str:
     """The output of a job's script whose ranks end so, and the code that it ends with."""
     (here / "next").write_text("".join(f"{end}\n" for end in ends))
-    for before, after in (("save_at=", f"save_at={save_at} was="), ("pause=30", "pause=0")):
+    for before, after in (("save_at=", f"save_at={save_at} was="), ("pause=30", "pause=1")):
         assert before in script
         script = script.replace(before, after, 1)
     (here / "job.sh").write_text(script)
@@ -259,38 +259,51 @@ def test_a_job_says_that_another_script_than_its_own_follows_it(
 
 
 @pytest.mark.parametrize(
-    ("ends", "save_at", "said"),
+    ("ends", "waits", "save_at", "said"),
     [
-        (["0"], 3600, "ranks end with 0\n0"),
-        *((["1 2", code], 3600, f"ranks end with {code}\n{code}") for code in ("65", "66", "78")),
-        (["137 2", "137 4", "0"], 3600, "ranks end with 0\n0"),
-        (["75 2"], 3600, "ranks end with 75\n75"),
+        (["0"], [], 3600, "ranks end with 0\n0"),
+        *(
+            (["1 2", code], [1], 3600, f"ranks end with {code}\n{code}")
+            for code in ("65", "66", "78")
+        ),
+        (["137 2", "137 4", "0"], [1, 1], 3600, "ranks end with 0\n0"),
+        (["1", "1", "1 2", "1", "0"], [2, 4, 1, 2], 3600, "ranks end with 0\n0"),
+        (["75 2"], [], 3600, "ranks end with 75\n75"),
         # The run passes over a damaged checkpoint of step 67.
-        (["137 67", *(f"137 {step}0" for step in range(1, 6)), "0"], 3600, "ranks end with 0\n0"),
+        (
+            ["137 67", *(f"1 {step}0" for step in range(1, 6)), "0"],
+            [1] * 6,
+            3600,
+            "ranks end with 0\n0",
+        ),
         # The checkpoints are those of another job, which uses the directory.
         (
             [f"74 {step}" for step in range(1, 6)],
+            [2, 4, 8, 16],
             3600,
             "ranks end with 74\naxsparse: error: failed 5 times without a new checkpoint\n74",
         ),
         (
             ["1"] * 5,
+            [2, 4, 8, 16],
             3600,
             "ranks end with 1\naxsparse: error: failed 5 times without a new checkpoint\n1",
         ),
-        ([], 0, "axsparse: error: no new checkpoint in this job, so none follows it\n70"),
+        ([], [], 0, "axsparse: error: no new checkpoint in this job, so none follows it\n70"),
     ],
     ids=str,
 )
 def test_a_job_goes_on_until_it_is_done_or_would_only_repeat_itself(
-    ends: list[str], save_at: int, said: str, here: Path, submit: Axsparse
+    ends: list[str], waits: list[int], save_at: int, said: str, here: Path, submit: Axsparse
 ) -> None:
     script = submit(*SLURM, "--run-dir", "r")[1]
 
     found = job(here, script, *ends, save_at=save_at)
 
-    *before, _ = ends or [""]
-    again = "".join(f"{AGAIN}ranks end with {end.split()[0]}\n" for end in before)
+    again = "".join(
+        f"{AGAIN}ranks end with {end.split()[0]}\n{'1' * wait}"
+        for end, wait in zip(ends, waits, strict=False)
+    )
     assert found == again + (AGAIN if ends else "") + said
 
 
