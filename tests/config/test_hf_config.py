@@ -62,12 +62,31 @@ def refusal(folder: Path, *overrides: str, kind: type[Exception] = ConfigError) 
     return str(told.value).replace(f"{folder}/", "")
 
 
-def test_settings_and_sizes_come_from_the_folder(folder: Any) -> None:
-    model = model_from(folder(LLAMA_2))
+LONG = {"max_position_embeddings": 10_485_760, "vocab_size": 202048}
+"""As Llama 4 Scout has it."""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "sizes"),
+    [
+        (LLAMA_2, (4096, 32000)),
+        ({"model_type": "llama4_text", **LONG}, (10_485_760, 202048)),
+        ({"model_type": "llama4", "text_config": LONG}, (10_485_760, 202048)),
+        ({"model_type": "gemma3n"}, (32768, 262400)),
+    ],
+    ids=str,
+)
+def test_settings_and_sizes_come_from_the_folder(
+    folder: Any, theirs: dict[str, Any], sizes: tuple[int, int]
+) -> None:
+    model = model_from(folder(theirs))
 
     assert isinstance(model, HfConfig)
-    assert model.hf == LLAMA_2
-    assert (model.sequence_length, model.vocab_size) == (4096, 32000)
+    assert model.hf == theirs
+    assert (model.sequence_length, model.vocab_size) == sizes
+
+
+def test_settings_that_are_written_inline_have_their_sizes() -> None:
     inline = configure(None, ["model.name=hf", "model.hf={model_type: qwen3, vocab_size: 9}"])
     assert isinstance(inline.model, HfConfig)
     assert inline.model.hf == {"model_type": "qwen3", "vocab_size": 9}

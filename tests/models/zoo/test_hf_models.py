@@ -401,6 +401,11 @@ def other_model(transformers: Any, kind: str, **settings: Any) -> Callable[[], o
             {},
             "this model cannot be cut into layers: what its forward computes before layers.0 is",
         ),
+        (
+            "gemma3n_text",
+            {"num_kv_shared_layers": 0},
+            "this model cannot be cut into layers: it has 3 lists of modules (model.layers, ",
+        ),
         # Its layers also get the embeddings, which no stage but the first one has.
         (
             "zamba2",
