@@ -57,19 +57,22 @@ from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.training.checkpoint.verification import steps_in
 from axsparse.training.export import export_folder
 
-FEW = (
-    *("--from", "model", "--data", "texts", "--validation", "held"),
-    *("--set", "precision=fp32", "--set", "batch.global_batch_size=4"),
+TEXTS = ("--data", "texts", "--validation", "held")
+SMALL = (
+    *("--from", "model", "--set", "precision=fp32", "--set", "batch.global_batch_size=4"),
     *("--set", "pruning.calibration_samples=8", "--set", "train.peak_flops=1e12"),
 )
+FEW = (*TEXTS, *SMALL)
 JUDGED = ("--set", "train.eval_steps=1")
 """One batch is evaluated, which are fewer samples than calibrate."""
 ALL = ("--set", "pruning.include=all", "--set", "pruning.exclude=[lm_head.weight]")
 
 
-def pruned(cwd: Path, out: str, *more: str, ranks: int = 1) -> dict[str, torch.Tensor]:
+def pruned(
+    cwd: Path, out: str, *more: str, ranks: int = 1, texts: tuple[str, ...] = TEXTS
+) -> dict[str, torch.Tensor]:
     """The weights of the folder that the command writes."""
-    words = ["-m", "axsparse", "prune", *FEW, "--out", out, *more]
+    words = ["-m", "axsparse", "prune", *texts, *SMALL, "--out", out, *more]
     done = run_alone(words, cwd=cwd) if ranks == 1 else run_mpirun(ranks, words, cwd=cwd)
     assert done.returncode == 0, done
     assert f"axsparse: wrote {out}" in done.stdout
@@ -98,6 +101,19 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out], cwd=tmp_path)
     assert again.returncode == EXIT_CONFIG
     assert f"--out: {out} is there already; move it away" in again.stderr
+
+
+def test_one_text_is_data_and_validation(transformers: Any, tmp_path: Path) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+    (tmp_path / "book.txt").write_text("b c d " * 700)
+
+    pruned(tmp_path, "out", "--heal", "none", *JUDGED, texts=("--data", "book.txt"))
+
+    found = read_sidecar(tmp_path / "out.run" / "tokens", "--out")
+    assert found.validation is not None
+    assert (found.train.documents, found.validation.documents) == (1, 1)
+    assert found.train.tokens + found.validation.tokens == 2101
 
 
 def steps_of(heal: str) -> tuple[str, ...]:

@@ -209,8 +209,9 @@ def test_a_path_of_any_bytes_is_handed_on(here: Path) -> None:
 
 CLUSTER = Path(__file__).with_name("cluster.sh").read_text(encoding="utf-8")
 """Commands of clusters, as their manuals have them: ranks end as the next line of a file says, and
-perhaps save a step, and `sleep` says its seconds before another try. sbatch(1) and qsub(1B) take a path, bsub(1) stdin; scontrol(1) show hostnames;
-srun(1) -w; blaunch(1) and pbs_tmrsh(8B) a host and a command; flux-hostlist(1), flux-run(1)."""
+perhaps save a step; `sleep` says its seconds before another try. sbatch(1) and qsub(1B) take a
+path, bsub(1) stdin; scontrol(1) show hostnames; srun(1) -w; blaunch(1) and pbs_tmrsh(8B) a host and
+a command; flux-hostlist(1), flux-run(1)."""
 
 
 def job(
@@ -320,7 +321,7 @@ def test_the_shell_options_of_a_setup_file_do_not_reach_the_loop(
     (here / "setup.sh").write_text("set -euo pipefail\n")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
 
-    assert job(here, script, "1 2", "0") == f"{AGAIN}ranks end with 1\n{AGAIN}ranks end with 0\n0"
+    assert job(here, script, "1 2", "0") == f"{AGAIN}ranks end with 1\n1{AGAIN}ranks end with 0\n0"
     (here / "setup.sh").write_text("false\n")
     said = "axsparse: error: the last command of --setup failed\n78"
     assert job(here, script, "0") == said

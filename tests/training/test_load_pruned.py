@@ -194,6 +194,30 @@ def test_generate_refuses_what_a_folder_has_damaged_and_runs_no_code_of_it(
     assert not mark.exists()
 
 
+def test_a_prompt_begins_with_the_token_that_its_tokenizer_adds(
+    tmp_path: Path, axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tokenizers import Tokenizer, processors
+
+    folder, given = tmp_path / "folder", list[list[int]]()
+    write_folder(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing("d $A", special_tokens=[("d", 3)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    generate = transformers.GenerationMixin.generate
+
+    def noted(model: Any, ids: torch.Tensor, **how: Any) -> Any:
+        given.extend(ids.tolist())
+        return generate(model, ids, **how)
+
+    monkeypatch.setattr(transformers.GenerationMixin, "generate", noted)
+    code, _, _ = axsparse("generate", folder, "--prompt", "b c", "--tokens", 1)
+
+    assert (code, given) == (0, [[3, 1, 2]])
+    judge = transformers.AutoTokenizer.from_pretrained(folder)
+    assert judge("b c")["input_ids"] == given[0]
+
+
 def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path / "folder")
     model = ax.load_pruned(tmp_path / "folder", fewest_zeros=None)

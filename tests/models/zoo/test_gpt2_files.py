@@ -238,7 +238,8 @@ def test_what_older_versions_saved_is_ignored() -> None:
     attention = "model.layers.0.self_attn"
     given = Given(f"{attention}.masked_bias", f"{attention}.bias", f"{attention}.q_proj.bias")
     given.shapes[f"{attention}.bias"] = (1, 1, 12, 12)
+    given.shapes[f"{attention}.rotary_emb.inv_freq"] = (4,)
 
-    assert [is_left_over(given.shapes, name) for name in given.shapes] == [True, True, False]
+    assert [is_left_over(given.shapes, name) for name in given.shapes] == [True, True, False, True]
     given.shapes[f"{attention}.bias"] = (12,)  # of a layer, and trained
     assert not is_left_over(given.shapes, f"{attention}.bias")
