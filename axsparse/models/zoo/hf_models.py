@@ -44,7 +44,7 @@ from axsparse.models.stand_ins import Modules, PartModule, are_alike, tied_names
 from axsparse.models.start_weights import WeightFile, is_left_over, open_weights, start_from
 from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.hf_forward import Forward, unfit
-from axsparse.runtime.errors import ConfigError, DataError, one_line
+from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, one_line
 
 PLANNED = {
     "colwise": TpStyle("colwise"),
@@ -351,6 +351,11 @@ def _nearest_model(model: Any, path: str) -> Any:
 def _made(kind: Any, settings: Any) -> Any:
     try:
         return on_meta(Layer("hf", partial(kind.from_config, settings)))
+    except ImportError as reason:  # of its encoder of pictures
+        raise MissingInputError(
+            f"model.hf: transformers lacks a library for this model ({one_line(reason)[:200]}); "
+            "install it"
+        ) from reason
     except Exception as reason:
         raise ConfigError(
             f"model.hf: transformers cannot make this model ({one_line(reason)[:200]}); correct "

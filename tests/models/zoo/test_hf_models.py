@@ -58,7 +58,7 @@ from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.hf_experts import mark_what_multiplies
 from axsparse.models.zoo.hf_models import Part, SplitModel
 from axsparse.models.zoo.model_registry import named_model
-from axsparse.runtime.errors import AxsparseError, ConfigError
+from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile
 
 LOSS_RTOL = 2e-6
@@ -448,6 +448,20 @@ def test_what_transformers_fails_on_is_one_line(
     assert refusal(other_model(transformers, "llama"), ConfigError).startswith(
         "model.hf: this model cannot be cut into layers: transformers fails on buffer model.rotary_"
         "emb.inv_freq (ZeroDivisionError: division by zero); choose"
+    )
+
+
+def test_a_library_that_transformers_lacks_is_to_be_installed(
+    transformers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object) -> None:
+        raise ImportError("TimmWrapperModel requires the timm library")
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", lacking)
+
+    assert refusal(other_model(transformers, "llama"), MissingInputError) == (
+        "model.hf: transformers lacks a library for this model (ImportError: TimmWrapperModel "
+        "requires the timm library); install it"
     )
 
 
