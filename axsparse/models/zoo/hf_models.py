@@ -63,6 +63,9 @@ ROW = 8
 """Features of experts that stay together: torch multiplies by stacks of matrices only where their
 rows are a multiple of 16 bytes long."""
 
+MOST_COMPUTED = 2**27
+"""Entries of a buffer that is in no file, at most: a mask of 11,000 tokens."""
+
 
 def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) -> Model:
     """The model of some settings of transformers.
@@ -310,6 +313,11 @@ def _with_buffers(model: Any) -> Any:
     is nearest says, such as an encoder of pictures."""
     lacking = [slot for slot in slots(model) if not slot.persists and slot.tensor.is_meta]
     for slot in lacking:
+        if slot.tensor.numel() > MOST_COMPUTED:
+            raise ConfigError(
+                f"model.hf: buffer {slot.name} has {slot.tensor.numel():,} entries, more than the "
+                f"{MOST_COMPUTED:,} that are computed; correct the model's sizes"
+            )
         empty = torch.empty(slot.tensor.shape, dtype=slot.tensor.dtype)
         slot.put(empty.fill_(_undefined(empty.dtype)))
     for path, owner in model.named_modules():
