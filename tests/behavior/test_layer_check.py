@@ -34,6 +34,7 @@ from support.runs import (
 from torch import Tensor, nn
 
 from axsparse.data.dataset import ArrayDataset, Dataset
+from axsparse.models import sequential
 from axsparse.models.layer import Layer, Model, Tie
 from axsparse.models.own_forward import from_module
 from axsparse.models.sequential import from_sequential
@@ -223,20 +224,61 @@ def test_what_the_user_set_on_a_module_stays_set(
     assert not torch.equal(weight, before * (weight != 0))
 
 
-@pytest.mark.parametrize("layout", [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), each_once([(1, 1), (2, 1), (1, 2)], [torch.float32, torch.float64])
+)
 def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
-    layout: tuple[int, int],
+    layout: tuple[int, int], dtype: torch.dtype
 ) -> None:
     torch.manual_seed(7)
     centred = Doing(lambda m, x: m.linear((x - 1000).to(m.linear.weight.dtype)))
     model = from_sequential([centred, linear(CLASSES)], summed_loss)
     near, far = vector_data(), vector_data()
-    far._inputs[0] += 1000
+    near._inputs[0] = near._inputs[0].to(dtype)
+    far._inputs[0] = far._inputs[0].to(dtype) + 1000
 
     judged(model, layout, near, precision="bf16")
     judged(model, layout, far)
     with pytest.raises(ConfigError, match=r"^layer 0: output 0 differs by .* not rounded to bf16"):
         judged(model, layout, far, precision="bf16")
+
+
+def test_samples_given_as_integers_reach_the_first_layer_bit_by_bit() -> None:
+    arrived: set[float] = set()
+
+    def read(m: Any, bits: Tensor) -> Tensor:
+        x = bits.view(torch.float32)
+        if not x.is_meta:
+            arrived.update(x.unique().tolist())
+        return m.linear((x - 1000).to(m.linear.weight.dtype))
+
+    data = vector_data()
+    data._inputs[0] = torch.full_like(data._inputs[0], 1000.5).view(torch.int32)
+
+    judged(from_sequential([Doing(read), linear(CLASSES)], summed_loss), data=data, precision="bf16")
+
+    assert arrived == {1000.5}
+
+
+@pytest.mark.parametrize("lost", ["hooks", "a number"])
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+def test_what_the_copy_of_a_module_lost_ends_the_run(
+    lost: str, layout: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = sequential.structure
+
+    def structure(module: nn.Module) -> nn.Module:
+        made: Any = usual(module)
+        if lost == "hooks" and hasattr(made, "weight"):
+            made.weight._backward_hooks = None
+        if isinstance(made, nn.LeakyReLU):
+            made.negative_slope = 0.5
+        return made
+
+    monkeypatch.setattr(sequential, "structure", structure)
+
+    with pytest.raises(ConfigError, match=r"^layer 1: .* differs from plain torch by"):
+        judged(given(hooked if lost == "hooks" else nn.LeakyReLU), layout)
 
 
 @pytest.mark.parametrize("broken", ["deferral", "sparse products", "recomputation"])
