@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -33,9 +32,11 @@ from axsparse.observe.watchdog.heartbeat import (
     RankView,
     error_line,
     process_state,
+    remove_abandoned,
     report,
     state_line,
     straggler,
+    temporary_folder,
 )
 from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
@@ -289,7 +290,9 @@ def open_watchdog(
         said = gather_values(transport, [socket.gethostname(), uuid.uuid4().hex])
         if len({host for host, _ in said}) > 1:
             return None
-        folder = Path(tempfile.gettempdir()) / f"axsparse-{said[0][1]}"
+        folder = temporary_folder(said[0][1])
+        if transport.rank == 0:
+            remove_abandoned()
     else:
         folder = run_dir / HEARTBEATS
     heartbeats = HeartbeatFolder(folder, coords.rank)
