@@ -7,12 +7,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import preparing
 from support.commands import Axsparse
 from support.mpirun import run_fresh
+from support.resuming import ran
+from support.runs import tiny_config
 
 import axsparse as ax
 from axsparse.__main__ import main
+from axsparse.cli import bundle
 from axsparse.cli.parser import COMMANDS, all_parsers
+from axsparse.data.preparation import Request
+from axsparse.data.sources import token_datasets
 
 HELP = """\
 usage: axsparse COMMAND ...
@@ -57,6 +63,25 @@ def test_every_command_has_help_that_costs_neither_torch_nor_mpi() -> None:
     assert (done := run_fresh("-c", code)).returncode == 0, done
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one step on prepared tokens."""
+    home = tmp_path_factory.mktemp("saved")
+    (home / "words.txt").write_text("words and words\n" * 99)
+    given = (home / "words.txt",)
+    preparing.run(Request(given, home / "tokens", train_bpe=260, validation_fraction=0.2))
+    config = tiny_config(
+        model={"vocab_size": 260},
+        data={"source": "tokens", "path": str(home / "tokens")},
+        train={"steps": 1},
+    )
+    ran((1, 1), config, home / "run", data=token_datasets(home / "tokens", 12)["train"])
+    return home / "run"
+
+
+SMALL = "--set model.num_layers=1 --set model.hidden_size=8 --set model.num_heads=2"
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -65,16 +90,33 @@ def test_every_command_has_help_that_costs_neither_torch_nor_mpi() -> None:
         "config show",
         "doctor",
         "data prepare IN/words.txt --validation-fraction 0 --out IN/tokens",
+        "plan --print-cluster summit",
+        f"plan --gpus 2 {SMALL}",
+        f"prune --dry-run {SMALL}",
+        "submit --slurm --ranks 2 --time 1:00:00 --config quickstart.yaml",
+        "bundle IN",
+        "report RUN",
+        "compare RUN RUN",
+        "export RUN --to torch --out IN/w.safetensors --force",
+        "evaluate RUN",
+        "generate RUN --prompt words --tokens 1",
         *(f"{words} --help" for words in all_parsers()),
     ],
 )
 def test_output_that_cannot_be_written_ends_in_one_line_and_74(
-    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    line: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    if "RUN" in line:
+        line = line.replace("RUN", str(request.getfixturevalue("saved")))
     (tmp_path / "words.txt").write_text("words\n" * 99)
     full = "(No space left on device); free space where it goes, or send it elsewhere"
     for place, why in (("/dev/full", full), (None, "(it is closed); open it")):
         with Path(place or "/dev/null").open("w") as stream:
+            monkeypatch.setattr(bundle, "_pip", lambda *_: None)
             monkeypatch.setattr(sys, "stdout", stream if place else None)
             with pytest.raises(SystemExit) as end:
                 main(line.replace("IN", str(tmp_path)).split())
