@@ -172,7 +172,7 @@ from os import _exit
 import axsparse as ax
 from support.runs import mlp, tiny_config, vector_data
 
-where, who, code = sys.argv[1:]
+ranks, where, who, code = int(sys.argv[1]), *sys.argv[2:]
 
 def act():
     if who == "all" or trainer.rank == int(who):
@@ -188,7 +188,7 @@ config = tiny_config(train={"steps": 6, "eval_steps": 1})
 place = {"run_dir": "run"} if who == "all" else {"quiet": True}
 if where == "exit":
     atexit.register(act)
-trainer = ax.Trainer(mlp(), data, config, g_inter=2, **place)
+trainer = ax.Trainer(mlp(), data, config, g_inter=ranks, **place)
 if where == "before":
     act()
 if where == "loop":
@@ -329,13 +329,22 @@ WAYS_OUT = [
     ("callback", "all", "trainer.evaluate(); trainer.save(); trainer.model()", FINE),
     ("before", "all", OF_A_MODULE, left(0, "sys.exit(0)")),
 ]
+OF_ONE_RANK = [
+    ("callback", "0", f"os.{way}", left(0, f"os.{way}")) for way in ("_exit(0)", "abort()")
+]
 
 
-@pytest.mark.parametrize(("where", "who", "code", "end"), by_default(WAYS_OUT[::6], WAYS_OUT))
+@pytest.mark.parametrize(
+    ("ranks", "where", "who", "code", "end"),
+    by_default(
+        [(2, *row) for row in WAYS_OUT[::6]] + [(1, *OF_ONE_RANK[0])],
+        [(2, *row) for row in WAYS_OUT] + [(1, *row) for row in OF_ONE_RANK],
+    ),
+)
 def test_what_is_over_is_over_and_every_way_out_is_clean(
-    where: str, who: str, code: str, end: tuple[int, str], tmp_path: Path
+    ranks: int, where: str, who: str, code: str, end: tuple[int, str], tmp_path: Path
 ) -> None:
-    job = run_mpirun(2, ["-c", ENDS, where, who, code], cwd=tmp_path, timeout=100)
+    job = run_mpirun(ranks, ["-c", ENDS, str(ranks), where, who, code], cwd=tmp_path, timeout=100)
 
     returncode, line = end
     assert job.returncode == returncode, str(job)

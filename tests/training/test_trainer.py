@@ -25,6 +25,7 @@ from support.runs import (
     tiny_config,
     tiny_gpt,
     token_data,
+    train_in_process,
     vector_data,
 )
 
@@ -299,6 +300,23 @@ def test_a_run_of_one_rank_may_rest_between_two_calls_for_as_long_as_it_likes(
     trainer.train(lambda *_: watching.append(is_watched()))
 
     assert watching == [True, True]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_train_goes_on_after_steps_by_hand_past_the_pruning_step(ranks: int) -> None:
+    config = tiny_config(pruning={"at_step": 2}, train={"steps": 5})
+    by_hand: dict[int, list[float]] = {}
+
+    def step(trainer: Trainer) -> None:
+        by_hand[trainer.rank] = [trainer.step().loss for _ in range(3)]
+
+    expected = train_in_process(ranks, 1, mlp(), config, vector_data())
+    found = train_in_process(ranks, 1, mlp(), config, vector_data(), before=step)
+
+    for (trainer, ours), (_, theirs) in zip(found, expected, strict=True):
+        assert by_hand[trainer.rank] + ours.losses == theirs.losses
+        assert all(torch.equal(ours.weights[name], one) for name, one in theirs.weights.items())
+        assert any(not one.all() for one in theirs.weights.values())
 
 
 def test_a_predicted_peak_has_the_memory_of_expansions_once(
