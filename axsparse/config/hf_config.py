@@ -16,6 +16,7 @@ from axsparse.config.messages import Setting, shorten, show
 from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.config.section import flat
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
+from axsparse.runtime.files.paths import expanded
 
 CONFIG_FILE = "config.json"
 BUNDLED = "prune_llama.yaml"
@@ -50,7 +51,10 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
             f"model.weights ({weights.origin}): {show(weights.value)}, but {FROM} "
             f"{show(named.value)} has weights as well; leave one of them out"
         )
-    path = Path(named.value) / CONFIG_FILE
+    try:
+        path = Path(expanded(named.value)) / CONFIG_FILE
+    except ConfigError:
+        return settings  # pydantic refuses other values
     adapter = path.with_name("adapter_config.json")
     if adapter.is_file():
         raise ConfigError(

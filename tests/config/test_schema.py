@@ -190,12 +190,16 @@ def test_paths_have_the_users_home_and_variables_in_their_place(
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setenv("SCRATCH", "/scratch")
 
-    config = configure(
-        None, ["run_dir=~/runs", "data.source=tokens", "data.blend=[$SCRATCH/a=1, '${HOME}b=2']"]
-    )
+    blended = ["data.source=tokens", "data.blend=[$SCRATCH/a=1, '${HOME}b=2']"]
+    single = [
+        *("run_dir", "data.path", "data.validation", "layout.cluster", "model.weights"),
+        *("pruning.mask", "train.teacher"),
+    ]
 
-    assert config.run_dir == "/home/me/runs"
-    assert config.data.blend == ("/scratch/a=1", "/home/meb=2")
+    assert configure(None, blended).data.blend == ("/scratch/a=1", "/home/meb=2")
+    for written, path in (("~/a", "/home/me/a"), ("$SCRATCH/a", "/scratch/a")):
+        config = configure(None, [blended[0], *(f"{key}={written}" for key in single)])
+        assert {config.by_key()[key] for key in single} == {path}
 
 
 def test_absolute_paths_name_the_model_and_the_tokens_of_an_export(

@@ -9,16 +9,25 @@ from typing import Any
 
 import pytest
 from support.commands import Axsparse
-from support.runs import mlp, vector_data
+from support.hf import write_llama
+from support.preparing import write_tokens
+from support.runs import mlp, tiny_config, tiny_gpt, vector_data
 
 import axsparse as ax
 from axsparse.models.start_weights import open_weights
+from axsparse.planner.cluster import cluster_text
 from axsparse.pruning.mask_file import open_masks
 
 
 def trainer(**settings: Any) -> ax.Trainer:
     settings = {"global_batch_size": 6, "microbatch_size": 3, "steps": 1, **settings}
     return ax.Trainer(mlp(), vector_data(), **settings)
+
+
+def of_folder(folder: str, data: Any = None) -> ax.Trainer:
+    given = vector_data() if data is None else data
+    small = {"global_batch_size": 1, "microbatch_size": 1, "steps": 1}
+    return ax.Trainer(ax.hf(folder), given, quiet=True, **small)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +56,11 @@ USES: dict[str, Callable[[], object]] = {
     "mask": lambda: trainer(quiet=True).save_mask("~/made/mask.safetensors"),
     "config": lambda: ax.configure("~/run/config.yaml"),
     "resume": lambda: trainer(resume="~/run").close(),
+    "load_pruned": lambda: ax.load_pruned("$HOME/model", fewest_zeros=None),
+    "save_hf": lambda: of_folder("~/model").save_hf("~/made/model"),
+    "cluster": lambda: ax.plan_for(tiny_gpt(tiny_config()), "~/laptop.yaml", 2),
+    "model": lambda: ax.configure(None, ["model.from=$HOME/model"]),
+    "tokens": lambda: of_folder("~/model", ax.tokens("$HOME/tokens", validation="~/tokens")),
 }
 
 
@@ -55,15 +69,44 @@ def test_a_program_names_paths_as_in_a_shell(use: str, home: Path) -> None:
     (home / "made").mkdir()
     if use in ("weights", "masks"):
         trainer(quiet=True).save_mask(home / "run" / "mask.safetensors")
+    if use in ("load_pruned", "save_hf", "model", "tokens"):
+        write_llama(home / "model")
+        write_tokens(home / "tokens", 99, vocab=32)
+    (home / "laptop.yaml").write_text(cluster_text("laptop"))
 
     USES[use]()
 
-    assert len([*(home / "made").iterdir()]) == (use in ("export", "mask"))
+    assert len([*(home / "made").iterdir()]) == (use in ("export", "mask", "save_hf"))
     assert not [*Path().iterdir()]
 
 
-def test_an_option_of_a_command_names_paths_as_in_a_shell(axsparse: Axsparse, home: Path) -> None:
-    done = axsparse("export", "~/run", "--to", "torch", "--out=~/w.safetensors")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "export ~/run --to torch --out=~/made/w.safetensors",
+        "report $HOME/run --out=$HOME/made/page.html",
+        "compare ~/run ${HOME}/run",
+        "data prepare ~/text.txt --validation ~/more.txt --train-bpe 260 --out ~/made/tokens",
+        "plan --config ~/c.yaml --cluster ~/laptop.yaml --gpus 1",
+        "plan ~/c.yaml --gpus 1",
+        "prune --dry-run --config ~/c.yaml",
+        "prune --dry-run --from ~/model --sparsity 0.5",
+        "config show --config ~/c.yaml --set data.path=~/x --set data.source=tokens",
+        "submit --slurm --ranks 2 --time 1:00:00 --config ~/c.yaml --setup ~/text.txt",
+    ],
+)
+def test_options_of_commands_name_paths_as_in_a_shell(
+    line: str, axsparse: Axsparse, home: Path
+) -> None:
+    (home / "made").mkdir()
+    for name in ("text.txt", "more.txt"):
+        (home / name).write_text(f"{name} and words\n" * 99)
+    (home / "laptop.yaml").write_text(cluster_text("laptop"))
+    write_llama(home / "model")
+    (home / "c.yaml").write_text("model: {num_layers: 1, hidden_size: 8, num_heads: 2}\n")
+
+    done = axsparse(*line.split())
 
     assert done[0] == 0, done
-    assert (home / "w.safetensors").is_file() and not [*Path().iterdir()]
+    assert len([*(home / "made").iterdir()]) == ("made" in line)
+    assert not [*Path().iterdir()]
