@@ -255,7 +255,9 @@ def test_samples_given_as_integers_reach_the_first_layer_bit_by_bit() -> None:
     data = vector_data()
     data._inputs[0] = torch.full_like(data._inputs[0], 1000.5).view(torch.int32)
 
-    judged(from_sequential([Doing(read), linear(CLASSES)], summed_loss), data=data, precision="bf16")
+    judged(
+        from_sequential([Doing(read), linear(CLASSES)], summed_loss), data=data, precision="bf16"
+    )
 
     assert arrived == {1000.5}
 

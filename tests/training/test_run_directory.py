@@ -107,14 +107,19 @@ def test_rank_0_makes_the_directory_and_all_ranks_know_it(
     assert makers == ["quick"]
 
 
-def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints(tmp_path: Path) -> None:
+def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints_next_to_other_files(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "notes.txt").write_text("of the user")
     found = opened(loaded(tmp_path / "new"), None)
 
     found.begin(tiny_config())
 
     assert sorted(path.name for path in found.path.iterdir()) == [
-        *("checkpoints", "config.yaml", "metrics.jsonl", "run.json", "run.lock")
+        *("checkpoints", "config.yaml", "metrics.jsonl", "notes.txt", "run.json", "run.lock")
     ]
+    assert (found.path / "notes.txt").read_text() == "of the user"
     assert f"run_dir: {tmp_path / 'new'}" in (found.path / "config.yaml").read_text()
     (found.path / "checkpoints").rmdir()
     (found.path / "checkpoints").write_text("in the way")
