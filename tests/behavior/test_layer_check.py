@@ -246,7 +246,7 @@ def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
 def test_samples_given_as_integers_reach_the_first_layer_bit_by_bit() -> None:
     arrived: set[float] = set()
 
-    def read(m: Any, bits: Tensor) -> Tensor:
+    def read(m: Any, bits: Tensor) -> Any:
         x = bits.view(torch.float32)
         if not x.is_meta:
             arrived.update(x.unique().tolist())
@@ -269,7 +269,7 @@ def test_what_the_copy_of_a_module_lost_ends_the_run(
 ) -> None:
     usual = sequential.structure
 
-    def structure(module: nn.Module) -> nn.Module:
+    def structure(module: nn.Module) -> Any:
         made: Any = usual(module)
         if lost == "hooks" and hasattr(made, "weight"):
             made.weight._backward_hooks = None

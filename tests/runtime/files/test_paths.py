@@ -26,8 +26,7 @@ def trainer(**settings: Any) -> ax.Trainer:
 
 def of_folder(folder: str, data: Any = None) -> ax.Trainer:
     given = vector_data() if data is None else data
-    small = {"global_batch_size": 1, "microbatch_size": 1, "steps": 1}
-    return ax.Trainer(ax.hf(folder), given, quiet=True, **small)
+    return ax.Trainer(ax.hf(folder), given, quiet=True, global_batch_size=1, microbatch_size=1)
 
 
 @pytest.fixture(scope="module")
