@@ -30,13 +30,18 @@ class Rule:
     """How often a training sees the training data: up to four passes over a text are worth nearly
     as much as new text (Muennighoff et al. 2023, arXiv 2305.16264)."""
     distribution: Distribution = "uniform"
+    rate: float = 0.2
+    """Learning rate times hidden size: 5e-5 at 4,096, and inversely to the width, as steps of Adam
+    have to be (Yang et al. 2022, arXiv 2203.03466)."""
+    teacher_share: float = 1.0
+    """The share of a teacher in the loss, `train.distillation_weight`."""
 
 
 RULES = (
     Rule(0.55, "blocks", 1),
     Rule(0.65, "train", 2),
     Rule(0.85, "train", 4),
-    Rule(1.0, "train", 4, "owl"),
+    Rule(1.0, "train", 4, "owl", rate=0.576, teacher_share=0.5),
 )
 """By the figures of decision 49 and of docs/howto/llama.md."""
 WANDA_UP_TO = 0.65
@@ -45,9 +50,8 @@ MOST_TOKENS = 67_000_000
 """The tokens of a training, at most: ELSA's for 90 % of a Llama of 7B (2025)."""
 LEAST_STEPS, LEAST_BATCH, MOST_BATCH = 400, 8, 128
 """Steps that a training has if its batches can be so small, and its sequences of a step."""
-RATE_BY_WIDTH, MOST_RATE = 0.2, 1e-3
-"""Learning rate times hidden size, and the largest rate: 5e-5 at 4,096, and inversely to the width,
-as steps of Adam have to be (Yang et al. 2022, arXiv 2203.03466)."""
+MOST_RATE = 1e-3
+"""The largest learning rate."""
 WARM_UP = 20
 """One step in this number warms up."""
 RISES = 16
@@ -55,15 +59,17 @@ RISES = 16
 MODEL = "SmolLM2 135M"
 MEASURED: Mapping[str, Mapping[float, float]] = {
     "blocks": {0.5: 1.24, 0.6: 1.53, 0.7: 2.07, 0.8: 3.64, 0.9: 9.05},
-    "train": {0.7: 1.61, 0.8: 2.31, 0.9: 4.48},
+    "train": {0.7: 1.61, 0.8: 2.31},
+    "mixed": {0.9: 2.89},
     "gradual": {0.8: 41.7},
 }
 """Perplexity over the dense model's of English text, by healing (a training whose masks rise is
-"gradual") and sparsity, for `MODEL`:
+"gradual", one by texts and a teacher alike "mixed") and sparsity, for `MODEL`:
 benchmarks/results/smollm2_healed.md, smollm2_recovered.md."""
 RECIPES = {
     "blocks": "blocks alone",
     "train": "SparseGPT, blocks, and 393,000 tokens with a teacher",
+    "mixed": "SparseGPT, blocks, and 1.57M tokens, by a teacher and the texts alike",
     "gradual": "blocks at 50 %, and 393,000 tokens with a teacher",
 }
 """The healing of `MEASURED`, for a user whose training is shorter or has no teacher."""
@@ -135,7 +141,8 @@ def reject_full_model(config: Config) -> None:
 def training_settings(config: Config, length: int, tokens: int) -> Iterator[str]:
     """The settings, which nobody has given, of a training on `tokens` tokens in samples of
     `length` tokens."""
-    total = min(rule_of(final_sparsity(config.pruning)).passes * tokens, MOST_TOKENS)
+    rule = rule_of(final_sparsity(config.pruning))
+    total = min(rule.passes * tokens, MOST_TOKENS)
     batch = config.batch.global_batch_size
     if _is_free(config, "batch.global_batch_size"):
         batch = MOST_BATCH
@@ -148,7 +155,9 @@ def training_settings(config: Config, length: int, tokens: int) -> Iterator[str]
         yield f"train.steps={steps}"
     width = _width(config)
     if _is_free(config, "optimizer.learning_rate") and width is not None:
-        yield f"optimizer.learning_rate={min(RATE_BY_WIDTH / width, MOST_RATE):.2g}"
+        yield f"optimizer.learning_rate={min(rule.rate / width, MOST_RATE):.2g}"
+    if _is_free(config, "train.distillation_weight") and config.train.teacher is not None:
+        yield f"train.distillation_weight={rule.teacher_share}"
     for key, value in (
         ("schedule.warmup_steps", steps // WARM_UP),
         ("train.eval_every", max(1, steps // 4)),
@@ -249,6 +258,8 @@ def plan_lines(order: PruneOrder, config: Config, work: Work | None) -> Iterator
         line += f"; about {format_seconds(seconds)} on this machine"
     yield line
     healing = "gradual" if rises else order.heal or "none"
+    if healing == "train" and rule_of(sparsity).teacher_share < 1:
+        healing = "mixed"
     measured = MEASURED.get(healing, {})
     nearest = min(measured, key=lambda at: abs(at - sparsity), default=None)
     if nearest is not None and math.isclose(nearest, sparsity, abs_tol=0.05):

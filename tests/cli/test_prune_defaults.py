@@ -13,6 +13,7 @@ from support.hf import write_llama
 from axsparse.cli import prune
 from axsparse.cli.parser import reject_early
 from axsparse.cli.prune_defaults import (
+    RECIPES,
     RULES,
     Work,
     chosen,
@@ -146,6 +147,16 @@ def test_a_training_is_as_long_as_its_texts_and_as_fast_as_its_width(order: Prun
     wide = config.model.model_copy(update={"hf": {"text_config": {"hidden_size": 4096}}})
     wide_settings = training_settings(config.model_copy(update={"model": wide}), 1024, 10**6)
     assert "optimizer.learning_rate=4.9e-05" in wide_settings
+    sparser = config.pruning.model_copy(update={"sparsity": 0.9})
+    mixed = config.model_copy(
+        update={
+            "model": wide,
+            "pruning": sparser,
+            "train": config.train.model_copy(update={"teacher": "model"}),
+        }
+    )
+    found = list(training_settings(mixed, 1024, 10**6))
+    assert {"optimizer.learning_rate=0.00014", "train.distillation_weight=0.5"} <= {*found}
     given = with_settings(order, "train.steps=7", "batch.global_batch_size=2").configured()
     assert not [s for s in training_settings(given, 64, 9) if s.startswith(("batch", "train.st"))]
 
@@ -196,6 +207,10 @@ def test_it_says_what_it_does_how_long_and_how_good_it_was_elsewhere(order: Prun
     assert second == had(2.31, 80, "SparseGPT, blocks, and 393,000 tokens with a teacher")
     _, second = plan_lines(order, order.configured("pruning.sparsity=0.9"), None)
     assert second.startswith("not measured yet at 90 %; SmolLM2 135M had 1.24 at 50 %, 1.53 at 60")
+    _, second = plan_lines(
+        replace(order, schedule="once"), order.configured("pruning.sparsity=0.9"), None
+    )
+    assert second == had(2.89, 90, RECIPES["mixed"])
     assert "taught" not in next(plan_lines(order, order.configured("train.teacher=null"), None))
     blocks = replace(order, heal="blocks", schedule="once")
     first, second = plan_lines(blocks, order.configured("pruning.sparsity=0.7"), None)
