@@ -10,8 +10,8 @@ import contextlib
 import json
 import os
 import re
-import socket
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ _CLAIM = "hang"
 _FILE = re.compile(rf"rank-\d+\.json|{_CLAIM}")
 _TEMPORARY = "axsparse-"
 _TEMPORARY_FOLDER = re.compile(rf"{_TEMPORARY}[0-9a-f]{{32}}")
+_ABANDONED_SECONDS = 3600.0
+"""A run writes its heartbeats much more often, and makes a folder again that is missing."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,11 @@ class HeartbeatFolder:
 
     def read(self, rank: int) -> Heartbeat | None:
         """The last heartbeat of a rank; None if it has left, or is just writing."""
-        return _read(self._path(rank))
+        try:
+            values = json.loads(self._path(rank).read_bytes().partition(b"\n")[0])
+            return Heartbeat(**{**values, "awaited": tuple(values["awaited"])})
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
 
     def stacks_of(self, rank: int) -> str:
         """The stacks of a rank that makes no progress; empty if it has left none."""
@@ -130,37 +136,17 @@ def temporary_folder(unique: str) -> Path:
 
 
 def remove_abandoned() -> None:
-    """Remove the temporary folders of runs on this host that were killed, or left without an
-    end."""
+    """Remove the temporary folders of runs that were killed, or left without an end."""
     with contextlib.suppress(OSError):
         for folder in Path(tempfile.gettempdir()).iterdir():
             if not _TEMPORARY_FOLDER.fullmatch(folder.name) or folder.is_symlink():
                 continue
             with contextlib.suppress(OSError):  # of another user, or removed meanwhile
-                if _is_abandoned(folder):
+                newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+                if time.time() - newest > _ABANDONED_SECONDS:
                     delete_own(folder, _FILE)
 
 
-def _is_abandoned(folder: Path) -> bool:
-    """Whether all heartbeats in a folder are of processes that are gone from this host."""
-    beats = [_read(path) for path in own_files(folder, _FILE) if path.name != _CLAIM]
-    return bool(beats) and all(
-        beat is not None
-        and beat.host == socket.gethostname()
-        and process_state(beat.process) == GONE
-        for beat in beats
-    )
-
-
-def _read(path: Path) -> Heartbeat | None:
-    try:
-        values = json.loads(path.read_bytes().partition(b"\n")[0])
-        return Heartbeat(**{**values, "awaited": tuple(values["awaited"])})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-GONE = "its process is gone"
 SILENT = "its Python does not run"
 
 
@@ -259,7 +245,7 @@ def process_state(process: int) -> str:
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
-        return GONE if Path("/proc/self/stat").exists() else ""
+        return "its process is gone" if Path("/proc/self/stat").exists() else ""
     return {
         "T": "its process is stopped by a signal",
         "t": "its process is stopped by a debugger",
