@@ -10,13 +10,11 @@ import contextlib
 import json
 import os
 import re
-import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from axsparse.runtime.files.run_folder import RESUME_AUTO, delete_own, own_files
+from axsparse.runtime.files.run_folder import RESUME_AUTO, own_files
 from axsparse.runtime.grid import RankCoords
 
 HEARTBEATS = "heartbeat"
@@ -26,10 +24,6 @@ RECORD_BYTES = 1024
 stacks of a rank that makes no progress follow its record, in separate lines."""
 _CLAIM = "hang"
 _FILE = re.compile(rf"rank-\d+\.json|{_CLAIM}")
-_TEMPORARY = "axsparse-"
-_TEMPORARY_FOLDER = re.compile(rf"{_TEMPORARY}[0-9a-f]{{32}}")
-_ABANDONED_SECONDS = 3600.0
-"""A run writes its heartbeats much more often, and makes a folder again that is missing."""
 
 
 @dataclass(frozen=True)
@@ -128,23 +122,6 @@ class HeartbeatFolder:
 
     def _path(self, rank: int) -> Path:
         return self.folder / f"rank-{rank}.json"
-
-
-def temporary_folder(unique: str) -> Path:
-    """The folder of the heartbeats of a run without a directory; `unique` is a `uuid4().hex`."""
-    return Path(tempfile.gettempdir()) / f"{_TEMPORARY}{unique}"
-
-
-def remove_abandoned() -> None:
-    """Remove the temporary folders of runs that were killed, or left without an end."""
-    with contextlib.suppress(OSError):
-        for folder in Path(tempfile.gettempdir()).iterdir():
-            if not _TEMPORARY_FOLDER.fullmatch(folder.name) or folder.is_symlink():
-                continue
-            with contextlib.suppress(OSError):  # of another user, or removed meanwhile
-                newest = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-                if time.time() - newest > _ABANDONED_SECONDS:
-                    delete_own(folder, _FILE)
 
 
 SILENT = "its Python does not run"

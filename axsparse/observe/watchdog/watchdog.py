@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -32,11 +33,9 @@ from axsparse.observe.watchdog.heartbeat import (
     RankView,
     error_line,
     process_state,
-    remove_abandoned,
     report,
     state_line,
     straggler,
-    temporary_folder,
 )
 from axsparse.runtime.communication import Backoff, Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, writing
@@ -290,9 +289,7 @@ def open_watchdog(
         said = gather_values(transport, [socket.gethostname(), uuid.uuid4().hex])
         if len({host for host, _ in said}) > 1:
             return None
-        folder = temporary_folder(said[0][1])
-        if transport.rank == 0:
-            remove_abandoned()
+        folder = Path(tempfile.gettempdir()) / f"axsparse-{said[0][1]}"
     else:
         folder = run_dir / HEARTBEATS
     heartbeats = HeartbeatFolder(folder, coords.rank)

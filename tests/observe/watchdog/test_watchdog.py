@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 import threading
 from pathlib import Path
 
@@ -326,31 +324,6 @@ def test_of_the_folder_nothing_is_deleted_but_what_watchdogs_wrote(tmp_path: Pat
     HeartbeatFolder(folder, 0).clear()
 
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
-
-
-def test_a_run_without_a_directory_removes_what_killed_ones_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    unique = "0123456789abcdef" * 2
-    killed, noted, running = (tmp_path / f"axsparse-{n}{unique[1:]}" for n in range(3))
-    linked, other = tmp_path / f"axsparse-3{unique[1:]}", tmp_path / "axsparse-other"
-    for folder in (killed, noted, running, other):
-        folder.mkdir()
-        (folder / "rank-0.json").touch()
-        (folder / "hang").touch()
-    linked.symlink_to(other)
-    (noted / "notes.txt").touch()
-    for path in (*tmp_path.rglob("*"), tmp_path):
-        if path != running / "rank-0.json":
-            os.utime(path, (0, 0))
-
-    config = tiny_config(train={"steps": 1})
-    build(job_alone(), tiny_gpt(config), lambda: Datasets(token_data()), config, quiet=True).train()
-
-    assert {*tmp_path.glob("axsparse-*")} == {noted, running, linked, other}
-    assert [*noted.iterdir()] == [noted / "notes.txt"]
-    assert len([*running.iterdir()]) == len([*other.iterdir()]) == 2
 
 
 # -- what a rank is doing -------------------------------------------------------------------
