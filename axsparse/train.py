@@ -47,7 +47,8 @@ with 75; a second one ends at once.
 
 exit codes:
   0 done   65 data or checkpoint does not fit   66 input missing   70 a rank failed
-  74 output cannot be written   75 saved, to be resumed   78 configuration cannot be run
+  73 another run has the directory   74 output cannot be written   75 saved, to be resumed
+  78 configuration cannot be run
 """
 
 

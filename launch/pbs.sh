@@ -29,7 +29,7 @@ start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-t
 # start() { exec mpiexec --hosts "${1//:$per_node/}" -n "$2" --ppn "$per_node" --depth @cpus@ "${@:3}"; } # PALS of Cray
 tell() { kill -USR1 "$pid" 2>/dev/null; }
 submit() { qsub "$script"; }
-saved() { ls -- "$run_dir/checkpoints" 2>/dev/null | grep -x 'step-[0-9]*' | sort; }
+saved() { stat -c '%n %y' -- "$run_dir"/checkpoints/step-*[0-9]/manifest.json 2>/dev/null | sort; }
 trap 'save_at=0' USR1 # somebody tells that the time is nearly over
 failures=0 progress=''
 while [ "$SECONDS" -lt "$save_at" ]; do
@@ -51,7 +51,7 @@ while [ "$SECONDS" -lt "$save_at" ]; do
     wait "$pid"; code=$?
   fi
   case "$code" in 0 | 65 | 66 | 78 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
-  failures=$((failures + 1)); [ "$code" -eq 74 ] || ! comm -13 <(echo "$before") <(saved) | grep -q . || failures=0 progress=1 # 74: another run may have saved
+  failures=$((failures + 1)); [ "$code" -eq 73 ] || ! comm -13 <(echo "$before") <(saved) | grep -q . || failures=0 progress=1 # 73: another job has the directory
   [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2; exit "$code"; }
   for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
 done

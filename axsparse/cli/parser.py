@@ -93,7 +93,8 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         shown = "".join(letter if letter.isprintable() else " " for letter in message)
-        reject(shown if "; " in shown else f"{shown}; see --help")
+        is_argparse = re.search("^unrecognized |: invalid choice: ", shown) or "; " not in shown
+        reject(f"{shown}; see --help" if is_argparse else shown)
 
     def print_help(self, file: Any = None) -> None:
         del file  # argparse names none

@@ -171,8 +171,7 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
             "note: with checkpoint.every 0, checkpoint.keep_every keeps checkpoints of signals, "
             "checkpoint.keep_best and Trainer.save alone"
         )
-    free = config.origins.get("model.dropout", "configure") == "configure"
-    if free and (dropped := unused_dropout(config.model)):
+    if "model.dropout" not in config.origins and (dropped := unused_dropout(config.model)):
         yield (
             f"note: {config.where('model.from')} has {dropped}, without which this model trains; "
             "set model.dropout, or model.name to hf"

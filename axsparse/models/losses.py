@@ -39,8 +39,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     More logits than one chunk has are computed by chunks of words, and again in the backward.
     Each row of the weight's gradient is one product over all tokens, never a sum of rounded
     parts. Raises torch's own error for a target that is not a word, on a GPU in a later call.
+    Hidden states of another type, as Mamba's residuals in fp32, are rounded to the weight's.
     """
-    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)
     if flat.shape[0] * weight.shape[0] <= most_logits(hidden.device):
         return summed_cross_entropy(F.linear(flat, weight), targets)
     in_chunks: Callable[..., Tensor] = _ChunkedLoss.apply
@@ -72,7 +73,7 @@ def _is_on_host(hidden: Tensor) -> bool:
 
 
 def _unchunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return summed_cross_entropy(F.linear(hidden, weight), targets)
+    return summed_cross_entropy(F.linear(hidden.to(weight.dtype), weight), targets)
 
 
 def logits_at_a_time(tokens: int, words: int) -> int:
@@ -109,7 +110,10 @@ def distillation(
     no gradient.
     """
     flat = [
-        (first.reshape(-1, first.shape[-1]), *(weights or (None,)))
+        (
+            first.reshape(-1, first.shape[-1]).to((weights or [first])[0].dtype),
+            *(weights or (None,)),
+        )
         for first, *weights in (outputs, taught)
     ]
     in_chunks: Callable[..., Tensor] = _ChunkedLoss.apply

@@ -23,6 +23,7 @@ from typing import Any, SupportsFloat, SupportsInt, TypeVar
 EXIT_DATA = 65
 EXIT_MISSING = 66
 EXIT_INTERNAL = 70
+EXIT_IN_USE = 73
 EXIT_OUTPUT = 74
 EXIT_SAVED = 75
 EXIT_CONFIG = 78
@@ -63,6 +64,12 @@ class OutputError(AxsparseError):
     """A file or folder that cannot be written."""
 
     exit_code = EXIT_OUTPUT
+
+
+class InUseError(OutputError):
+    """A directory that holds another run, or that another process holds."""
+
+    exit_code = EXIT_IN_USE
 
 
 class TrainingError(AxsparseError):

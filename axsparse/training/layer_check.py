@@ -89,6 +89,10 @@ TYPE_NAME = re.compile(
     r"|\b(b?float\d*|double|bool|u?int\d*)\b"
 )
 """The name of a type of tensor in an error of torch."""
+INTEGERS = re.compile(
+    r"got (Byte|Char|Short|Int|Long|Bool) and |Input type \((?!float|double|c10)[\w ]+\) and bias"
+)
+"""The types of integers where a product takes the weights' type, in an error of torch."""
 DRAWN = "a backward must follow from its inputs alone: draw random numbers in the forward"
 
 
@@ -176,7 +180,7 @@ def _first_run(plan: RunPlan, inputs: Tensors) -> Iterator[None]:
                 "the type that it takes, by x.to(weight.dtype) of a weight of it, or .long()"
             )
             is_first = plan.coords.is_first and where == f"layer {plan.model.layers[0].name}"
-            if is_first and inputs and not any(map(torch.is_floating_point, inputs)):
+            if is_first and INTEGERS.search(str(reason)):
                 kinds = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)
                 way = f"its samples are in {kinds}: give real numbers, by .float()"
                 raise ConfigError(f"{where}: {one_line(reason)}; {way}") from reason

@@ -20,7 +20,14 @@ from axsparse.observe.metrics import WANDB_ID
 from axsparse.observe.trace_file import TRACE_FILE, TRACES
 from axsparse.pruning.mask_file import MASK_FILE
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError, MissingInputError, OutputError, reading, writing
+from axsparse.runtime.errors import (
+    ConfigError,
+    InUseError,
+    MissingInputError,
+    OutputError,
+    reading,
+    writing,
+)
 from axsparse.runtime.exchange import together, value_of_first
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.paths import expanded
@@ -30,7 +37,6 @@ from axsparse.runtime.files.run_folder import (
     METRICS_FILE,
     OTHER_RUN_DIR,
     RESUME_AUTO,
-    InUseError,
     RunLock,
     RunMark,
     automatic_run_dirs,

@@ -6,6 +6,7 @@ Data are opened on the ranks that read them, and their size is broadcast.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -141,7 +142,7 @@ def run_sources(
     kind = type(model).__name__
     if isinstance(model, nn.Module) and loss is None:
         way = "give loss=, which returns the summed loss of the outputs and the targets"
-        if hasattr(model, "save_pretrained"):
+        if hasattr(model, "save_pretrained") and re.search("CausalLM|LMHead", kind):
             way = "save it by save_pretrained(FOLDER), and give ax.hf(FOLDER)"
         raise ConfigError(f"Trainer: {kind} has no loss; {way}")
     if loss is not None and not isinstance(model, nn.Module):

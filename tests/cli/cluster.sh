@@ -18,7 +18,7 @@ mpirun() {
   printf '%s\n' "$PWD" "$@" > "$HERE/arguments"
   read -r code saved < "$HERE/next" || exit 70
   sed -i 1d "$HERE/next"
-  [ -z "$saved" ] || mkdir -p "$HERE/r/checkpoints/step-$saved"
+  [ -z "$saved" ] || { mkdir -p "$HERE/r/checkpoints/step-$saved" && echo "{}" > "$_/manifest.json"; }
   echo "ranks end with $code"
   exit "$code"
 }

@@ -14,8 +14,7 @@ from axsparse.cli.prune_order import FACTS, ORDER, Heal, PruneOrder
 from axsparse.config.load import configure
 from axsparse.data.preparation import Request, prepare
 from axsparse.runtime.console import Console
-from axsparse.runtime.errors import ConfigError
-from axsparse.runtime.files.run_folder import InUseError
+from axsparse.runtime.errors import ConfigError, InUseError
 
 
 def order_of(

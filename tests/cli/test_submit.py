@@ -270,6 +270,8 @@ def test_a_job_says_that_another_script_than_its_own_follows_it(
         (["137 2", "137 4", "0"], [1, 1], 3600, "ranks end with 0\n0"),
         (["1", "1", "1 2", "1", "0"], [2, 4, 1, 2], 3600, "ranks end with 0\n0"),
         (["75 2"], [], 3600, "ranks end with 75\n75"),
+        # A damaged checkpoint is passed over, and its step saved again.
+        (["74 2"] * 6 + ["0"], [1] * 6, 3600, "ranks end with 0\n0"),
         # The run passes over a damaged checkpoint of step 67.
         (
             ["137 67", *(f"1 {step}0" for step in range(1, 6)), "0"],
@@ -279,10 +281,10 @@ def test_a_job_says_that_another_script_than_its_own_follows_it(
         ),
         # The checkpoints are those of another job, which uses the directory.
         (
-            [f"74 {step}" for step in range(1, 6)],
+            [f"73 {step}" for step in range(1, 6)],
             [2, 4, 8, 16],
             3600,
-            "ranks end with 74\naxsparse: error: failed 5 times without a new checkpoint\n74",
+            "ranks end with 73\naxsparse: error: failed 5 times without a new checkpoint\n73",
         ),
         (
             ["1"] * 5,
@@ -318,7 +320,7 @@ def test_a_job_ends_though_nobody_can_log_it(here: Path, submit: Axsparse) -> No
 def test_the_shell_options_of_a_setup_file_do_not_reach_the_loop(
     here: Path, submit: Axsparse
 ) -> None:
-    (here / "setup.sh").write_text("set -euo pipefail\n")
+    (here / "setup.sh").write_text("set -Eeuo pipefail\ntrap 'exit 3' ERR\n")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
 
     assert job(here, script, "1 2", "0") == f"{AGAIN}ranks end with 1\n1{AGAIN}ranks end with 0\n0"

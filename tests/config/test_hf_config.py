@@ -104,6 +104,8 @@ def test_a_gpt2_folder_is_a_gpt_without_dropout_unless_it_is_asked_for(folder: A
     assert said in str([*remarks(configure(None, [f"model.from={path}"]), 9999)])
     for own in ("model.dropout=0.0", "model.name=hf"):
         assert [*remarks(configure(None, [f"model.from={path}", own]), 9999)] == []
+    given = {"model": {"from": str(path), "dropout": 0.1}}
+    assert [*remarks(configure(given), 9999)] == []
     theirs = model_from(path, "model.name=hf")
     assert isinstance(theirs, HfConfig)
     assert (theirs.sequence_length, theirs.vocab_size) == (1024, 50257)

@@ -93,7 +93,8 @@ def write(name: str, contents: str | bytes) -> str:
 
 def command(words: str) -> None:
     """A command, in which patterns become the files that they match."""
-    main([name for word in shlex.split(words) for name in [*map(str, Path().glob(word))] or [word]])
+    found = ((word, Path().glob(word) if "*" in word else ()) for word in shlex.split(words))
+    main([name for word, files in found for name in [*map(str, files)] or [word]])
 
 
 def read_config(text: str | bytes, *overrides: str) -> Config:

@@ -222,7 +222,7 @@ def test_a_second_job_in_the_same_directory_is_told_who_has_it(tmp_path: Path) -
         second = train(run, "none")
         (tmp_path / "go").write_text("")
 
-    assert second.returncode == 74, str(second)
+    assert second.returncode == 73, str(second)
     assert second.errors == [
         f"axsparse: error: {run}: is in use by job 4711, process {holder} on "
         f"{socket.gethostname()}; wait for its end, or choose another --run-dir (in Python "

@@ -140,6 +140,18 @@ def test_what_is_frozen_costs_no_gradient(frozen: int) -> None:
 
 
 @pytest.mark.usefixtures("chunked")
+def test_hidden_states_of_another_type_are_rounded_to_the_weights() -> None:
+    """As Mamba of transformers has them, whose residuals are in fp32."""
+    hidden, weight = torch.randn(3, 4), torch.randn(5, 4).bfloat16()
+    targets = torch.tensor([0, 4, 2])
+
+    found = linear_cross_entropy(hidden, weight, targets)
+    taught = distillation((hidden, weight), (hidden, weight), targets, share=0.5, temperature=1.0)
+
+    assert torch.equal(found, linear_cross_entropy(hidden.bfloat16(), weight, targets))
+    assert taught == pytest.approx(0.5 * found.item(), rel=1e-2)
+
+
 def test_large_logits_do_not_overflow() -> None:
     hidden, weight, targets = case()
     hidden = (hidden.detach() * 1e4).requires_grad_()

@@ -112,6 +112,7 @@ def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints_next_to
 ) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "notes.txt").write_text("of the user")
+    (tmp_path / "new" / "checkpoints").mkdir()
     found = opened(loaded(tmp_path / "new"), None)
 
     found.begin(tiny_config())

@@ -64,7 +64,7 @@ ROW = 8
 rows are a multiple of 16 bytes long."""
 
 MOST_COMPUTED = 2**27
-"""Entries of a buffer that is in no file, at most: a mask of 11,000 tokens."""
+"""Entries of a buffer of real numbers that is in no file, at most."""
 
 
 def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) -> Model:
@@ -313,7 +313,7 @@ def _with_buffers(model: Any) -> Any:
     is nearest says, such as an encoder of pictures."""
     lacking = [slot for slot in slots(model) if not slot.persists and slot.tensor.is_meta]
     for slot in lacking:
-        if slot.tensor.numel() > MOST_COMPUTED:
+        if slot.tensor.is_floating_point() and slot.tensor.numel() > MOST_COMPUTED:
             raise ConfigError(
                 f"model.hf: buffer {slot.name} has {slot.tensor.numel():,} entries, more than the "
                 f"{MOST_COMPUTED:,} that are computed; correct the model's sizes"

@@ -24,7 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from axsparse.runtime.errors import ConfigError, OutputError, writing
+from axsparse.runtime.errors import ConfigError, InUseError, OutputError, writing
 from axsparse.runtime.files.atomic import new_path, write_new
 from axsparse.runtime.process import write_line
 
@@ -113,8 +113,10 @@ def is_marked(path: Path) -> bool:
 
 
 def foreign_files(path: Path) -> list[str]:
-    """The files in an unmarked directory that a run would write or replace."""
-    there = sorted(file.name for file in path.iterdir()) if path.is_dir() else []
+    """The files in an unmarked directory that a run would write or replace; empty folders are
+    none."""
+    found = path.iterdir() if path.is_dir() else ()
+    there = sorted(file.name for file in found if not (file.is_dir() and not any(file.iterdir())))
     found = [name for own in RUN_FILES if own != MARK_FILE for name in fnmatch.filter(there, own)]
     return found + ([LOCK_FILE] if _is_foreign_lock(path / LOCK_FILE) else [])
 
@@ -226,10 +228,6 @@ RESUME_AUTO = '--resume auto (in Python resume="auto")'
 _JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID")
 _HELD = (errno.EACCES, errno.EAGAIN)
 """The errors by which the system says that another process holds a lock."""
-
-
-class InUseError(OutputError):
-    """The directory holds another run, or another process holds the directory."""
 
 
 class RunLock:
