@@ -257,7 +257,7 @@ def plan_lines(order: PruneOrder, config: Config, work: Work | None) -> Iterator
         seconds = work.of_layers(config) + (work.of_training(config, length) if trains else 0)
         line += f"; about {format_seconds(seconds)} on this machine"
     yield line
-    healing = "gradual" if rises else order.heal or "none"
+    healing: str = "gradual" if rises else order.heal or "none"
     if healing == "train" and rule_of(sparsity).teacher_share < 1:
         healing = "mixed"
     measured = MEASURED.get(healing, {})

@@ -115,8 +115,8 @@ def is_marked(path: Path) -> bool:
 def foreign_files(path: Path) -> list[str]:
     """The files in an unmarked directory that a run would write or replace; empty folders are
     none."""
-    found = path.iterdir() if path.is_dir() else ()
-    there = sorted(file.name for file in found if not (file.is_dir() and not any(file.iterdir())))
+    files = [*path.iterdir()] if path.is_dir() else []
+    there = sorted(file.name for file in files if not file.is_dir() or any(file.iterdir()))
     found = [name for own in RUN_FILES if own != MARK_FILE for name in fnmatch.filter(there, own)]
     return found + ([LOCK_FILE] if _is_foreign_lock(path / LOCK_FILE) else [])
 
