@@ -111,6 +111,7 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
         {"input_ids": [5, 6], "labels": [5]},
         {"text": "of a text all words count"},
         {"conversations": [{"from": one, "value": text} for one, text in words]},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}, *CHATS[0]]},
     ]
     source = write_jsonl(tmp_path / "chats.jsonl", rows)
     given = folder_of("refuses", tmp_path) / "tokenizer.json"
@@ -126,6 +127,7 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
         *(f"line 2: {no}", f"line 3: {wordless}", f"line 4: {other}", "line 5: empty"),
         *(f"line 6: {labels}", f"line 7: {labels}"),
         f"line 9: {chat} shortens (message 2, of role 'tool')",
+        "line 10: a chat with more than texts (image)",
     ]
 
 
