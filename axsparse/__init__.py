@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from axsparse.runtime.errors import AxsparseError as AxsparseError
     from axsparse.runtime.errors import ConfigError as ConfigError
     from axsparse.runtime.errors import DataError as DataError
+    from axsparse.runtime.errors import InUseError as InUseError
     from axsparse.runtime.errors import MissingInputError as MissingInputError
     from axsparse.runtime.errors import OutputError as OutputError
     from axsparse.runtime.errors import StoppedError as StoppedError
@@ -68,7 +69,7 @@ _HOMES = {
         "planner.plan_model": ("plan_for",),
         "runtime.errors": (
             *("AxsparseError", "ConfigError", "DataError", "MissingInputError"),
-            *("OutputError", "StoppedError", "TrainingError"),
+            *("InUseError", "OutputError", "StoppedError", "TrainingError"),
         ),
         "samo.optim.optimizer": ("Hyper", "Optimizer", "StateBlock"),
         "samo.pruned_weight": ("accelerate",),

@@ -179,9 +179,9 @@ class ChatTemplate:
             return f"{TOOLS} or {KWARGS} that cannot be read ({reason})"[:WHY]
         contents = [message.get("content") for message in chat.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
-        others = {str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"}
-        if others := sorted(others - {"None"}):
-            return f"a chat with more than texts ({', '.join(others)[:WHY]})"
+        kinds = {str(part.get("type", "text")) for part in parts if isinstance(part, dict)}
+        if kinds - {"text"}:
+            return f"a chat with more than texts ({', '.join(sorted(kinds - {'text'}))[:WHY]})"
         taken = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
         if settled := sorted(taken & arguments.keys() - {TOOLS, TEMPLATE, "documents", "kwargs"}):
             return (

@@ -5,6 +5,7 @@
     ├── DataError                 65  data that does not fit the run
     ├── MissingInputError         66  a named file or folder that is not there
     ├── OutputError               74  a place that cannot be written
+    │   └── InUseError            73  a directory that another run or process has
     ├── TrainingError             70  a run that cannot continue (non-finite numbers, say)
     └── StoppedError              75  a program that was asked to stop; its run is saved
 

@@ -466,7 +466,7 @@ assert "mpi4py.MPI" not in sys.modules
 
     assert done.returncode == 0, done
     [line] = [line for line in done.stdout.splitlines() if line.startswith("told ")]
-    assert line.startswith("told OutputError: run_dir (Trainer): run holds another run's records")
+    assert line.startswith("told InUseError: run_dir (Trainer): run holds another run's records")
 
 
 def test_a_saved_folder_has_the_files_of_its_source_though_the_program_goes_elsewhere(
