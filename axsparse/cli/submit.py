@@ -180,7 +180,7 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
         setup = (
             f". {shlex.quote(str(Path.cwd() / job.setup))} || "
             '{ echo "axsparse: error: the last command of --setup failed" >&2; exit 78; }; '
-            "set +eu +o pipefail; trap - ERR DEBUG RETURN"
+            "set +eu; trap - ERR"
         )
     mpirun = Path(sys.executable).with_name("mpirun")
     config = [] if job.config is None else [f"--config={job.config}"]

@@ -180,8 +180,8 @@ class ChatTemplate:
         contents = [message.get("content") for message in chat.messages]
         parts = [part for content in contents if isinstance(content, list) for part in content]
         kinds = {str(part.get("type", "text")) for part in parts if isinstance(part, dict)}
-        if kinds - {"text"}:
-            return f"a chat with more than texts ({', '.join(sorted(kinds - {'text'}))[:WHY]})"
+        if others := sorted(kinds - {"text"}):
+            return f"a chat with more than texts ({', '.join(others)[:WHY]})"
         taken = inspect.signature(self._tokenizer.apply_chat_template).parameters.keys()
         if settled := sorted(taken & arguments.keys() - {TOOLS, TEMPLATE, "documents", "kwargs"}):
             return (

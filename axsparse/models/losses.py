@@ -41,11 +41,17 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     parts. Raises torch's own error for a target that is not a word, on a GPU in a later call.
     Hidden states of another type, as Mamba's residuals in fp32, are rounded to the weight's.
     """
-    flat = hidden.reshape(-1, hidden.shape[-1]).to(weight.dtype)
+    flat = _rows(hidden, weight)
     if flat.shape[0] * weight.shape[0] <= most_logits(hidden.device):
         return summed_cross_entropy(F.linear(flat, weight), targets)
     in_chunks: Callable[..., Tensor] = _ChunkedLoss.apply
     return in_chunks(flat, weight, None, None, flat_targets(targets), 0.0, 1.0)
+
+
+def _rows(hidden: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Hidden states (…, H) or logits as rows, in the type of the weight that multiplies them."""
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    return rows if weight is None else rows.to(weight.dtype)
 
 
 def compiled(loss: LossFunction) -> LossFunction:
@@ -73,7 +79,7 @@ def _is_on_host(hidden: Tensor) -> bool:
 
 
 def _unchunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return summed_cross_entropy(F.linear(hidden.to(weight.dtype), weight), targets)
+    return summed_cross_entropy(F.linear(_rows(hidden, weight), weight), targets)
 
 
 def logits_at_a_time(tokens: int, words: int) -> int:
@@ -110,11 +116,7 @@ def distillation(
     no gradient.
     """
     flat = [
-        (
-            first.reshape(-1, first.shape[-1]).to((weights or [first])[0].dtype),
-            *(weights or (None,)),
-        )
-        for first, *weights in (outputs, taught)
+        (_rows(first, *weights), *(weights or (None,))) for first, *weights in (outputs, taught)
     ]
     in_chunks: Callable[..., Tensor] = _ChunkedLoss.apply
     return in_chunks(*flat[0], *flat[1], flat_targets(targets), share, temperature)

@@ -179,7 +179,7 @@ def _first_run(plan: RunPlan, inputs: Tensors) -> Iterator[None]:
                 f"precision {precision} has the weights in {precision}: convert what it gets to "
                 "the type that it takes, by x.to(weight.dtype) of a weight of it, or .long()"
             )
-            is_first = plan.coords.is_first and where == f"layer {plan.model.layers[0].name}"
+            is_first = where == f"layer {plan.model.layers[0].name}"
             if is_first and INTEGERS.search(str(reason)):
                 kinds = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)
                 way = f"its samples are in {kinds}: give real numbers, by .float()"

@@ -69,7 +69,7 @@ LONG = {"max_position_embeddings": 10_485_760, "vocab_size": 202048}
 @pytest.mark.parametrize(
     ("theirs", "sizes"),
     [
-        (LLAMA_2, (4096, 32000)),
+        ({**LLAMA_2, "tokens_per_layer": 4096}, (4096, 32000)),
         ({"model_type": "llama4_text", **LONG}, (10_485_760, 202048)),
         ({"model_type": "llama4", "text_config": LONG}, (10_485_760, 202048)),
         ({"model_type": "gemma3n"}, (32768, 262400)),

@@ -211,6 +211,18 @@ def test_signals_with_a_handler_of_the_program_stay_its_own(
     assert signal.getsignal(signal.SIGUSR1) is handler
 
 
+def test_a_command_leaves_ctrl_c_ignored_where_its_starter_ignores_it() -> None:
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "from axsparse.runtime.job import run\n"
+        "run(lambda job: print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+
+    assert done.stdout == "True\n", done.stderr
+
+
 def test_a_loop_of_asyncio_has_its_signals_while_a_run_listens_and_after_it(
     stop: StopRequest,
 ) -> None:
