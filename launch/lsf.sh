@@ -11,6 +11,7 @@
 #BSUB -q @queue@
 #BSUB @directives@
 
+[ -n "$LSB_MCPU_HOSTS" ] || { echo "axsparse: error: this is no job of LSF; submit it: bsub < $0" >&2; exit 78; }
 cd -- @folder@ || exit 66
 script=@script@ # this file, which is submitted again
 run_dir=@run_dir@ # where all nodes see it, such as on the scratch file system
@@ -29,16 +30,17 @@ start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-t
 tell() { kill -USR1 "$pid" 2>/dev/null; }
 submit() { bsub <"$script"; }
 saved() { stat -c '%n %y' -- "$run_dir"/checkpoints/step-*[0-9]/manifest.json 2>/dev/null | sort; }
-trap 'save_at=0' USR1 # somebody tells that the time is nearly over
-failures=0 progress=''
+trap 'save_at=0' USR1; trap 'save_at=0 cancelled=1' TERM INT # the time is nearly over; or cancelled, so that no job follows
+failures=0 progress='' cancelled='' unfit=1 cap=$((nodes * per_node)) code=75
 while [ "$SECONDS" -lt "$save_at" ]; do
-  before=$(saved) list='' count=0 code=70 told='' shape=()
+  before=$(saved) list='' count=0 code=70 told='' shape=() unit=$replica
   there=" $(for host in $(hosts); do answers "$host" >/dev/null 2>&1 && echo "$host" & done | tr '\n' ' ') "
   for host in $(hosts); do
     case "$there" in *" $host "*) list+=",$host:$per_node" count=$((count + 1)) ;; esac
   done
-  [ "$count" -eq "$nodes" ] || shape=("${fewer[@]}")
-  export AXSPARSE_RANKS=$((count * per_node / replica * replica))
+  ranks=$((count * per_node))
+  [ "$count" -eq "$nodes" ] || shape=("${fewer[@]}") unit=$((replica * unfit)) ranks=$((ranks < cap ? ranks : cap))
+  export AXSPARSE_RANKS=$((ranks / unit * unit))
   echo "axsparse: $AXSPARSE_RANKS ranks on $count of $nodes nodes"
   if [ "$AXSPARSE_RANKS" -gt 0 ]; then
     start "${list#,}" "$AXSPARSE_RANKS" "$python" -m axsparse.train "${train[@]}" "${shape[@]}" & pid=$!
@@ -49,11 +51,13 @@ while [ "$SECONDS" -lt "$save_at" ]; do
     done
     wait "$pid"; code=$?
   fi
-  case "$code" in 0 | 65 | 66 | 78 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
+  case "$code" in 0 | 65 | 66 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
+  [ "$code" -ne 78 ] || { [ "${#shape[@]}" -gt 0 ] || exit 78; cap=$((AXSPARSE_RANKS - 1)) unfit=$((unfit * 2)); [ "$cap" -lt "$((replica * unfit))" ] || continue; } # fewer ranks may have a layout
   failures=$((failures + 1)); [ "$code" -eq 73 ] || ! comm -13 <(echo "$before") <(saved) | grep -q . || failures=0 progress=1 # 73: another job has the directory
   [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2; exit "$code"; }
   for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
 done
+[ -z "$cancelled" ] || exit "$code"
 [ -n "$progress" ] || { echo "axsparse: error: no new checkpoint in this job, so none follows it" >&2; exit 70; }
-submit || echo "axsparse: error: saved, but $script cannot be submitted from here; submit it by hand" >&2
+submit || { sleep "$pause"; submit; } || echo "axsparse: error: saved, but $script cannot be submitted from here; submit it by hand" >&2
 exit 75

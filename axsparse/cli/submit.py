@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 
@@ -49,8 +50,8 @@ Fill in a job script for a cluster's scheduler, to be read, edited and submitted
 
 Before its time ends the job saves and submits itself again until training is done. Where ranks or
 nodes fail it goes on from the last checkpoint, on the nodes that answer. Without --run-dir or
-run_dir the run gets a new folder runs/<configuration>; with the --run-dir of an earlier job it goes
-on from its last checkpoint.
+run_dir the run gets a new folder runs/<configuration>, in printed scripts with a suffix of its own;
+with the --run-dir of an earlier job it goes on from its last checkpoint.
 """
 
 
@@ -123,11 +124,12 @@ def script(job: argparse.Namespace, config: Config, run_dir: Path) -> str:
     _check_request(job, ranks, cpus, threads)
     # Training checks these rules, too, when it starts, which may be a night in the queue later.
     check_config(config)
-    check_batch(config, resolve_grid(config, ranks, len(named_model(config).layers)))
+    grid = resolve_grid(config, ranks, len(named_model(config).layers))
+    check_batch(config, grid)
     layout, per_node = config.layout, ranks // job.nodes
     stages = layout.g_inter
-    if stages == "auto" and layout.g_data != "auto":
-        stages = ranks // layout.g_data // layout.g_tensor
+    if stages == "auto" and (layout.g_data != "auto" or layout.split != "auto"):
+        stages = grid.g_inter
     values = {
         "job_name": re.sub(r"[^A-Za-z0-9_.-]", "_", config.name).lstrip("_.-")[:200] or "axsparse",
         "nodes": job.nodes,
@@ -173,6 +175,7 @@ def _check_request(job: argparse.Namespace, ranks: int, cpus: int, threads: int)
 
 
 def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
+    folder = shlex.quote(str(Path.cwd()))
     setup = "# module load … # the site's MPI library, the one that mpi4py loads"
     if job.setup is not None:
         if not job.setup.is_file():
@@ -180,14 +183,14 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
         setup = (
             f". {shlex.quote(str(Path.cwd() / job.setup))} || "
             '{ echo "axsparse: error: the last command of --setup failed" >&2; exit 78; }; '
-            "set +eu; trap - ERR"
+            f"set +euf; trap - ERR; cd -- {folder} || exit 66"
         )
     mpirun = Path(sys.executable).with_name("mpirun")
     config = [] if job.config is None else [f"--config={job.config}"]
     # The scripts name the run directory themselves.
     pairs = [pair for pair in overrides_of(job) if pair.partition("=")[0].strip() != "run_dir"]
     return {
-        "folder": shlex.quote(str(Path.cwd())),
+        "folder": folder,
         "setup": setup,
         "script": shlex.quote(str(script_of(run_dir))),
         "run_dir": shlex.quote(str(run_dir)),
@@ -225,7 +228,11 @@ def _submit(job: argparse.Namespace) -> None:
     config = configure(job.config, overrides_of(job))
     run_dir = Path.cwd() / config.run_dir
     if config.run_dir == "auto":
-        unused = (path for path in automatic_run_dirs(config.name) if not path.exists())
+        # A printed script leaves no trace by which another one could take another directory.
+        asked = script(job, config, Path(config.name)).encode(errors="surrogateescape")
+        digest = blake2b(asked, digest_size=3).hexdigest()
+        name = config.name if job.now else f"{config.name}-{digest}"
+        unused = (path for path in automatic_run_dirs(name) if not path.exists())
         run_dir = Path.cwd() / next(path for path in unused if not script_of(path).exists())
     text = script(job, config, run_dir).encode(errors="surrogateescape")
     if not job.now:

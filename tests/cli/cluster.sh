@@ -7,6 +7,7 @@ blaunch() { [ "$1 $2" != "$GONE true" ]; }
 pbs_tmrsh() { blaunch "$@"; }
 flux() {
   case "$*" in
+    "getattr jobid") [ -n "$HOSTS" ] ;;
     "hostlist --expand --delimiter=\n instance") printf '%s\n' $HOSTS ;;
     "hostlist --expand --delimiter=\n avail") printf '%s\n' $HOSTS | grep -vxF "$GONE" ;;
     "--parent batch $HERE/r.sh") sbatch ;;

@@ -99,7 +99,7 @@ TRAINED = (*STAGES, "--config", "quickstart.yaml")
 def test_a_template_fits_a_screen_and_all_have_one_loop(name: str) -> None:
     texts = {one: (packaged_folder("launch") / f"{one}.sh").read_text() for one in ALL}
 
-    assert len(texts[name].splitlines()) <= 60
+    assert len(texts[name].splitlines()) <= 64
     assert texts[name].partition("\nsaved")[2] == texts["slurm"].partition("\nsaved")[2]
 
 
@@ -168,11 +168,12 @@ def test_directives_follow_the_options(
         ({"g_data": 2}, "replica=4 fewer=(--set=layout.g_inter=4"),
         ({"g_data": 2, "g_tensor": 2}, "replica=4 fewer=(--set=layout.g_inter=2"),
         ({"g_tensor": 2}, "replica=2 fewer=(--set=layout.g_inter=auto"),
+        ({"split": "[3, 5]"}, "replica=2 fewer=(--set=layout.g_inter=2"),
     ],
     ids=str,
 )
 def test_fewer_nodes_train_fewer_replicas_of_the_same_stages(
-    asked: dict[str, int], line: str, here: Path, submit: Axsparse
+    asked: dict[str, object], line: str, here: Path, submit: Axsparse
 ) -> None:
     words = [f"--set=layout.{key}={value}" for key, value in asked.items()]
 
@@ -320,10 +321,11 @@ def test_a_job_ends_though_nobody_can_log_it(here: Path, submit: Axsparse) -> No
 def test_the_shell_options_of_a_setup_file_do_not_reach_the_loop(
     here: Path, submit: Axsparse
 ) -> None:
-    (here / "setup.sh").write_text("set -Eeuo pipefail\ntrap 'exit 3' ERR\n")
+    (here / "setup.sh").write_text("cd /\nset -Eefuo pipefail\ntrap 'exit 3' ERR\n")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
 
     assert job(here, script, "1 2", "0") == f"{AGAIN}ranks end with 1\n1{AGAIN}ranks end with 0\n0"
+    assert (here / "arguments").read_text().startswith(f"{here}\n")
     (here / "setup.sh").write_text("false\n")
     said = "axsparse: error: the last command of --setup failed\n78"
     assert job(here, script, "0") == said
@@ -353,6 +355,42 @@ def test_where_a_node_is_gone_fewer_replicas_go_on(name: str, here: Path, submit
         one if name == "flux" else ["--host", "n1:1", "-n", "1"]
     )
     assert words[-2:] == ["--set=layout.g_inter=1", "--set=layout.g_data=auto"]
+
+
+def test_where_the_ranks_of_fewer_nodes_have_no_layout_fewer_ranks_go_on(
+    here: Path, submit: Axsparse
+) -> None:
+    script = submit("--slurm", *EIGHT, *TRAINED, "--run-dir", "r")[1]
+    four, two = (f"axsparse: {count} ranks on 1 of 2 nodes\n" for count in (4, 2))
+    unfit, none = "ranks end with 78\n", "axsparse: 0 ranks on 1 of 2 nodes\n"
+
+    assert job(here, script, "78", "0", gone="n2") == f"{four}{unfit}{two}ranks end with 0\n0"
+    waits = [f"{'1' * wait}{none}" for wait in (2, 4, 8, 16)]
+    ended = "axsparse: error: failed 5 times without a new checkpoint\n70"
+    found = job(here, script, "78", "78", gone="n2")
+    assert found == f"{four}{unfit}{two}{unfit}{''.join(waits)}{ended}"
+
+
+def test_a_cancelled_job_waits_for_its_ranks_and_none_follows(here: Path, submit: Axsparse) -> None:
+    script = submit(*SLURM, "--run-dir", "r")[1]
+    script = script.replace('wait "$pid";', 'kill -TERM $$; wait "$pid";')
+
+    assert job(here, script, "75 2") == f"{AGAIN}ranks end with 75\n75"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_script_that_is_no_job_says_so(name: str, here: Path, submit: Axsparse) -> None:
+    script = submit(f"--{name}", *ASKED, "--run-dir", "r")[1]
+    (here / "r.sh").write_text(script)
+    environment = {key: value for key, value in os.environ.items() if key != "SLURM_JOB_NODELIST"}
+
+    done = subprocess.run(
+        ["bash", "r.sh"], env=environment, capture_output=True, text=True, check=False
+    )
+
+    said = f"axsparse: error: this is no job of {name}; submit it: "
+    assert done.stderr.lower().startswith(said) and done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout) == (78, "")
 
 
 HARD = "data.path=a  b/$HOME/`id`/'\"/*/é/\\n/@ranks@/!x"
@@ -391,6 +429,14 @@ def test_a_job_gets_a_new_folder_unless_one_is_named(here: Path, submit: Axspars
         f"script → {here}/{name}.sh\n"
         for name in ("runs/quickstart", "runs/quickstart-2", "mine", "mine")
     ]
+
+
+def test_printed_scripts_of_other_settings_have_other_folders(here: Path, submit: Axsparse) -> None:
+    rates = (("--set", f"optimizer.learning_rate={rate}") for rate in ("1e-3", "3e-4", "1e-3"))
+    found = [re.findall("^run_dir=(.*?) #", submit(*SLURM, *rate)[1], re.M)[0] for rate in rates]
+
+    assert found[0] == found[2] != found[1]
+    assert all(path.startswith(f"'{here}/runs/quickstart-") for path in found)
 
 
 def test_a_script_that_somebody_has_edited_is_kept(here: Path, submit: Axsparse) -> None:
