@@ -244,6 +244,9 @@ NOT_DONE = {
     "output_router_logits": "but routers are not balanced by a loss here; set it to false",
 }
 """Settings of trainings by transformers that have no effect here, each with the reason."""
+HEADLESS = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
+"""Text models of which transformers has no causal language model; the models around them multiply
+their hidden states by a head, and that is all."""
 DEEPEST = 1000
 """Layers of a model at most, as of our GPT, several times more than any published model has:
 transformers takes 10 to 25 ms to make one."""
@@ -252,6 +255,12 @@ transformers takes 10 to 25 ms to make one."""
 def has_others(settings: Any) -> bool:
     """Whether a model, of these settings of transformers, has other parts than a language model."""
     return settings.get_text_config() is not settings
+
+
+def is_headless(text: Any) -> bool:
+    """Whether transformers has no causal language model of these settings of a text model, but the
+    model around it."""
+    return getattr(text, "model_type", None) in HEADLESS
 
 
 def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
@@ -295,7 +304,7 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"{anew}"
         ) from reason
     text_kind = getattr(text, "model_type", text)
-    if has_others(settings) and not (kind in images and text_kind in causal):
+    if has_others(settings) and not (kind in images and (text_kind in causal or is_headless(text))):
         way = "take a checkpoint of another model" if kind in images else "leave that part out"
         raise DataError(
             f"{where}: transformers has no causal language model of the text model in {kind} "

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +33,7 @@ from axsparse.config.hf_config import (
     HF,
     folder_settings,
     has_others,
+    is_headless,
     read_json,
     reject_other_heads,
     reject_other_settings,
@@ -292,9 +294,36 @@ def empty_model(theirs: Mapping[str, Any]) -> Any:
         whole = _made(AutoModelForImageTextToText, settings)
         head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
         text.tie_word_embeddings = head.weight is embedding.weight
-    causal = _with_buffers(_made(AutoModelForCausalLM, text))
+    causal = TextModel(whole) if is_headless(text) else _made(AutoModelForCausalLM, text)
+    _with_buffers(causal)
     vars(causal)[SURROUNDING] = whole  # no child, whose parameters would be the model's
     return causal
+
+
+class TextModel(nn.Module):
+    """The language model in a model that also takes pictures, where transformers has no class of
+    it: the text model and the head, as the causal language models of transformers have them."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.model, self.lm_head = whole.get_decoder(), whole.get_output_embeddings()
+        self.config = self.model.config
+        self._init_weights = self.model._init_weights
+
+    def get_decoder(self) -> Any:
+        return self.model
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
+
+    def forward(self, **given: Any) -> SimpleNamespace:
+        """The logits, (B, S, V), as an attribute."""
+        return SimpleNamespace(logits=self.lm_head(self.model(**given).last_hidden_state))
 
 
 def full_model(theirs: Mapping[str, Any]) -> Any:
