@@ -38,11 +38,11 @@ from axsparse.runtime.errors import (
 from axsparse.runtime.exchange import leave_together, sum_of
 from axsparse.runtime.files.run_folder import TRACEBACK_FILE
 from axsparse.runtime.process import (
+    ABORT_OF_MPI,
     EXIT_OF_C,
     exit_in_c,
     exit_process,
     flush_streams,
-    forget_exit_of_c,
     forget_ways_out,
     speaks,
     watch_ways_out,
@@ -361,9 +361,9 @@ def _leave_at_exit(job: Job) -> None:
 
 def _leave_at_once(job: Job, way: str, arguments: tuple[object, ...]) -> None:
     """Before a way out that runs no code, end the job in the middle of a run or call, and leave it
-    as at the exit between them; C's exit, at which some libraries are gone already, is left alone
-    between them."""
-    if way == EXIT_OF_C and not job.in_progress and not job.calls:
+    as at the exit between them; C's exit, at which some libraries are gone already, and MPI's
+    Abort are left alone between them."""
+    if way in (EXIT_OF_C, ABORT_OF_MPI) and not job.in_progress and not job.calls:
         return
     is_main = threading.current_thread() is threading.main_thread()
     if not job.in_progress and not job.calls and is_main:
@@ -391,7 +391,6 @@ def _reopen_streams() -> None:
 
 def _last_words(job: Job, failure: BaseException) -> NoReturn:
     """Print why this rank fails and end the job; rank 0 comes first, for all that fail alike."""
-    forget_exit_of_c()  # by which MPI ends the job
     job.ending.acquire()  # for good: a second thread that fails has nothing to add
     if job.transport.rank:
         time.sleep(ALIKE_SECONDS)

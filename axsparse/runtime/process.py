@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import itertools
 import os
 import re
@@ -43,6 +44,7 @@ BLOCKS = "mpirun --map-by slot (Open MPI), -ppn N (MPICH), or srun --distributio
 AT_ONCE = {name: getattr(os, name) for name in ("_exit", "abort", "execv", "execve")}
 """The ways by which Python leaves a process without running any code at the exit."""
 EXIT_OF_C = "C's exit"
+ABORT_OF_MPI = "MPI's Abort"
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 """torchrun sets all of these, and knows no MPI."""
 SPEAKING_SECONDS = 10.0
@@ -211,7 +213,8 @@ def exit_in_c(code: object) -> None:
 
 
 def watch_ways_out(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:
-    """Have `leaving(name, arguments)` called before this process leaves by a way of `AT_ONCE`.
+    """Have `leaving(name, arguments)` called before this process leaves by a way of `AT_ONCE`, by
+    C's exit, or by MPI's Abort.
 
     Python has no hook for these, and nobody else can tell: MPICH's launcher takes the 0 of a rank
     that leaves so for the job's, and kills all others. Modules may have imported them by name.
@@ -226,21 +229,21 @@ def watch_ways_out(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:
         namespace = getattr(module, "__dict__", {})
         for name, value in [*namespace.items()]:
             if type(value) is BuiltinFunctionType and value in watched:
-                _REPLACED.append((namespace, name, value))
+                _RESTORE.append(partial(namespace.__setitem__, name, value))
                 namespace[name] = watched[value]
     _watch_exit_of_c(leaving)
+    _watch_abort(leaving)
 
 
 def forget_ways_out() -> None:
     """Leave the ways out of the process as they were."""
-    while _REPLACED:
-        namespace, name, way = _REPLACED.pop()
-        namespace[name] = way
+    while _RESTORE:
+        _RESTORE.pop()()
     forget_exit_of_c()
 
 
-_REPLACED: list[tuple[dict[str, Any], str, object]] = []
-"""The namespace of a module, a name in it, and the way out that it was."""
+_RESTORE: list[Callable[[], object]] = []
+"""Each sets a name that was replaced to the way out that it was."""
 _MARK = ctypes.c_char()
 """By its address C's library knows the functions that it calls at the exit for this module."""
 _WATCHING: list[Callable[[str, tuple[Any, ...]], object]] = []
@@ -273,6 +276,29 @@ def forget_exit_of_c() -> None:
     if _WATCHING:
         _WATCHING.clear()
         ctypes.CDLL(None).__cxa_finalize(ctypes.byref(_MARK))
+
+
+def _watch_abort(leaving: Callable[[str, tuple[Any, ...]], object]) -> None:
+    """Have `leaving` called before mpi4py's `Comm.Abort`, whose code becomes the launcher's, 0 too.
+
+    Python sets no attribute of a type written in C, so that the namespace of the type is written.
+    """
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None:
+        return
+    (namespace,) = gc.get_referents(vars(mpi.Comm))
+
+    def set_abort(method: Callable[..., object]) -> None:
+        namespace["Abort"] = method
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(mpi.Comm))
+
+    def abort(comm: object, errorcode: int = 0) -> None:
+        leaving(ABORT_OF_MPI, (errorcode,))
+        own(comm, errorcode)
+
+    own = namespace["Abort"]
+    _RESTORE.append(partial(set_abort, own))
+    set_abort(abort)
 
 
 def flush_streams() -> None:

@@ -28,7 +28,13 @@ from axsparse.runtime.communication import (
 )
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.machine import SleepingBackoff, own_share, share_cores
-from axsparse.runtime.process import LAUNCHER_VARIABLES, SIZE_VARIABLES, exit_at_once, flush_streams
+from axsparse.runtime.process import (
+    LAUNCHER_VARIABLES,
+    SIZE_VARIABLES,
+    exit_at_once,
+    flush_streams,
+    forget_ways_out,
+)
 from axsparse.runtime.shared_segments import remove_own
 
 if TYPE_CHECKING:
@@ -137,6 +143,7 @@ def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
     time.sleep(FORWARDED_SECONDS)
     silence = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silence, 2)
+    forget_ways_out()  # this is one, and MPICH's ends by C's exit
     is_main = threading.current_thread() is threading.main_thread()
     if is_main or thread_level() == "multiple":
         comm.Abort(code)
