@@ -204,16 +204,34 @@ def test_runs_without_a_launcher_write_into_directories_of_their_own(tmp_path: P
         assert [json.loads(line)["step"] for line in lines] == [1, 1]  # a step, an evaluation
 
 
-@pytest.mark.parametrize(
-    "screen", by_default(["| head -n 1"], ["| head -n 1", ">&-", ">/dev/full"])
+FULL = (
+    "axsparse: warning: stdout: lines could not be written (No space left on device); "
+    "metrics.jsonl of the run has all figures\n"
 )
-def test_a_screen_that_is_lost_ends_no_run(screen: str, tmp_path: Path) -> None:
+
+
+@pytest.mark.parametrize(
+    ("screen", "said"),
+    by_default(
+        [("| head -n 1", ""), (">/dev/full", FULL)],
+        [("| head -n 1", ""), (">&-", ""), (">/dev/full", FULL)],
+    ),
+)
+def test_a_screen_that_is_lost_ends_no_run(screen: str, said: str, tmp_path: Path) -> None:
     command = [warm_python(), "-m", "axsparse.train", *SMALL, *ONE_STAGE, "--steps", "2"]
     command += ["--run-dir", "run"]
     # PIPESTATUS would be bash's; a file tells the code of a command before a pipe as well.
     script = f"({shlex.join(command)}; echo $? > code) {screen}"
 
-    subprocess.run(["sh", "-c", script], cwd=tmp_path, timeout=LONGEST_SECONDS, check=False)
+    done = subprocess.run(
+        ["sh", "-c", script],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=LONGEST_SECONDS,
+        check=False,
+    )
 
     assert (tmp_path / "code").read_text() == "0\n"
+    assert done.stderr == said
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3

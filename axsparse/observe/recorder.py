@@ -23,6 +23,7 @@ from axsparse.observe.phases import LateSeconds
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Backoff, Collective, Op, Work, wait
 from axsparse.runtime.console import Console, Unit, format_bytes, format_rate, format_seconds
+from axsparse.runtime.process import write_line
 
 DRAWN_SECONDS = 0.1
 COMPARED_STEPS = 5
@@ -165,10 +166,15 @@ class Recorder:
             self.console.line(text)
 
     def close(self) -> None:
-        if self.console is not None:
-            self.console.close()
         if self.file is not None:
             self.file.close()
+        if self.console is not None:
+            self.console.close()
+            if self.console.lost:
+                write_line(
+                    f"warning: stdout: lines could not be written ({self.console.lost}); "
+                    "metrics.jsonl of the run has all figures"
+                )
 
     def _start_late(self) -> None:
         if self._late is not None:

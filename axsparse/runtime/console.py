@@ -26,6 +26,8 @@ class Console:
     stream: TextIO | None
     """None where the process has none, as a daemon; nothing is printed then."""
     bar: bool
+    lost: str = ""
+    """Why the stream could not be written; empty if its reader has gone, which is no mistake."""
     _row: str = ""
 
     def line(self, text: str) -> None:
@@ -48,7 +50,7 @@ class Console:
             self._write(_CLEAR)
 
     def _write(self, text: str) -> None:
-        """Write and flush; once the reader has gone, do nothing, since metrics.jsonl has it all.
+        """Write and flush; after a failure do nothing, since metrics.jsonl has it all.
 
         A stream that the program has closed is replaced by the present stdout, without a bar.
         """
@@ -64,8 +66,10 @@ class Console:
             self.stream = None if self.stream is sys.stdout else sys.stdout
             self.bar, self._row = False, ""
             self._write(text)
-        except OSError:
+        except OSError as reason:
             self.stream = None
+            if not isinstance(reason, BrokenPipeError):
+                self.lost = reason.strerror or str(reason)
 
 
 def make_console(stream: TextIO | None) -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from typing import TextIO, cast
@@ -156,18 +157,31 @@ def test_figures_have_the_units_of_the_field(made: str, text: str) -> None:
 
 
 class Gone(io.StringIO):
-    """A pipe whose reader went away."""
+    """A stream that cannot be written any more."""
+
+    reason: OSError
 
     def flush(self) -> None:
-        raise BrokenPipeError
+        raise self.reason
 
 
-def test_a_lost_screen_ends_no_run() -> None:
-    console = Console(Gone(), bar=False)
+@pytest.mark.parametrize(
+    ("reason", "lost"),
+    [
+        (BrokenPipeError(), ""),  # the reader of a pipe went away
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_a_lost_screen_ends_no_run(reason: OSError, lost: str) -> None:
+    stream = Gone()
+    stream.reason = reason
+    console = Console(stream, bar=False)
 
     console.line("first")
     console.line("second")
     console.close()
+
+    assert console.lost == lost
 
 
 def test_lines_go_to_the_present_stdout_once_their_stream_is_closed(
