@@ -51,7 +51,8 @@ def submit(
     *arguments: str, capfd: pytest.CaptureFixture[str], edit: tuple[tuple[str, str], ...] = ()
 ) -> str:
     """Fill in a job's script, edit it as a user may, and submit it; its number."""
-    words = ["--slurm", "--config", "quickstart.yaml", "--run-dir", "r"]
+    config = () if "--config" in arguments else ("--config", "quickstart.yaml")
+    words = ["--slurm", *config, "--run-dir", "r"]
     with pytest.raises(SystemExit) as left:
         main(["submit", *words, *arguments])
     said = capfd.readouterr()
