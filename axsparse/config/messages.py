@@ -99,6 +99,8 @@ EXAMPLE = re.compile(r"[`\[]([^\s`,\[]+[=:][\d.]+)")
 """Matches a text with a number in the description of a key that takes such texts alone."""
 NUMBER = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?")
 """Matches a text that is a number in quotes."""
+UNIT = re.compile(r"GB|Seconds")
+"""Matches the unit with which the description of a number begins."""
 NEARNESS = 0.7
 """How alike a key has to be to one of ours, from 0 to 1, to be taken for a slip."""
 
@@ -153,6 +155,9 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
         return f"; write {argument(key, listed) if by_option else in_file}"
     if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
         return "; write it without quotes"
+    unit = UNIT.match(field.get("description", ""))
+    if kind == "float_type" and isinstance(value, str) and unit is not None:
+        return f"; write a number of {unit[0] if unit[0].isupper() else unit[0].lower()}"
     if kind == "string_type" and type(value) in (int, float):
         if (example := EXAMPLE.search(field.get("description", ""))) is not None:
             return f"; write {'entries' if isinstance(default, list) else 'it'} as in {example[1]}"
@@ -235,6 +240,7 @@ def unknown_key(key: str, origin: str) -> ConfigError:
     whole = next((known for known in FIELDS if key.startswith(f"{known}.")), None)
     key = shorten(key)  # Comparing takes time quadratic in the length.
     section, _, leaf = key.rpartition(".")
+    top, _, below = key.partition(".")
     leaves: dict[str, str] = {}
     for known in FIELDS:
         name = known.rpartition(".")[2]
@@ -252,6 +258,8 @@ def unknown_key(key: str, origin: str) -> ConfigError:
         near += [leaves[name] for name in get_close_matches(leaf, leaves, 1, NEARNESS)]
     if whole is not None:
         suggestion = f"{whole} is one setting, with all that it has; give it whole, best in a file"
+    elif NUMBER.fullmatch(below if top in SECTIONS else key):  # of `{betas: 0.9, 0.95}`
+        suggestion = "write a list in brackets, such as [1, 2]"
     elif near:
         suggestion = f"did you mean {near[0]}?"
     else:
