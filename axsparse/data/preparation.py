@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from axsparse.data.chats import Chat, ChatTemplate, common_prefix
+from axsparse.data.chats import ASSISTANT, WHY, Chat, ChatTemplate, common_prefix
 from axsparse.data.documents import (
     READERS,
     STRETCH,
@@ -355,7 +355,7 @@ class _Run:
             killed.unlink()
         tokenizer = self._tokenizer(str(settings.get("separator", SEPARATOR)))
         progress = self._write(tokenizer, left_out)
-        _reject_empty(progress, request)
+        _reject_empty(progress, request, are_chats=bool(self.chats))
         dtype, documents = dtype_for(tokenizer.vocab_size, marked=self.marked), progress.documents
         if request.validation_fraction and not all(progress.documents.values()):
             self._hold_out_end(progress, stored(dtype))
@@ -554,7 +554,9 @@ class _Encoder:
                 return encoded
             ids, counts = np.array(encoded.ids, np.int64), np.array(encoded.counts, np.bool_)
             if not counts.any():
-                return "a chat without words of the assistant"
+                roles = dict.fromkeys(repr(one.get("role")) for one in content.messages)
+                found = ", ".join(roles)[:WHY]
+                return f"a chat without words of role {ASSISTANT!r} (its roles: {found})"
         elif isinstance(content, Completion):
             # It begins at the first id that differs from those of the prompt alone, as in TRL.
             texts = [content.prompt, content.prompt + content.completion]
@@ -714,17 +716,16 @@ def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, 
         yield batch
 
 
-def _reject_empty(progress: PreparationProgress, request: Request) -> None:
+def _reject_empty(progress: PreparationProgress, request: Request, *, are_chats: bool) -> None:
     """Raise DataError if there is no document, or none in named validation files."""
     documents = sum(progress.documents.values())
     if documents == 0:
-        first = (
-            f"; the first: {progress.examples[0]}); correct it, or " if progress.examples else "); "
-        )
-        raise DataError(
-            f"input: no document can be used ({progress.reasons or 'there is none'}{first}name "
-            "UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
-        )
+        why = progress.reasons or "there is none"
+        way = "name UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
+        if progress.examples:
+            why += f"; the first: {progress.examples[0]}"
+            way = "correct it" if are_chats else f"correct it, or {way}"
+        raise DataError(f"input: no document can be used ({why}); {way}")
     for split, count in progress.documents.items():
         if count == 0 and request.validation:
             raise DataError(

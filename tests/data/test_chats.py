@@ -121,7 +121,7 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
     chat, labels = "a chat that the template", "labels that do not fit the ids"
     no = f"{chat} fails on (TemplateError: no)"
     other = f"{chat} fails on (UndefinedError: 'dict object' has no attribute 'content')"
-    wordless = "a chat without words of the assistant"
+    wordless = "a chat without words of role 'assistant' (its roles: 'user')"
     assert sidecar.train.documents == 2
     assert [text.partition("chats.jsonl, ")[2] for text in sidecar.sources.examples] == [
         *(f"line 2: {no}", f"line 3: {wordless}", f"line 4: {other}", "line 5: empty"),

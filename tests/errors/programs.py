@@ -345,11 +345,17 @@ def prepare(*contents: bytes, out: Path = Path("out"), **values: Any) -> None:
     preparing.run(preparation.Request((Path("in"),), out, **values))
 
 
-def chats(kind: str, turns: int = 1, chat_template: Any = None, **columns: Any) -> None:
+def chats(
+    kind: str,
+    turns: int = 1,
+    chat_template: Any = None,
+    roles: Sequence[str] = ("user", "assistant"),
+    **columns: Any,
+) -> None:
     """Prepare a chat next to other columns, by a template of `preparing` or another one."""
     settings = {} if chat_template is None else {"chat_template": chat_template}
     folder = preparing.folder_of(kind, Path(), **settings)
-    said = [{"role": role, "content": role} for role in ("user", "assistant")] * turns
+    said = [{"role": role, "content": role} for role in roles] * turns
     source = preparing.write_jsonl(Path("chats.jsonl"), [{"messages": said, **columns}])
     preparing.run(preparation.Request((source,), Path("out"), tokenizer=folder))
 
