@@ -28,7 +28,7 @@ from axsparse.cli.prune_order import BLOCKWISE, FACTS, PRUNED, PruneOrder
 from axsparse.config.hf_config import read_json
 from axsparse.config.load import bundled_source
 from axsparse.config.schema import Config, sample_length
-from axsparse.config.validate import check_config
+from axsparse.config.validate import check_config, check_step
 from axsparse.data.dataset import Datasets
 from axsparse.data.documents import Reading
 from axsparse.data.preparation import Request
@@ -68,7 +68,9 @@ OPTIONS = {
     "choose another folder, or remove this one": "bring those back, or choose another --out",
     "choose another place, or give --force .*": "move it away, and repeat the command",
     "--tokenizer: ": "--from: ",
-    "bring more held-out data": "name more by --validation FILES",
+    r" must be from 1 to \d+, since (there are \d+ tokens); change it, or": r", but \1;",
+    "bring more data": "bring more texts, and choose another --out",
+    "bring more held-out data": "name more by --validation FILES, and choose another --out",
     r", or let \S+( of the model)? begin anew \(model\.new: .*": "",
 }
 """Suggestions and places in errors of data and of training, as `re.sub` takes them, and their names
@@ -140,7 +142,10 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
 
     def opened() -> Datasets:
         """Samples of calibration, and held-out ones as the training has them."""
-        return replace(open_datasets(config), validation=open_datasets(judged).validation)
+        later = open_datasets(judged)
+        if order.heal == "train":  # before minutes of pruning
+            check_step(asked, later.training.name, len(later.training))
+        return replace(open_datasets(config), validation=later.validation)
 
     model = together(transport, lambda: named_model(config))
     page = partial(card, order, asked)

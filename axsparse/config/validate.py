@@ -331,20 +331,9 @@ def check_batch(config: Config, grid: Grid) -> None:
         )
 
 
-def check_data(
-    config: Config,
-    *,
-    source: str,
-    words: int | None,
-    vocab_size: int,
-    num_samples: int,
-) -> None:
-    """ConfigError for a vocabulary larger than the model's, DataError for less than one step.
-
-    `source` names the data in messages; `words` is the size of the model's vocabulary, if it
-    has one; `num_samples` counts the training samples.
-    """
-    batch = config.batch.global_batch_size
+def check_data(config: Config, *, source: str, words: int | None, vocab_size: int) -> None:
+    """ConfigError for a vocabulary larger than the model's, whose size is `words`, if it has one;
+    `source` names the data in messages."""
     if words is not None and words < vocab_size:
         suggestion = f"choose at least {vocab_size}"
         if config.model.from_ or config.model.weights:  # whose rows are as many as they are
@@ -356,11 +345,15 @@ def check_data(
             f"{config.where('model.vocab_size')}: {words} is below the vocabulary of {source}, "
             f"{vocab_size}; {suggestion}"
         )
+
+
+def check_step(config: Config, source: str, num_samples: int) -> None:
+    """DataError if the training samples, of which `source` is the name, are fewer than a step's."""
+    batch = config.batch.global_batch_size
     if num_samples < batch:
         raise DataError(
             f"{source}: {counted(num_samples, 'sample')} cannot fill a step of "
-            f"{config.where('batch.global_batch_size')} {batch}; take more data, a "
-            "smaller batch, or of tokens a smaller data.sequence_length"
+            f"{config.where('batch.global_batch_size')} {batch}; take more data, or a smaller batch"
         )
 
 

@@ -148,7 +148,7 @@ def token_datasets(
             # A memory map: the ranks of a node share the memory.
             tokens = np.memmap(path, dtype=dtype, mode="r")
         found[split] = TokenDataset(
-            name=f"tokens {folder.name} {split}",
+            name=f"{folder.name} {split}",
             fingerprint=record.digest,
             vocab_size=sidecar.largest_id + 1,
             tokens=tokens,

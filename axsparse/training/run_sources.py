@@ -378,13 +378,7 @@ def checked_entry(
     entry = DataEntry(name=name, fingerprint=facts["fingerprint"], samples=samples, position=0)
     if saved is not None:
         reject_other_data(saved, entry, way)
-    check_data(
-        config,
-        source=name,
-        words=words,
-        vocab_size=facts["vocab_size"],
-        num_samples=samples,
-    )
+    check_data(config, source=name, words=words, vocab_size=facts["vocab_size"])
     return entry
 
 

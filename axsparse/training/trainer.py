@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from axsparse.config.schema import Config, with_absolute_paths
-from axsparse.config.validate import replaced
+from axsparse.config.validate import check_step, replaced
 from axsparse.data.dataset import Datasets
 from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
@@ -246,6 +246,7 @@ class Trainer:
         pins, saved = self.placement.pins, found.checkpoint
         self.data = open_data(plan, config, transport, opener, saved=saved, pinned=pins)
         entry, directory = self.data.entry, None
+        together(transport, lambda: check_step(config, entry.name, entry.samples))
         if not given.quiet:
             if given.overwrite and hasattr(sys, "ps1"):
                 self._release_others(Path(resolved.run_dir).absolute())

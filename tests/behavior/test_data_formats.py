@@ -39,5 +39,5 @@ def test_evaluations_read_the_validation_parts_of_all_sources_or_one(tmp_path: P
 
     data, begins = read()
     assert begins == [ord("A")] * 3 + [ord("B")] * 3
-    assert data.training.name == "blend of tokens a train 33.33%, tokens b train 66.67%"
+    assert data.training.name == "blend of a train 33.33%, b train 66.67%"
     assert read(f"data.validation={write_megatron(tmp_path / 'c', IDS)}")[1][0] == IDS[0][0]

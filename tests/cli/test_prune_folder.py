@@ -103,12 +103,15 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     assert f"--out: {out} is there already; move it away" in again.stderr
 
 
-def test_one_text_is_data_and_validation(transformers: Any, tmp_path: Path) -> None:
+def test_one_text_is_data_and_validation_and_need_not_fill_a_step(
+    transformers: Any, tmp_path: Path
+) -> None:
     del transformers
     write_folder(tmp_path / "model")
     (tmp_path / "book.txt").write_text("b c d " * 700)
 
-    pruned(tmp_path, "out", "--heal", "none", *JUDGED, texts=("--data", "book.txt"))
+    few = ("--set", "batch.global_batch_size=9999", *JUDGED)
+    pruned(tmp_path, "out", "--heal", "none", *few, texts=("--data", "book.txt"))
 
     found = read_sidecar(tmp_path / "out.run" / "tokens", "--out")
     assert found.validation is not None
@@ -485,6 +488,12 @@ def test_errors_of_training_name_the_options_of_this_command(tmp_path: Path) -> 
         request = Request((tmp_path / "text.txt",), tmp_path / "tokens")
         with contextlib.nullcontext() if place == "a" else changed, own_options():
             prepare(request, 1, Console(io.StringIO(), bar=False))
-    text = r"^data\.sequence_length \(a validation\): .*, or name more by --validation FILES$"
-    with pytest.raises(DataError, match=text), own_options():
-        TokenDataset("a validation", "f", 256, np.zeros(8, np.uint8), 8)
+    begins = (
+        r"^data\.sequence_length \(a{}\): 8, but there are 8 tokens; {}, and choose another --out$"
+    )
+    for split, way in (
+        ("", "bring more texts"),
+        (" validation", "name more by --validation FILES"),
+    ):
+        with pytest.raises(DataError, match=begins.format(split, way)), own_options():
+            TokenDataset(f"a{split}", "f", 256, np.zeros(8, np.uint8), 8)

@@ -54,13 +54,13 @@ def test_samples_are_windows_of_the_mapped_file(
     training, validation = token_datasets(folder, 16).values()
 
     assert isinstance(training.tokens, np.memmap)
-    assert (len(training), training.name) == (24, "tokens data train")
+    assert (len(training), training.name) == (24, "data train")
     assert training.vocab_size == min(400, vocab)
     (inputs,), targets = training.read(np.array([3, 17]))
     expected = (np.array([[48], [272]]) + np.arange(17)) % vocab
     np.testing.assert_array_equal(inputs, expected[:, :-1])
     np.testing.assert_array_equal(targets, expected[:, 1:])
-    assert (len(validation), validation.name) == (6, "tokens data validation")
+    assert (len(validation), validation.name) == (6, "data validation")
     separate = token_datasets(folder, 16, separate=True)
     assert [part.separator for part in separate.values()] == [0, 0]
     assert training.separator is None

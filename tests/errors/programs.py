@@ -371,17 +371,18 @@ def trained_on_moved_tokens() -> None:
     Path("out").rename("moved")
 
 
-def pruned(field: str, **order: Any) -> None:
+def pruned(
+    field: str, said: str = "a text of words " * 40, *more: str, out: str = "pruned", **order: Any
+) -> None:
     """Prune a folder by texts in a field of records."""
     gc.collect()  # of the lock of a prune that failed
     folder = preparing.folder_of("none", Path())
     gpt2_folder(folder, small_gpt().model_copy(update={"vocab_size": 258}))
-    said = "a text of words " * 40
     value = [{"role": "user", "content": said}] if field == "messages" else said
     texts = preparing.write_jsonl(Path("texts.jsonl"), [{field: value}] * 40)
     few = ("batch.global_batch_size=8", "pruning.calibration_samples=8", "train.eval_steps=1")
-    given = folder, (texts,), (), Path("pruned"), "prune_llama.yaml", few
-    asked = PruneOrder(*given, "none", **order)
+    given = folder, (texts,), (), Path(out), "prune_llama.yaml", (*few, *more)
+    asked = PruneOrder(*given, **{"heal": "none", **order})
     prune_folder(Job(LocalTransport()), asked)
 
 

@@ -267,7 +267,6 @@ def missing_on_rank_2(rank: int) -> Datasets:
     [
         (missing_on_rank_2, MissingInputError),
         (lambda rank: Datasets(changed(vocab_size=65)), ConfigError),
-        (lambda rank: Datasets(token_data(11)), DataError),
     ],
 )
 def test_data_that_cannot_be_opened_or_do_not_fit_are_refused_on_all_ranks(
