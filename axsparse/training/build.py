@@ -293,32 +293,29 @@ def launch_warnings(plan: RunPlan, transport: Transport) -> list[str]:
 # -- the run directory --------------------------------------------------------------------
 
 
+def reject_other_run(
+    checkpoint: Checkpoint, plan: RunPlan, config: Config, *, is_first: bool
+) -> list[str]:
+    """Lines for the user about settings and parameters that have changed since the checkpoint, for
+    the first rank all of them. Raises the errors of a checkpoint that does not fit, other than of
+    its data."""
+    lines = reject_other_settings(checkpoint, plan.config, config)
+    reject_other_model(checkpoint, plan.profile)
+    reject_other_teacher(checkpoint, plan.taught_from)
+    return lines + (thawed_and_frozen(checkpoint, plan.profile) if is_first else [])
+
+
 def open_run_directory(
     job: Job, plan: RunPlan, config: Config, resumed: RunDir, locks: ExitStack, *, overwrite: bool
 ) -> RunDir:
-    """Open the run directory and write the initial records; from now on signals save.
-
-    A checkpoint that does not fit is refused before anything in the directory changes. Where the
-    run overwrites another one, `RunDir.begin` is left to the trainer.
-    """
+    """Open the run directory, write the initial records and print the notes; from now on signals
+    save. Where the run overwrites another one, `RunDir.begin` is left to the trainer."""
     transport = job.transport
-
-    def fits() -> list[str]:
-        if resumed.checkpoint is None:
-            return []
-        reject_other_model(resumed.checkpoint, plan.profile)
-        lines = reject_other_settings(resumed.checkpoint, plan.config, config)
-        reject_other_teacher(resumed.checkpoint, plan.taught_from)
-        if transport.rank == 0:
-            lines += thawed_and_frozen(resumed.checkpoint, plan.profile)
-        return lines
-
-    changes = together(transport, fits)
     opened = open_run_dir(config, transport, resumed, locks, overwrite=overwrite)
     begins = transport.rank == 0 and not overwrite
     together(transport, lambda: opened.begin(plan.config) if begins else None)
     if transport.rank == 0:
-        for line in (*resumed.notes, *changes):
+        for line in resumed.notes:
             Console(sys.stdout, bar=False).line(f"axsparse: {line}")  # no recorder is there yet
     job.run_dir, job.shown_run_dir = opened.folder, opened.path
     job.stop.listen()

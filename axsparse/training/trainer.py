@@ -75,6 +75,7 @@ from axsparse.training.build import (
     prepare_process,
     profile_together,
     reject_arguments,
+    reject_other_run,
     stage_link,
     stage_of_layers,
     stage_products,
@@ -244,6 +245,9 @@ class Trainer:
         self.placement = replace(self.placement, table=table)
         prepare_process(job, plan, transport)
         pins, saved = self.placement.pins, found.checkpoint
+        if saved is not None:  # before the data, which a setting changes
+            fits = partial(reject_other_run, saved, plan, config, is_first=transport.rank == 0)
+            found = replace(found, notes=(*found.notes, *together(transport, fits)))
         self.data = open_data(plan, config, transport, opener, saved=saved, pinned=pins)
         entry, directory = self.data.entry, None
         together(transport, lambda: check_step(config, entry.name, entry.samples))

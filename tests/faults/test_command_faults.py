@@ -130,9 +130,9 @@ def test_damaged_checkpoints_are_passed_over_whatever_the_clock_says_of_them(her
 def test_a_checkpoint_of_another_vocabulary_is_refused(here: Path) -> None:
     (here / "tiny.yaml").write_text(CONFIG.replace("vocab_size: 300", "vocab_size: 310"))
 
-    assert start(here).error(65) == (
-        f"checkpoint run/{CHECKPOINTS}/step-{STEPS}: embed.token.weight: (300, 16) was saved, the "
-        "model has (310, 16); set the model's settings back, or start another run"
+    assert start(here).error(78) == (
+        f"model.vocab_size (tiny.yaml:1): 310, but checkpoint run/{CHECKPOINTS}/step-{STEPS} was "
+        "saved with 300; set it back, or start another run"
     )
 
 

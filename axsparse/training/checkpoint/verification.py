@@ -304,6 +304,9 @@ def reject_other_settings(checkpoint: Checkpoint, config: Config, loaded: Config
         is_printed = key.startswith(PRINTED) or (key in START and None not in (old, new))
         if old == new or (key.startswith(free) and not is_printed):
             continue
+        if isinstance(new, dict) and isinstance(old, dict):  # the settings of a folder
+            same = [name for name, value in new.items() if old.get(name) == value]
+            new, old = ({k: v for k, v in one.items() if k not in same} for one in (new, old))
         if not is_printed:
             raise ConfigError(
                 f"{loaded.where(key)}: {_short(new)}, but checkpoint {checkpoint.path} was saved "
