@@ -22,6 +22,7 @@ save_at=@save_at@ margin=@margin@ # seconds until it saves, and that saving may 
 pause=30 most=5 # seconds until it tries again, doubled by each try without a new checkpoint; these tries at most
 export OMP_NUM_THREADS=@threads@ PRTE_MCA_rmaps_default_mapping_policy=slot
 @setup@
+set +euf +o pipefail; unset IFS; trap - ERR; cd -- @folder@ || exit 66 # whatever that has changed
 [ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
 cmp -s -- "$0" "$script"; [ "$?" -ne 1 ] || echo "axsparse: note: $script, which is submitted again, differs from this job's script" >&2
 hosts() { xargs -n2 <<<"$LSB_MCPU_HOSTS" | cut -d' ' -f1; }
@@ -53,7 +54,7 @@ while [ "$SECONDS" -lt "$save_at" ]; do
   fi
   case "$code" in 0 | 65 | 66 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
   [ "$code" -ne 78 ] || { [ "${#shape[@]}" -gt 0 ] || exit 78; cap=$((AXSPARSE_RANKS - 1)) unfit=$((unfit * 2)); [ "$cap" -lt "$((replica * unfit))" ] || continue; } # fewer ranks may have a layout
-  failures=$((failures + 1)); [ "$code" -eq 73 ] || ! comm -13 <(echo "$before") <(saved) | grep -q . || failures=0 progress=1 # 73: another job has the directory
+  failures=$((failures + 1)); [ "$code" -eq 73 ] || [ -z "$(comm -13 <(echo "$before") <(saved))" ] || failures=0 progress=1 # 73: another job has the directory
   [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2; exit "$code"; }
   for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
 done

@@ -175,7 +175,6 @@ def _check_request(job: argparse.Namespace, ranks: int, cpus: int, threads: int)
 
 
 def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
-    folder = shlex.quote(str(Path.cwd()))
     setup = "# module load … # the site's MPI library, the one that mpi4py loads"
     if job.setup is not None:
         if not job.setup.is_file():
@@ -183,14 +182,13 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
         setup = (
             f". {shlex.quote(str(Path.cwd() / job.setup))} || "
             '{ echo "axsparse: error: the last command of --setup failed" >&2; exit 78; }; '
-            f"set +euf; trap - ERR; cd -- {folder} || exit 66"
         )
     mpirun = Path(sys.executable).with_name("mpirun")
     config = [] if job.config is None else [f"--config={job.config}"]
     # The scripts name the run directory themselves.
     pairs = [pair for pair in overrides_of(job) if pair.partition("=")[0].strip() != "run_dir"]
     return {
-        "folder": folder,
+        "folder": shlex.quote(str(Path.cwd())),
         "setup": setup,
         "script": shlex.quote(str(script_of(run_dir))),
         "run_dir": shlex.quote(str(run_dir)),

@@ -99,7 +99,7 @@ TRAINED = (*STAGES, "--config", "quickstart.yaml")
 def test_a_template_fits_a_screen_and_all_have_one_loop(name: str) -> None:
     texts = {one: (packaged_folder("launch") / f"{one}.sh").read_text() for one in ALL}
 
-    assert len(texts[name].splitlines()) <= 64
+    assert len(texts[name].splitlines()) <= 65
     assert texts[name].partition("\nsaved")[2] == texts["slurm"].partition("\nsaved")[2]
 
 
@@ -321,11 +321,19 @@ def test_a_job_ends_though_nobody_can_log_it(here: Path, submit: Axsparse) -> No
 def test_the_shell_options_of_a_setup_file_do_not_reach_the_loop(
     here: Path, submit: Axsparse
 ) -> None:
-    (here / "setup.sh").write_text("cd /\nset -Eefuo pipefail\ntrap 'exit 3' ERR\n")
+    (here / "setup.sh").write_text("cd /\nset -Eefuo pipefail\nIFS=x\ntrap 'exit 3' ERR\n")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
 
     assert job(here, script, "1 2", "0") == f"{AGAIN}ranks end with 1\n1{AGAIN}ranks end with 0\n0"
     assert (here / "arguments").read_text().startswith(f"{here}\n")
+    many = "/".join(["r" * 60] * 3) + "/r"  # whose checkpoints fill more than a pipe takes at once
+    script = submit(*SLURM, "--run-dir", many, "--setup", "setup.sh")[1]
+    for step in range(200):
+        (here / many / "checkpoints" / f"step-{step}").mkdir(parents=True)
+        (here / many / "checkpoints" / f"step-{step}" / "manifest.json").touch()
+    script = script.replace("before=$(saved)", "before=''", 1)
+    assert job(here, script, *["1"] * 6, "0").endswith("ranks end with 0\n0")
+    script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
     (here / "setup.sh").write_text("false\n")
     said = "axsparse: error: the last command of --setup failed\n78"
     assert job(here, script, "0") == said
