@@ -41,6 +41,7 @@ from axsparse.models.sequential import (
     PLAIN,
     OwnValues,
     holds_module,
+    reject_uneven_hooks,
     reject_unfit,
     structure,
 )
@@ -112,6 +113,8 @@ def from_module(
     ties = [
         sorted(pair, key=order.__getitem__) for pair in tied_names(module) if {*pair} <= {*order}
     ]
+    for names in ties:
+        reject_uneven_hooks(names, module.get_parameter(names[0]))
     return Model(
         [*cut],
         loss,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -321,6 +321,35 @@ def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
             setattr(made, kind, hooks.copy())
     found: nn.Parameter = made
     return found
+
+
+def reject_uneven_hooks(names: Sequence[str], parameter: nn.Parameter) -> None:
+    """ConfigError if the gradient hooks of a weight with several names make another gradient of
+    that of each use than of their sum, as plain torch calls them: tried with some gradients."""
+    if not parameter.requires_grad or not any(getattr(parameter, kind) for kind in TENSOR_HOOKS):
+        return
+    values = torch.zeros(parameter.shape) if parameter.is_meta else parameter.detach()
+    generator = torch.Generator(values.device).manual_seed(0)
+
+    def hooked(gradient: Tensor) -> Tensor:
+        probe = like(parameter, values.clone())
+        with torch.enable_grad():
+            (probe * gradient).sum().backward()
+        assert probe.grad is not None
+        return probe.grad
+
+    for size in (1e-4, 1.0, 1e4):
+        one, other = (
+            torch.randn(values.shape, generator=generator, device=values.device) * size
+            for _ in range(2)
+        )
+        apart, together = hooked(one) + hooked(other), hooked(one + other)
+        if not (apart - together).norm() <= 1e-3 * (apart.norm() + together.norm()):
+            raise ConfigError(
+                f"model: {' and '.join(names)} are one weight, and its gradient hooks are called "
+                "for each of them, which is not the same here as for the sum of both gradients; "
+                "take the hooks off, and clip by optimizer.clip_norm"
+            )
 
 
 def _hooks(module: nn.Module) -> Iterator[object]:

@@ -594,6 +594,32 @@ def test_an_embedding_may_have_sparse_gradients() -> None:
     assert len(cut(module, words).layers) == 5
 
 
+KEEP = torch.arange(own_models.WORDS).remainder(2).unsqueeze(-1)
+EVEN = (lambda gradient: gradient * KEEP, lambda gradient: gradient * 0.5, print)
+UNEVEN = (
+    lambda gradient: gradient.clamp(-2e-3, 2e-3),
+    lambda gradient: gradient * (100 / gradient.norm()).clamp(max=1),
+    lambda gradient: gradient + torch.randn_like(gradient),
+    torch.sign,
+)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_a_weight_at_both_ends_are_those_that_sum(kind: str) -> None:
+    def cut_with(hook: Callable[[torch.Tensor], Any]) -> None:
+        module: Any = own_models.Gpt()
+        is_late = kind != "register_hook"
+        late = lambda p: setattr(p, "grad", hook(p.grad))  # noqa: E731
+        getattr(module.lm_head.weight, kind)(late if is_late else hook)
+        cut(module, words)
+
+    for hook in EVEN[: 2 if kind != "register_hook" else 3]:
+        cut_with(hook)
+    for hook in UNEVEN:
+        with pytest.raises(ConfigError, match=r"^model: transformer\.wte\.weight and lm_head\.wei"):
+            cut_with(hook)
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a U-shaped network": (own_models.UNet, images),
     "a block far up": (Skips, images),
