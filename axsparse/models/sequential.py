@@ -324,8 +324,8 @@ def like(parameter: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def reject_uneven_hooks(names: Sequence[str], parameter: nn.Parameter) -> None:
-    """ConfigError if the gradient hooks of a weight with several names make another gradient of
-    that of each use than of their sum, as plain torch calls them: tried with some gradients."""
+    """ConfigError if the gradient hooks of a weight with several names, which plain torch calls
+    with the sum of the gradients of its uses, are not linear: tried with some gradients."""
     if not parameter.requires_grad or not any(getattr(parameter, kind) for kind in TENSOR_HOOKS):
         return
     values = torch.zeros(parameter.shape) if parameter.is_meta else parameter.detach()
