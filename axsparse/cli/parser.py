@@ -94,6 +94,9 @@ class CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         shown = "".join(letter if letter.isprintable() else " " for letter in message)
         is_argparse = re.search("^unrecognized |: invalid choice: ", shown) or "; " not in shown
+        file = re.fullmatch(r"unrecognized arguments: (\S+\.ya?ml)", shown)
+        if file is not None and "--config" in self._option_string_actions:
+            reject(f"{shown}; write --config {file[1]}")
         reject(f"{shown}; see --help" if is_argparse else shown)
 
     def print_help(self, file: Any = None) -> None:

@@ -23,6 +23,8 @@ from yaml.reader import ReaderError
 from axsparse.config.hf_config import BUNDLED, HF, with_folder
 from axsparse.config.messages import (
     Setting,
+    instead_of_nested,
+    is_nested,
     quoted_argument,
     refusal,
     show,
@@ -404,9 +406,8 @@ def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
     another library."""
     value = value_of(node, f"{key} ({origin})")
     items = value if isinstance(value, list) else [value]
-    if key != HF and any(isinstance(item, list | dict) for item in items):
-        raise ConfigError(
-            f"{key} ({origin}): lists or mappings within a value; write a scalar or a flat list"
-        )
+    if key != HF and any(map(is_nested, items)):
+        way = instead_of_nested(key, value)
+        raise ConfigError(f"{key} ({origin}): lists or mappings within a value; write {way}")
     typed = [str(item.value) for item in node.value] if isinstance(value, list) else node.value
     return Setting(value, origin, typed)

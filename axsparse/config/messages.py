@@ -144,6 +144,11 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
         return f"; leave it out for {show(default)}"
     if kind == "tuple_type" and isinstance(default, list) and default:
         return f" such as {default}"
+    example = EXAMPLE.search(field.get("description", ""))
+    if kind == "tuple_type" and isinstance(value, dict):
+        return f"; write {instead_of_nested(key, value)}"
+    if kind == "tuple_type" and type(value) in (int, float) and example is not None:
+        return f' such as ["{example[1]}"]'
     by_option = setting.origin == "--set"
     if kind == "tuple_type" and isinstance(value, str):
         is_list = value.startswith("[") and value.endswith("]")
@@ -159,11 +164,25 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
     if kind == "float_type" and isinstance(value, str) and unit is not None:
         return f"; write a number of {unit[0] if unit[0].isupper() else unit[0].lower()}"
     if kind == "string_type" and type(value) in (int, float):
-        if (example := EXAMPLE.search(field.get("description", ""))) is not None:
+        if example is not None:
             return f"; write {'entries' if isinstance(default, list) else 'it'} as in {example[1]}"
         texts = json.dumps(setting.text, ensure_ascii=False)
         return f"; write {argument(key, texts) if by_option else 'it in quotes'}"
     return "; write true or false" if kind == "bool_type" and default != "auto" else ""
+
+
+def instead_of_nested(key: str, value: object) -> str:
+    """The value to write in place of one that has lists or mappings within it."""
+    field = FIELDS[key]
+    takes_pairs = EXAMPLE.search(field.get("description", "")) and field.get("default") == []
+    if takes_pairs and isinstance(value, dict) and not any(map(is_nested, value.values())):
+        return json.dumps([f"{name}={each}" for name, each in value.items()], ensure_ascii=False)
+    return "a scalar or a flat list"
+
+
+def is_nested(value: object) -> bool:
+    """Whether a value of YAML is a list or a mapping."""
+    return isinstance(value, list | dict)
 
 
 def argument(key: str, text: str) -> str:

@@ -299,6 +299,12 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> Watch:
     own = outermost_lists(module, nn.Sequential)
     if own:
         raise _unfit(module, f"{', '.join(own)} has a forward of its own, and runs as one")
+    for path, child in module.named_modules():
+        for name, value in vars(child).items():
+            if isinstance(value, list) and any(isinstance(each, nn.Module) for each in value):
+                full = f"{path}.{name}".lstrip(".")
+                way = f"make it nn.ModuleList({name})"
+                raise _unfit(module, f"{full} is a list, whose parameters torch does not see", way)
     raise _unfit(module, "it has no nn.ModuleList or nn.Sequential")
 
 

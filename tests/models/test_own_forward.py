@@ -620,6 +620,17 @@ def test_hooks_of_a_weight_at_both_ends_are_those_that_sum(kind: str) -> None:
             cut_with(hook)
 
 
+class Listed(nn.Module):
+    """Layers in a list of Python's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = [nn.Linear(8, 8)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.steps[0](x)  # type: ignore[no-any-return]
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a U-shaped network": (own_models.UNet, images),
     "a block far up": (Skips, images),
@@ -634,6 +645,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a list whose hook writes gradients": (Hooked, images),
     "no copy": (locked, images),
     "no list": (own_models.PatchEmbed, images),
+    "a list of Python's": (Listed, images),
     "a module at both ends": (Twice, images),
     "inputs that do not fit": (own_models.Block, images),
     "no values": (on_meta, images),

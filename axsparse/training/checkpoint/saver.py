@@ -309,8 +309,9 @@ class Saver:
             path = folder / name
             if not path.is_file() or path.stat().st_size != entry.bytes:
                 raise OutputError(
-                    f"checkpoint {folder}: rank 0 does not see {name} as it was written; choose a "
-                    "--run-dir that all hosts share"
+                    f"checkpoint {folder}: rank 0 does not see {name} as it was written, so "
+                    "another program has removed it, or the hosts do not share the directory; "
+                    "leave it to the run, and choose a --run-dir that all hosts share"
                 )
         folders.commit(folder, manifest_bytes(manifest))
         if self._mark is not None:
