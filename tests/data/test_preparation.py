@@ -382,7 +382,7 @@ def test_progress_that_does_not_fit_the_files_is_no_progress(
     assert outputs(request.out) == expected
 
 
-def interrupt(*_: object) -> None:
+def interrupt(*_: object, **__: object) -> None:
     raise KeyboardInterrupt
 
 
