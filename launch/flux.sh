@@ -26,7 +26,7 @@ set +euf +o pipefail; unset IFS; trap - ERR; cd -- @folder@ || exit 66 # whateve
 cmp -s -- "$0" "$script"; [ "$?" -ne 1 ] || echo "axsparse: note: $script, which is submitted again, differs from this job's script" >&2
 hosts() { flux hostlist --expand --delimiter='\n' instance; }
 answers() { flux hostlist --expand --delimiter='\n' avail | grep -qxF "$1"; }
-start() { exec flux run -N"$count" -n"$2" -c@cpus@ --exclusive --requires="host:${1//:$per_node/}" "${@:3}"; }
+start() { exec flux run -N"$(($2 < count ? $2 : count))" -n"$2" -c@cpus@ --exclusive --requires="host:${1//:$per_node/}" "${@:3}"; }
 tell() { flux job kill --signal=USR1 "$(flux job last)"; }
 submit() { flux --parent batch "$script"; }
 saved() { stat -c '%n %y' -- "$run_dir"/checkpoints/step-*[0-9]/manifest.json 2>/dev/null | sort; }

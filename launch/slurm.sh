@@ -28,7 +28,7 @@ cmp -s -- "$0" "$script"; [ "$?" -ne 1 ] || echo "axsparse: note: $script, which
 hosts() { scontrol show hostnames "$SLURM_JOB_NODELIST"; }
 answers() { timeout -k 5 20 srun -Q --overlap --mpi=none -N1 -n1 --ntasks-per-node=1 -c1 -w "$1" true; }
 start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-to core:@cpus@, Open MPI --map-by slot:PE=@cpus@
-# start() { exec srun --mpi=pmi2 -K1 -N"$count" -n"$2" --ntasks-per-node="$per_node" -c@cpus@ -w "${1//:$per_node/}" "${@:3}"; }
+# start() { exec srun --mpi=pmi2 -K1 -N"$(($2 < count ? $2 : count))" -n"$2" --ntasks-per-node="$per_node" -c@cpus@ -w "${1//:$per_node/}" "${@:3}"; }
 tell() { kill -USR1 "$pid" 2>/dev/null; }
 submit() { sbatch "$script"; }
 saved() { stat -c '%n %y' -- "$run_dir"/checkpoints/step-*[0-9]/manifest.json 2>/dev/null | sort; }

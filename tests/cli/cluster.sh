@@ -11,7 +11,7 @@ flux() {
     "hostlist --expand --delimiter=\n instance") printf '%s\n' $HOSTS ;;
     "hostlist --expand --delimiter=\n avail") printf '%s\n' $HOSTS | grep -vxF "$GONE" ;;
     "--parent batch $HERE/r.sh") sbatch ;;
-    "run "*) mpirun "${@:2}" ;;
+    "run -N"*" -n"*) [ "${2#-N}" -le "${3#-n}" ] && mpirun "${@:2}" ;; # nodes, ranks
     *) return 2 ;;
   esac
 }

@@ -220,6 +220,7 @@ def job(
     script: str,
     *ends: str,
     gone: str = "",
+    hosts: str = "n1 n2",
     save_at: int = 3600,
     log: int | IO[str] = subprocess.PIPE,
 ) -> str:
@@ -229,11 +230,11 @@ def job(
         assert before in script
         script = script.replace(before, after, 1)
     (here / "job.sh").write_text(script)
-    (here / "nodes").write_text("n1\nn2\n")
+    (here / "nodes").write_text(hosts.replace(" ", "\n"))
     environment = {
         **os.environ,
-        **{"HOSTS": "n1 n2", "GONE": gone, "HERE": str(here), "SLURM_JOB_NODELIST": "n"},
-        **{"LSB_MCPU_HOSTS": "n1 1 n2 1", "PBS_NODEFILE": str(here / "nodes")},
+        **{"HOSTS": hosts, "GONE": gone, "HERE": str(here), "SLURM_JOB_NODELIST": "n"},
+        **{"LSB_MCPU_HOSTS": hosts.replace(" ", " 1 ") + " 1", "PBS_NODEFILE": str(here / "nodes")},
     }
     done = subprocess.run(
         ["bash", "-c", CLUSTER + script, str(here / "job.sh")],
@@ -363,6 +364,18 @@ def test_where_a_node_is_gone_fewer_replicas_go_on(name: str, here: Path, submit
         one if name == "flux" else ["--host", "n1:1", "-n", "1"]
     )
     assert words[-2:] == ["--set=layout.g_inter=1", "--set=layout.g_data=auto"]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_nodes_that_are_left_may_be_more_than_whole_replicas_need(
+    name: str, here: Path, submit: Axsparse
+) -> None:
+    words = ("--ranks", "4", "--nodes", "4", "--time", "1:00:00", "--config", "quickstart.yaml")
+    script = submit(f"--{name}", *words, "--set", "layout.g_inter=2", "--run-dir", "r")[1]
+
+    found = job(here, script, "0", gone="n3", hosts="n1 n2 n3 n4")
+
+    assert found == "axsparse: 2 ranks on 3 of 4 nodes\nranks end with 0\n0"
 
 
 def test_where_the_ranks_of_fewer_nodes_have_no_layout_fewer_ranks_go_on(
