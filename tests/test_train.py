@@ -141,6 +141,29 @@ def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: T
     assert "# git " in text
 
 
+def test_ranks_that_do_not_see_one_run_directory_end_before_the_first_step(tmp_path: Path) -> None:
+    """A relative path, in a folder of each rank's own."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "rank = os.environ.get('PMI_RANK') or os.environ['OMPI_COMM_WORLD_RANK']\n"
+        f"os.chdir({str(tmp_path)!r} + '/' + rank)\n"
+        "from axsparse.train import main\n"
+        "main()\n"
+    )
+    for rank in ("0", "1"):
+        (tmp_path / rank).mkdir()
+    said = f"run_dir (--set): {tmp_path}/1/runs/x is not the directory {tmp_path}/0/runs/x of rank"
+    words = [str(program), *SMALL, "--steps", "1", "--run-dir", "runs/x"]
+
+    for more in ([], ["--resume", "auto"]):
+        done = run_mpirun(2, [*words, *more], cwd=tmp_path)
+
+        assert done.returncode == 74, str(done)
+        assert [line.startswith(f"axsparse: error: {said}") for line in done.errors] == [True]
+        (tmp_path / "1" / "runs" / "x").mkdir(parents=True, exist_ok=True)
+
+
 @pytest.mark.exhaustive
 def test_ranks_that_only_train_load_no_compiler_and_no_algebra(tmp_path: Path) -> None:
     """A second and 80 MB. The first rank has torch find what layers cost, which takes both."""

@@ -420,6 +420,7 @@ class _Split:
             part = PartModule(modules, run, is_single=kind == "segment")
             [module] = modules.values()
             part.training = module.training
+            part.can_compile = kind == "call"
             place: Kind = "embedding" if (kind, number) == ("segment", 0) else "block"
             parts.append(part)
             # A tied weight is trained by its other use.

@@ -84,6 +84,9 @@ class PartModule(nn.Module):
     dict.
     """
 
+    can_compile = True
+    """Whether torch.compile can trace the function."""
+
     def __init__(self, modules: Modules, run: Callable[..., tuple[Any, ...]], *, is_single: bool):
         """`run(modules, inputs…)` returns the outputs of the layer."""
         super().__init__()

@@ -611,7 +611,7 @@ def stage_of_layers(
                 layer.spec.name,
                 layer.module,
                 is_recomputed=is_recomputed(number, pipeline.checkpoint_activations),
-                is_compiled=pipeline.compile is True,
+                is_compiled=pipeline.compile is True and getattr(layer.module, "can_compile", True),
                 state=None if expansion is None else layer.state,
             )
             for number, layer in enumerate(layers)

@@ -42,6 +42,7 @@ from axsparse.runtime.files.run_folder import (
     automatic_run_dirs,
     delete_own,
     has_mark,
+    identifier_in,
     is_marked,
     last_run,
 )
@@ -169,6 +170,8 @@ def find_run(config: Config, transport: Transport, resume: str | None, locks: Ex
         return [path and str(path), named and str(named), steps, notes]
 
     path, named, steps, notes = value_of_first(transport, together(transport, find))
+    if path is not None:
+        _reject_unseen(transport, Path(path), config.where("run_dir"))
     checkpoint: Checkpoint | None = None
     if named is not None:
         checkpoint = verify_together(transport, Path(named))
@@ -223,7 +226,23 @@ def open_run_dir(
     lock = None if made is None else made[1]
     if lock is not None:
         locks.callback(lock.release)
+    _reject_unseen(transport, path, config.where("run_dir"))
     return replace(run, made=path, absolute=path.absolute(), lock=lock, overwrites=overwrite)
+
+
+def _reject_unseen(transport: Transport, path: Path, where: str) -> None:
+    """OutputError if a rank does not see the directory that rank 0 sees."""
+    there = [path.is_dir(), identifier_in(path)]
+    of_first, found = value_of_first(transport, [str(path.absolute()), there])
+
+    def check() -> None:
+        if there != found:
+            raise OutputError(
+                f"{where}: {path.absolute()} is not the directory {of_first} of rank 0; name one "
+                "by its absolute path, on a disk that all hosts share"
+            )
+
+    together(transport, check)
 
 
 # -- a new directory ------------------------------------------------------------------------

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support import own_models
 from support.cuda_on_cpu import compiler
 from support.runs import mlp, tiny_config, tiny_gpt, token_data, train_in_process, vector_data
 from torch import Tensor, nn
 
 from axsparse.models import losses
+from axsparse.models.own_forward import from_module
 from axsparse.pipeline.layer_runner import LayerRunner
 
 FUSED_TOLERANCE = 1e-5
@@ -84,6 +86,28 @@ def test_fused_layers_train_as_others_do() -> None:
     calls = trainer.engine.stage.layers
     # A bound method is a new object whenever it is asked for.
     assert all(call._run != call._call for call in calls)
+
+
+def test_what_a_forward_does_between_its_blocks_is_not_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stand-ins take part in it, which torch.compile cannot trace."""
+    fused: list[str] = []
+
+    def note(function: Any, **_: object) -> Any:
+        fused.append(function.__self__.name)
+        return function
+
+    monkeypatch.setattr(torch, "compile", note)
+    config = tiny_config(pipeline={"compile": True}, train={"steps": 1})
+    data = own_models.words()
+    model = from_module(
+        own_models.Gpt(), own_models.word_loss, lambda count: data.read(np.arange(count))[0]
+    )
+
+    train_in_process(1, 1, model, config, data)
+
+    assert fused == ["transformer.h.0", "transformer.h.1", "transformer.h.2"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

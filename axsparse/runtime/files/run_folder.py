@@ -136,6 +136,12 @@ def delete_own(folder: Path, named: re.Pattern[str]) -> None:
         folder.rmdir()
 
 
+def identifier_in(path: Path) -> str | None:
+    """The identifier of the run in a directory; None if no run has marked it."""
+    content = _read(path)
+    return None if content is None else str(content[_KEY])
+
+
 class RunMark:
     """The mark of a run directory."""
 
