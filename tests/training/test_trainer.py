@@ -35,7 +35,7 @@ from axsparse.data.dataset import Datasets
 from axsparse.observe.watchdog.watchdog import THREAD
 from axsparse.planner.stage_memory import SMALL_BLOCKS
 from axsparse.runtime.communication import Transport, wait
-from axsparse.runtime.errors import MissingInputError
+from axsparse.runtime.errors import ConfigError, MissingInputError
 from axsparse.runtime.job import Job, _describe
 from axsparse.training import run_recorder
 from axsparse.training.checkpoint.checkpoint_folder import saved_steps
@@ -234,6 +234,16 @@ def test_data_that_end_within_a_loop_do_not_end_it_as_its_last_step_does() -> No
 
     with pytest.raises(RuntimeError, match="generator raised StopIteration"):
         [trainer.step() for _ in trainer]
+
+
+def test_a_step_after_the_last_one_is_refused_once_the_last_one_is_saved(tmp_path: Path) -> None:
+    config = tiny_config(train={"steps": 2}, run_dir=str(tmp_path / "run"))
+    trainer = alone(mlp(), config, vector_data(), quiet=False)
+
+    with pytest.raises(ConfigError, match=r"^step: the run is over after 2 steps"):
+        [trainer.step() for _ in range(3)]
+
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [2]
 
 
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 0.5, 6: 0.7}
