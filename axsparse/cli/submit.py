@@ -227,7 +227,7 @@ def _submit(job: argparse.Namespace) -> None:
     run_dir = Path.cwd() / config.run_dir
     if config.run_dir == "auto":
         # A printed script leaves no trace by which another one could take another directory.
-        asked = script(job, config, Path(config.name)).encode(errors="surrogateescape")
+        asked = repr(config.model_dump(mode="json")).encode(errors="surrogateescape")
         digest = blake2b(asked, digest_size=3).hexdigest()
         name = config.name if job.now else f"{config.name}-{digest}"
         unused = (path for path in automatic_run_dirs(name) if not path.exists())

@@ -461,8 +461,7 @@ class Trainer:
         self._reject_closed("step")
         self.is_idle = self.is_idle and hasattr(sys, "ps1")  # what follows there may be no step
         with self._call("step", in_callbacks=False, meets=not self._is_ready):
-            if not self._make_ready():
-                self._end()  # whose last checkpoint is on its way
+            if not self._next():
                 raise ConfigError(
                     f"step: the run is over after {self.steps_done} steps; raise train.steps"
                 )

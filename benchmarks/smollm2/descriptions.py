@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distributions
 from pathlib import Path
-from urllib.request import urlopen
+from urllib import error, request
 
 from smollm2.cases import LEAST_TRAINING, SHORT
 
@@ -23,9 +23,9 @@ ENGLISH = 0.98  # the share of a text's characters that are ASCII, at least
 def described(name: str) -> tuple[str, list[str]]:
     """The description of a package, and the names of what it requires; nothing of none."""
     try:
-        with urlopen(f"https://pypi.org/pypi/{name}/json", timeout=60) as answer:
+        with request.urlopen(f"https://pypi.org/pypi/{name}/json", timeout=60) as answer:
             found = json.load(answer)["info"]
-    except OSError:
+    except error.HTTPError:  # of a package that is not there
         return "", []
     required = (re.match(r"[\w.-]+", each) for each in found["requires_dist"] or ())
     return found["description"] or "", [_plain(each.group()) for each in required if each]
@@ -51,8 +51,8 @@ def descriptions() -> Iterator[str]:
 def main() -> None:
     study, out = map(Path, sys.argv[1:])
     files = (study / "texts").glob("english.*.jsonl")
-    texts = (json.loads(line)["text"] for file in files for line in file.open(encoding="utf-8"))
-    seen = {p for text in texts for p in text.split("\n\n") if len(p) > SHORT}
+    lines = (line for file in files for line in file.open(encoding="utf-8"))
+    seen = {p for each in lines for p in json.loads(each)["text"].split("\n\n") if len(p) > SHORT}
     with out.open("w", encoding="utf-8") as file:
         for text in descriptions():
             parts = [p for p in text.replace("\r\n", "\n").split("\n\n") if p not in seen]
