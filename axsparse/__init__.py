@@ -7,10 +7,11 @@ commands which need neither torch nor MPI start at once.
 from __future__ import annotations
 
 import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from axsparse.runtime.process import limit_threads
+from axsparse.runtime.process import end_early, limit_threads
 from axsparse.runtime.provenance import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -88,6 +89,8 @@ limit_threads(os.environ)  # here, before anything loads torch
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'axsparse' has no attribute {name!r}")
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = end_early
     return getattr(import_module(_HOMES[name]), name)
 
 

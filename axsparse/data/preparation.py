@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ from axsparse.runtime.errors import ConfigError, DataError, OutputError, writing
 from axsparse.runtime.files.atomic import UNFINISHED, new_path
 from axsparse.runtime.files.run_folder import RunLock
 from axsparse.runtime.provenance import __version__
+from axsparse.runtime.stop_signal import handle_interrupt
 
 PROGRESS = "progress.json"
 PARTIAL = "parts-"
@@ -413,7 +415,11 @@ class _Run:
         elif request.train_bpe is not None and not path.exists():  # else an earlier run learnt it
             sample = format_bytes(min(self.size, request.bpe_sample_bytes))
             self.console.line(f"learning {request.train_bpe:,} words from {sample} …")
-            _write_file(path, train_bpe(self._sample(), request.train_bpe))
+            before = signal.getsignal(signal.SIGINT)
+            handle_interrupt(signal.SIG_DFL)  # Python's own handler would wait for the library
+            learnt = train_bpe(self._sample(), request.train_bpe)
+            handle_interrupt(before)
+            _write_file(path, learnt)
         record = TokenizerRecord(
             kind="bpe" if self.given is None else "file",
             digest=digest_of(path),

@@ -40,6 +40,7 @@ from axsparse.runtime.files.run_folder import TRACEBACK_FILE
 from axsparse.runtime.process import (
     ABORT_OF_MPI,
     EXIT_OF_C,
+    end_early,
     exit_in_c,
     exit_process,
     flush_streams,
@@ -174,7 +175,8 @@ def own_job() -> Job:
             job = _connected(None)
             if job.transport.size == 1:  # else other ranks may be within a call
                 job.stop.idle = (signal.SIGINT,)
-            job.hook = sys.excepthook = partial(_end_uncaught, job, sys.excepthook)
+            own = sys.__excepthook__ if sys.excepthook is end_early else sys.excepthook
+            job.hook = sys.excepthook = partial(_end_uncaught, job, own)
             atexit.register(_leave_at_exit, job)
             _own.append(job)
     return _own[0]

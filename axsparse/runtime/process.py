@@ -15,11 +15,12 @@ import time
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import BuiltinFunctionType, FrameType
 from typing import Any, NoReturn
 
-from axsparse.runtime.errors import EXIT_INTERRUPTED, ConfigError
+from axsparse.runtime.errors import EXIT_INTERRUPTED, AxsparseError, ConfigError
 
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 """An MPI launcher sets one of these environment variables in every process, to its rank."""
@@ -180,6 +181,15 @@ def exit_process(code: int = 0, line: str | None = None) -> NoReturn:
     if threading.current_thread() is not threading.main_thread():
         exit_at_once(code)
     sys.exit(code)
+
+
+def end_early(kind: type[BaseException], failure: BaseException, trace: Any) -> None:
+    """The `sys.excepthook` until a program connects to the other ranks: an AxsparseError that
+    nobody catches connects it, and ends all ranks with one line."""
+    sys.excepthook = sys.__excepthook__
+    if isinstance(failure, AxsparseError) and not (hasattr(sys, "ps1") or sys.flags.interactive):
+        import_module("axsparse.runtime.job").own_job()
+    sys.excepthook(kind, failure, trace)
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distributions
 from pathlib import Path
+from time import sleep
 from urllib import error, request
 
 from smollm2.cases import LEAST_TRAINING, SHORT
@@ -20,13 +21,18 @@ MOST_ASKED = 3_000  # the wave in which more packages have been asked for is the
 ENGLISH = 0.98  # the share of a text's characters that are ASCII, at least
 
 
-def described(name: str) -> tuple[str, list[str]]:
+def described(name: str, retries: int = 5) -> tuple[str, list[str]]:
     """The description of a package, and the names of what it requires; nothing of none."""
     try:
         with request.urlopen(f"https://pypi.org/pypi/{name}/json", timeout=60) as answer:
             found = json.load(answer)["info"]
-    except error.HTTPError:  # of a package that is not there
-        return "", []
+    except error.URLError as reason:
+        if isinstance(reason, error.HTTPError):  # of a package that is not there
+            return "", []
+        if not retries:
+            raise
+        sleep(2)
+        return described(name, retries - 1)
     required = (re.match(r"[\w.-]+", each) for each in found["requires_dist"] or ())
     return found["description"] or "", [_plain(each.group()) for each in required if each]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -229,6 +230,22 @@ def test_a_vocabulary_is_learnt_from_an_even_share_of_the_training_documents(
     assert words_of(tmp_path / "o") & {*PAIRS} == {*PAIRS} - held_out
     assert words_of(tmp_path / "n") & {*PAIRS, "mn"} == {*PAIRS}
     assert words_of(tmp_path / "s") & {*PAIRS} == {*PAIRS[::4]}
+
+
+def test_ctrl_c_ends_the_command_while_the_library_learns(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's handler would run once the library returns, which may take minutes."""
+    monkeypatch.setattr(
+        preparation, "train_bpe", lambda *_: heard.append(signal.getsignal(signal.SIGINT))
+    )
+    heard: list[Any] = []
+    before = signal.signal(signal.SIGINT, interrupt)
+    with pytest.raises(TypeError):  # nothing was learnt
+        run(Request((library,), tmp_path / "o", train_bpe=500))
+
+    assert heard == [signal.SIG_DFL]
+    assert signal.signal(signal.SIGINT, before) is interrupt
 
 
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:

@@ -330,6 +330,28 @@ def test_an_exception_in_the_loop_of_one_rank_or_in_its_thread_ends_all_with_one
     assert "in fail" in (tmp_path / "run" / "traceback-rank-1.txt").read_text()
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_error_before_the_first_trainer_is_one_line_as_a_later_one(
+    ranks: int, tmp_path: Path
+) -> None:
+    program = """
+import torch
+try:
+    ax.configure({"train.stepz": 3})
+except ax.ConfigError as error:
+    print("caught", error, flush=True)
+mine = ax.ArrayDataset(torch.ones(4, 2), torch.ones(4))
+if os.environ.get("PMI_RANK", "0") == sys.argv[1]:
+    ax.ArrayDataset(torch.ones(3, 2), torch.ones(4))
+ax.Trainer(mlp(), vector_data(), steps=3, eval_steps=0, global_batch_size=12).train()
+"""
+    done = ended(tmp_path, program, f"{ranks - 1}", ranks=ranks)
+
+    assert (done.returncode, done.stdout.count("caught")) == (65, ranks), done
+    (line,) = done.errors
+    assert line.startswith(f"axsparse: error: rank {ranks - 1}: dataset (arrays): inputs"), done
+
+
 @pytest.mark.parametrize(("hook", "code"), [("none", 70), ("chained", 70), ("own", 0)])
 def test_what_a_library_has_caught_and_prints_ends_nothing_and_what_leaves_the_program_does(
     hook: str, code: int, tmp_path: Path
