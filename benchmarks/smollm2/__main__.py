@@ -84,8 +84,7 @@ def recovery_table(records: Records) -> Iterator[str]:
     rows = [case for case in sorted(recoveries(), key=lambda case: case.percent) if case in records]
     if dense is None or not any(case.recovers for case in rows):
         return
-    yield "## Until it speaks again"
-    yield ""
+    yield "## Until it speaks again\n"
     yield "Trained: after blocks; taught: with the dense model as the teacher; gradual: taught,"
     yield "while the mask rises from 50 %; mixed: taught, α = 0.5, rate 1e-3. Perplexity over"
     yield "dense, of the same texts; answers: right ones to 111 questions of BIG-bench, zero-shot"
@@ -113,20 +112,15 @@ def remarks(records: Records, cases: Sequence[Case]) -> Iterator[str]:
         if case.stages == 1 and other is not None:
             pairs = zip(found["losses"], other["losses"], strict=True)
             apart = [step for step, (one, two) in enumerate(pairs, 1) if one != two]
-            count = len(found["losses"])
-            if apart:
-                yield f"Losses of {case.name} differ from those on two stages from step {apart[0]}."
-            else:
-                yield f"All {count} losses of {case.name} are the same numbers as on two stages."
+            same = f"differ from step {apart[0]} from those" if apart else "are the same numbers as"
+            yield f"The {len(found['losses'])} losses of {case.name} {same} on two stages."
     missing = [case.name for case in cases if case not in records]
     if missing:
         yield f"Not run: {', '.join(missing)}."
 
 
 def _rounded(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    return "" if value is None else f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 CHECKOUT = Path(__file__).resolve().parents[2]
