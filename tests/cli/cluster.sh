@@ -12,7 +12,7 @@ flux() {
     "hostlist --expand --delimiter=\n avail") printf '%s\n' $HOSTS | grep -vxF "$GONE" ;;
     "--parent batch $HERE/r.sh") sbatch ;;
     "run -N"*" -n"*) [ "${2#-N}" -le "${3#-n}" ] && mpirun "${@:2}" ;; # nodes, ranks
-    *) return 2 ;;
+    *) echo "flux: $*: no such job" >&2; return 2 ;;
   esac
 }
 mpirun() {

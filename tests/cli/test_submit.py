@@ -382,14 +382,29 @@ def test_where_the_ranks_of_fewer_nodes_have_no_layout_fewer_ranks_go_on(
     here: Path, submit: Axsparse
 ) -> None:
     script = submit("--slurm", *EIGHT, *TRAINED, "--run-dir", "r")[1]
-    four, two = (f"axsparse: {count} ranks on 1 of 2 nodes\n" for count in (4, 2))
+    tries = [f"axsparse: {count} ranks on 1 of 2 nodes\n" for count in (4, 3, 2, 1)]
     unfit, none = "ranks end with 78\n", "axsparse: 0 ranks on 1 of 2 nodes\n"
 
-    assert job(here, script, "78", "0", gone="n2") == f"{four}{unfit}{two}ranks end with 0\n0"
+    found = job(here, script, "78", "78", "78", "0", gone="n2")
+    assert found == f"{unfit.join(tries)}ranks end with 0\n0"
     waits = [f"{'1' * wait}{none}" for wait in (2, 4, 8, 16)]
     ended = "axsparse: error: failed 5 times without a new checkpoint\n70"
-    found = job(here, script, "78", "78", gone="n2")
-    assert found == f"{four}{unfit}{two}{unfit}{''.join(waits)}{ended}"
+    found = job(here, script, *["78"] * 4, gone="n2")
+    assert found == f"{unfit.join(tries)}{unfit}{''.join(waits)}{ended}"
+    batch = ("--set", "batch.global_batch_size=320")
+    script = submit("--slurm", "--ranks", "80", *ASKED[2:], *batch, "--run-dir", "r")[1]
+    assert job(here, script, *["78"] * 40, gone="n2").partition(f"{unfit}11")[0].count("78") == 32
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_ranks_that_have_ended_by_themselves_are_stopped_silently(
+    name: str, here: Path, submit: Axsparse
+) -> None:
+    script = submit(f"--{name}", *ASKED, "--run-dir", "r")[1]
+    end = 'save_at=0 margin=0; while kill -0 "$pid" 2>/dev/null; do :; done'
+    script = script.replace("      sleep 1\n", f"      {end}\n")
+
+    assert job(here, script, "75 2") == f"{AGAIN}ranks end with 75\nsubmitted again\n75"
 
 
 def test_a_cancelled_job_waits_for_its_ranks_and_none_follows(here: Path, submit: Axsparse) -> None:
