@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -55,6 +56,7 @@ from axsparse.training.checkpoint.verification import (
     remains,
     steps_in,
     verify_together,
+    without_saved,
 )
 from axsparse.training.progress import Progress
 
@@ -119,10 +121,11 @@ class RunDir:
         """
         folder = self.folder
         facts: dict[str, object] = {"at": str(folder.resolve()), "overwrites": self.overwrites}
+        mark = RunMark.of(folder)
+        facts["starts"] = [*mark.starts[1:], uuid.uuid4().hex]
         if self.found is None:
             began_from = self.checkpoint and str(self.checkpoint.path.resolve())
-            facts |= {"saved": False, "from": began_from, "name": config.name}
-        mark = RunMark.of(folder)
+            facts |= {"saved": False, "from": began_from, "name": config.name, "starts": []}
         mark.note(**facts)
         save_config(config.model_copy(update={"run_dir": str(self.path)}), folder)
         metrics, checkpoints = folder / METRICS_FILE, folder / CHECKPOINTS
@@ -187,6 +190,9 @@ def find_run(config: Config, transport: Transport, resume: str | None, locks: Ex
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
         notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}{left}"]
         notes += _note_of_lost_best(config, checkpoint, steps)
+        if path is not None and checkpoint.step in steps and not Path(path, METRICS_FILE).exists():
+            records = f"the records until step {checkpoint.step}"
+            notes.append(f"note: {Path(path, METRICS_FILE)} is gone, and with it {records}")
     elif path is not None:
         notes = [*notes, f"{path} has no checkpoint; starts from the beginning"]
     elif resume is not None:
@@ -281,6 +287,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
     gets it later, once the first has ended, it looks again at what the first has recorded.
     """
     with writing(f"{where}: {path}", OTHER_RUN_DIR):
+        _reject_broken_link(path, where)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as reason:
@@ -337,14 +344,14 @@ def _reject_other_checkpoints(run_dir: Path, where: str) -> None:
     """OutputError for checkpoints of another run, which would be removed."""
     if not has_mark(run_dir):
         return
-    identifier = RunMark.of(run_dir).identifier
+    starts = RunMark.of(run_dir).starts
     for step in steps_in(run_dir):
         path = path_of(run_dir / CHECKPOINTS, step)
         with suppress(OSError, ValueError):
             manifest = checkpoint_folder.parse_manifest(
                 (path / checkpoint_folder.MANIFEST_FILE).read_bytes()
             )
-            if manifest.run != identifier:
+            if manifest.run not in starts:
                 raise OutputError(
                     f"{where}: {path} is another run's checkpoint, which would be removed; put it "
                     f"elsewhere, or choose {ANOTHER_RUN_DIR} (--resume {path} continues from it)"
@@ -352,12 +359,14 @@ def _reject_other_checkpoints(run_dir: Path, where: str) -> None:
 
 
 def _reject_broken_link(path: Path, where: str) -> None:
-    """OutputError for a link to a folder that is not there, such as one on a disk that is away."""
-    if path.is_symlink() and not path.is_dir():
-        raise OutputError(
-            f"{where}: {path} is a link to {path.readlink()}, which is no folder; mount or make "
-            f"it, or choose {ANOTHER_RUN_DIR}"
-        )
+    """OutputError where a path leads by a link to a folder that is not there, such as one on a disk
+    that is away."""
+    for link in (path, *path.parents):
+        if link.is_symlink() and not link.is_dir():
+            raise OutputError(
+                f"{where}: {link} is a link to {link.readlink()}, which is no folder; mount or "
+                f"make it, or choose {ANOTHER_RUN_DIR}"
+            )
 
 
 def _clear(path: Path) -> None:
@@ -488,10 +497,7 @@ def _began_from(run_dir: Path) -> str:
     """
     mark = RunMark.of(run_dir)
     if mark.has_saved:
-        raise MissingInputError(
-            f"{run_dir} has saved checkpoints, and {run_dir / CHECKPOINTS} has none; mount or "
-            f"restore them, or start anew in {ANOTHER_RUN_DIR}"
-        )
+        raise MissingInputError(f"{without_saved(run_dir)}, or start anew in {ANOTHER_RUN_DIR}")
     origin = mark.began_from or ""
     if origin and not Path(origin).is_dir():
         raise MissingInputError(

@@ -370,6 +370,18 @@ def test_the_config_of_a_run_means_the_directory_that_it_is_in(
     assert configure(other / "config.yaml").run_dir != str(other)
 
 
+def test_a_checkpoint_of_a_copy_is_another_runs(run: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    for each in (run, copy):
+        ran((1, 1), configure(run / "config.yaml", ["train.steps=6"]), each, resume="auto")
+        assert opened(loaded(each)).checkpoint is not None
+    shutil.rmtree(checkpoint(run, 6))
+    shutil.copytree(checkpoint(copy, 6), checkpoint(run, 6))
+
+    with pytest.raises(OutputError, match="step-6 is another run's checkpoint, which would be"):
+        opened(loaded(run))
+
+
 def test_a_run_overwrites_nothing_while_the_disk_of_its_checkpoints_is_away(run: Path) -> None:
     (run / "checkpoints").rename(run.with_name("away"))
     (run / "checkpoints").symlink_to(run.with_name("disk"))
@@ -407,6 +419,15 @@ def test_a_run_of_which_a_part_is_missing_is_neither_begun_anew_nor_changed(
 
     after = {path: path.stat().st_mtime_ns for path in run.rglob("*") if path.name != "run.lock"}
     assert after == before
+
+
+def test_records_that_somebody_removed_are_missed_in_a_note(run: Path) -> None:
+    (run / "metrics.jsonl").rename(run / "away")
+    said = f"note: {run}/metrics.jsonl is gone, and with it the records until step 5"
+
+    assert opened(loaded(run)).notes[-1] == said
+    (run / "away").rename(run / "metrics.jsonl")
+    assert said not in opened(loaded(run)).notes
 
 
 def test_a_best_checkpoint_that_somebody_removed_is_forgotten(run: Path) -> None:

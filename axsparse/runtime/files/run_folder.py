@@ -31,8 +31,9 @@ from axsparse.runtime.process import write_line
 MARK_FILE = "run.json"
 """The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was, "from": the
 checkpoint of another run that it began from, or null, "name": its configuration's name, "at": its
-path when it last began, "overwrites": whether files of a run before it are still to be removed}. A
-folder behind a link in it has the mark as well."""
+path when it last began, "overwrites": whether files of a run before it are still to be removed,
+"starts": an identifier of each time that it was gone on with}. A folder behind a link in it has the
+mark as well."""
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 TRACEBACK_FILE = "traceback-rank-{}.txt"
@@ -99,7 +100,8 @@ def replaced(path: Path) -> OutputError:
 
 
 def is_marked(path: Path) -> bool:
-    """Whether a directory is a run's; ConfigError if it has files of a run, but no mark."""
+    """Whether a directory is a run's; ConfigError if it has files of a run, or another program's
+    of the mark's name, but no mark."""
     if has_mark(path):
         return True
     found = foreign_files(path)
@@ -108,6 +110,11 @@ def is_marked(path: Path) -> bool:
             f"{path} has {' and '.join(found)}, but no whole {MARK_FILE}, the mark of a run: what "
             "is there may not be a run's, or not all of it; copy the whole directory, or choose "
             f"{ANOTHER_RUN_DIR} (--resume CHECKPOINT, in Python resume=, continues from one there)"
+        )
+    if os.path.lexists(path / MARK_FILE):
+        raise ConfigError(
+            f"{path} has a {MARK_FILE} that is no mark of a run, but another program's, or cut "
+            f"short; put it elsewhere, or {OTHER_RUN_DIR}"
         )
     return False
 
@@ -163,6 +170,12 @@ class RunMark:
         return str(self._content[_KEY])
 
     @property
+    def starts(self) -> list[str]:
+        """The identifiers that its checkpoints have: the run's, and one of each later start, by
+        which a copy's from then on are another's."""
+        return [self.identifier, *self._content.get("starts", [])]
+
+    @property
     def has_saved(self) -> bool:
         return bool(self._content.get("saved"))
 
@@ -181,6 +194,7 @@ class RunMark:
         found = _read(self._path)
         if found is None or found.get(_KEY) != self._content.get(_KEY):
             raise replaced(self._path)
+        self._content = found
 
     def note(self, **facts: object) -> None:
         """Note facts in the directory and in the folders that its links lead to. OutputError if

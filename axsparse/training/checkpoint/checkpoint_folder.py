@@ -91,7 +91,7 @@ class CheckpointManifest(_Strict):
 
     format: Literal[2]
     run: str
-    """The identifier in the mark of the run that wrote it."""
+    """The identifier of the run's last start in the mark of the run that wrote it."""
     progress: Progress
     method_state: MethodState
     data: DataEntry

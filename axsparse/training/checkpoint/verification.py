@@ -11,6 +11,7 @@ from typing import Literal, SupportsInt
 
 import xxhash
 
+from axsparse.config.hf_config import CONFIG_FILE
 from axsparse.config.messages import shorten
 from axsparse.config.schema import ONCE, Config
 from axsparse.config.section import flat
@@ -27,7 +28,7 @@ from axsparse.runtime.errors import (
     reading,
 )
 from axsparse.runtime.exchange import together
-from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
+from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RunMark, has_mark
 from axsparse.training.checkpoint.checkpoint_folder import (
     CHECKPOINTS,
     MANIFEST_FILE,
@@ -141,6 +142,13 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
         return open_checkpoint(run)
     run = run_of(run)
     if not steps:
+        if has_mark(run) and RunMark.of(run).has_saved:
+            raise MissingInputError(f"{without_saved(run)}, or name another run")
+        if (run / CONFIG_FILE).is_file():
+            raise MissingInputError(
+                f"{run}: is a Hugging Face folder, no run; begin a run from it by model.from, "
+                "which train.eval_first evaluates, or name another run"
+            )
         raise MissingInputError(
             f"{run}: holds no checkpoint; name a run that has saved one, or a checkpoint"
         )
@@ -158,6 +166,12 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
             f"{', '.join(map(str, steps))}"
         )
     return open_checkpoint(path_of(run / CHECKPOINTS, steps[0] if step is None else step))
+
+
+def without_saved(run_dir: Path) -> str:
+    """The line about a run that has saved checkpoints and has none any more, but for its end."""
+    folder = run_dir / CHECKPOINTS
+    return f"{run_dir} has saved checkpoints, and {folder} has none; mount or restore them"
 
 
 def verify_together(transport: Transport, path: Path) -> Checkpoint:
