@@ -35,14 +35,14 @@ saved() { stat -c '%n %y' -- "$run_dir"/checkpoints/step-*[0-9]/manifest.json 2>
 trap 'save_at=0' USR1; trap 'save_at=0 cancelled=1' TERM INT # the time is nearly over; or cancelled, so that no job follows
 failures=0 progress='' cancelled='' unfit=0 cap=$((nodes * per_node)) code=75
 while [ "$SECONDS" -lt "$save_at" ]; do
-  before=$(saved) list='' count=0 code=70 told='' shape=()
+  before=$(saved) list='' count=0 code=70 told='' shape=() unit=$replica
   there=" $(for host in $(hosts); do answers "$host" >/dev/null 2>&1 && echo "$host" & done | tr '\n' ' ') "
   for host in $(hosts); do
     case "$there" in *" $host "*) list+=",$host:$per_node" count=$((count + 1)) ;; esac
   done
   ranks=$((count * per_node))
-  [ "$count" -eq "$nodes" ] || shape=("${fewer[@]}") ranks=$((ranks < cap ? ranks : cap))
-  export AXSPARSE_RANKS=$((ranks / replica * replica))
+  [ "$count" -eq "$nodes" ] || shape=("${fewer[@]}") ranks=$((ranks < cap ? ranks : cap)) unit=$((replica << (unfit > 7 ? unfit - 7 : 0)))
+  export AXSPARSE_RANKS=$((ranks / unit * unit))
   echo "axsparse: $AXSPARSE_RANKS ranks on $count of $nodes nodes"
   if [ "$AXSPARSE_RANKS" -gt 0 ]; then
     start "${list#,}" "$AXSPARSE_RANKS" "$python" -m axsparse.train "${train[@]}" "${shape[@]}" & pid=$!
@@ -54,7 +54,7 @@ while [ "$SECONDS" -lt "$save_at" ]; do
     wait "$pid"; code=$?
   fi
   case "$code" in 0 | 65 | 66 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
-  [ "$code" -ne 78 ] || { [ "${#shape[@]}" -gt 0 ] || exit 78; cap=$((AXSPARSE_RANKS - 1)) unfit=$((unfit + 1)); [ "$cap" -lt "$replica" ] || [ "$unfit" -gt 32 ] || continue; } # fewer ranks may have a layout
+  [ "$code" -ne 78 ] || { [ "${#shape[@]}" -gt 0 ] || exit 78; cap=$((AXSPARSE_RANKS - 1)) unfit=$((unfit + 1)); [ "$cap" -lt "$replica" ] || continue; } # fewer ranks may have a layout
   failures=$((failures + 1)); [ "$code" -eq 73 ] || [ -z "$(comm -13 <(echo "$before") <(saved))" ] || failures=0 progress=1 # 73: another job has the directory
   [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2; exit "$code"; }
   for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
