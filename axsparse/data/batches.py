@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
@@ -42,6 +42,8 @@ class Microbatch:
     """Number of samples."""
     num_targets: int = 0
     """Number of targets that count in the loss; 0 where none are read."""
+    numbers: Sequence[int] = ()
+    """Which samples of the data set they are."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +144,8 @@ class Batches:
                 inputs = tuple(tensor.pin_memory() for tensor in inputs)
                 targets = None if targets is None else targets.pin_memory()
             first_sample, size = step * self.global_batch_size + span.start, span.stop - span.start
-            microbatches.append(Microbatch(inputs, targets, first_sample, size, count))
+            numbers = samples[span].tolist()
+            microbatches.append(Microbatch(inputs, targets, first_sample, size, count, numbers))
         return Batch(step, tuple(microbatches), sum(one.num_targets for one in microbatches))
 
     def _plain(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -30,6 +31,7 @@ from axsparse.pipeline.policy import (
 )
 from axsparse.pipeline.stage import Key, Stage
 from axsparse.runtime.communication import Backoff, Direction, Event, Link, Message
+from axsparse.runtime.errors import note_errors
 from axsparse.runtime.gpu.device import Device
 from axsparse.runtime.grid import RankCoords
 
@@ -167,7 +169,7 @@ class Engine:
         def run(action: Action) -> None:
             microbatch = batch.microbatches[action.microbatch]
             inputs, _, _ = self._inputs(action.microbatch, batch)
-            with self._phases("compute"):
+            with _named(microbatch), self._phases("compute"):
                 key = Key(batch.step, microbatch.first_sample)
                 targets = self._targets(microbatch)
                 outputs = self.stage.evaluate(inputs, key, targets)
@@ -256,7 +258,7 @@ class Engine:
         for tensor, needs_gradient in zip(inputs, requires_grad, strict=True):
             tensor.requires_grad_(needs_gradient)
         key = Key(batch.step, microbatch.first_sample)
-        with self._phases("compute"):
+        with _named(microbatch), self._phases("compute"):
             targets = self._targets(microbatch)
             taught = self.stage.teach(taught, key)
             outputs = self.stage.forward(number, inputs, key, targets, divisor, taught)
@@ -309,3 +311,9 @@ class Engine:
         requires_grad = tuple(tensor is not None and tensor.requires_grad for tensor in tensors)
         with self._phases("p2p"):
             self._link.send(Message(direction, number, tensors, requires_grad))
+
+
+def _named(microbatch: Microbatch) -> AbstractContextManager[None]:
+    """Names the samples in an IndexError, such as about a label beyond the classes."""
+    numbers = ", ".join(map(str, microbatch.numbers[:8]))
+    return note_errors(f"samples {numbers}", IndexError)

@@ -152,13 +152,13 @@ def one_line(reason: BaseException) -> str:
 
 
 @contextmanager
-def note_errors(where: str) -> Iterator[None]:
-    """Add a note that says where to any exception of the code within, which stays of its class.
+def note_errors(where: str, kind: type[Exception] = Exception) -> Iterator[None]:
+    """Add a note that says where to an exception of the code within, which stays of its class.
 
     This is `BaseException.add_note`, which Python 3.10 lacks.
     """
     try:
         yield
-    except Exception as error:
+    except kind as error:
         error.__dict__.setdefault("__notes__", []).append(where)
         raise

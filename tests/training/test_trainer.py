@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import signal
 import sys
 import threading
@@ -436,3 +437,21 @@ def test_ranks_that_wait_for_each_other_in_a_layer_send_meanwhile(
     ran(layout, tiny_config(**sections), tmp_path / "run", order=3)
 
     assert wait.__name__ in callers
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_line_of_a_label_beyond_the_classes_names_the_samples(evaluates: bool) -> None:
+    right, wrong = vector_data(8), vector_data(8, classes=9)
+    sections = {"batch": {"global_batch_size": 8, "microbatch_size": 1}, "train": {"eval_steps": 1}}
+    data = (right, wrong) if evaluates else (wrong, right)
+    trainer = alone(mlp(), tiny_config(**sections), *data)
+
+    with pytest.raises(IndexError) as failure:
+        _ = trainer.evaluate() if evaluates else trainer.step()
+
+    said = re.fullmatch(
+        r"loss: samples (\d): IndexError: Target (\d) is out of bounds.",
+        _describe(failure.value)[1],
+    )
+    assert said is not None
+    assert wrong.read(np.array([int(said[1])]))[-1].tolist() == [int(said[2])]
