@@ -409,7 +409,7 @@ def _completion(number: int, record: dict[str, Any]) -> Piece:
 
 def _missing(found: Iterable[str], field: str) -> str:
     wanted = ", ".join(map(" with ".join, _kinds(field)))
-    return f"missing field (it has {_some(found)}, and {wanted} are read)"
+    return f"missing field (it has {_some(found)}, and {wanted} are read; --jsonl-field adds one)"
 
 
 def _some(found: Iterable[str]) -> str:
@@ -448,7 +448,8 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
         if not is_here:
             continue
         if label not in (id_, IGNORED):
-            return Piece(number, "", problem=f"{LABELS} that do not fit the ids")
+            what = f"{LABELS} that do not fit the ids (each is the id at its place, or {IGNORED})"
+            return Piece(number, "", problem=what)
         counts = label != IGNORED and all(columns[name][at] for name in MASKS if name in columns)
         content.append(id_ if counts else -1 - id_)
     return Piece(number, "", problem=None if content else "empty", content=content)

@@ -357,7 +357,7 @@ class _Run:
             killed.unlink()
         tokenizer = self._tokenizer(str(settings.get("separator", SEPARATOR)))
         progress = self._write(tokenizer, left_out)
-        _reject_empty(progress, request, are_chats=bool(self.chats))
+        _reject_empty(progress, request)
         dtype, documents = dtype_for(tokenizer.vocab_size, marked=self.marked), progress.documents
         if request.validation_fraction and not all(progress.documents.values()):
             self._hold_out_end(progress, stored(dtype))
@@ -722,7 +722,7 @@ def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, 
         yield batch
 
 
-def _reject_empty(progress: PreparationProgress, request: Request, *, are_chats: bool) -> None:
+def _reject_empty(progress: PreparationProgress, request: Request) -> None:
     """Raise DataError if there is no document, or none in named validation files."""
     documents = sum(progress.documents.values())
     if documents == 0:
@@ -730,7 +730,7 @@ def _reject_empty(progress: PreparationProgress, request: Request, *, are_chats:
         way = "name UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
         if progress.examples:
             why += f"; the first: {progress.examples[0]}"
-            way = "correct it" if are_chats else f"correct it, or {way}"
+            way = "correct it"
         raise DataError(f"input: no document can be used ({why}); {way}")
     for split, count in progress.documents.items():
         if count == 0 and request.validation:

@@ -125,7 +125,7 @@ def test_chats_that_cannot_be_used_are_left_out_by_line(tmp_path: Path) -> None:
     assert sidecar.train.documents == 2
     assert [text.partition("chats.jsonl, ")[2] for text in sidecar.sources.examples] == [
         *(f"line 2: {no}", f"line 3: {wordless}", f"line 4: {other}", "line 5: empty"),
-        *(f"line 6: {labels}", f"line 7: {labels}"),
+        *(f"line 6: {labels} (each is the id at its place, or -100)", f"line 7: {labels}"),
         f"line 9: {chat} shortens (message 2, of role 'tool')",
         "line 10: a chat with more than texts (image)",
     ]

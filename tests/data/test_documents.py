@@ -365,9 +365,7 @@ def test_each_row_is_a_document_and_named_by_its_row(
     assert missing.place == f"{path}, row 1"
     assert str(missing.problem).startswith("missing field (it has other, text, and words, input_i")
     [missing] = pieces_of(path, Reading(jsonl_field="messages"))
-    assert str(missing.problem).endswith(
-        "and messages, input_ids, conversations, prompt with completion are read)"
-    )
+    assert str(missing.problem).endswith("prompt with completion are read; --jsonl-field adds one)")
 
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
