@@ -8,7 +8,6 @@ is rejected.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from axsparse.cli.parser import override
 from axsparse.config.hf_config import read_json
 from axsparse.config.load import bundled_source, configure
 from axsparse.config.messages import shorten
-from axsparse.config.schema import Config, final_sparsity, prunes, sample_length
+from axsparse.config.schema import Config, prunes, sample_length
 from axsparse.config.section import flat
 from axsparse.data.documents import Reading
 from axsparse.data.token_file import read_sidecar
@@ -193,12 +192,6 @@ class PruneOrder:
             )
         if config.train.eval_steps == 0:
             raise ConfigError("train.eval_steps: 0 judges nothing; choose at least 1")
-        asked = [text for text in self.settings if text.startswith("pruning.sparsity=")]
-        if asked and not math.isclose(pruning.sparsity, final_sparsity(pruning)):
-            raise ConfigError(
-                f"pruning.sparsity: {pruning.sparsity}, but pruning.pattern {pruning.pattern} "
-                f"makes it {final_sparsity(pruning):g}; leave one of them out"
-            )
         decides = self._decides(config)
         path = self.work / ORDER
         begun: Mapping[str, Any] = {}

@@ -123,6 +123,15 @@ def _model_rules(config: Config) -> Iterator[Rule]:
 
 def _training_rules(config: Config) -> Iterator[Rule]:
     pruning, steps = config.pruning, config.train.steps
+    made, key = final_sparsity(pruning), "pruning.sparsity"
+    yield (
+        pruning.mask is None
+        and config.origins.get(key) in (*BY_HAND, "prune")
+        and not math.isclose(pruning.sparsity, made, abs_tol=0.005),
+        key,
+        f"{pruning.sparsity:g}, but pruning.pattern {pruning.pattern} makes it {made:g}; leave one "
+        "of them out",
+    )
     if config.samo.enabled and prunes(pruning) and pruning.mask is None:
         yield (
             pruning.at_step >= steps,
