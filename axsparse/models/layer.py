@@ -276,16 +276,16 @@ def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
     entries = output if isinstance(output, (tuple, list)) else (output,)
     for number, entry in enumerate(entries):
         if not _travels(entry):
-            what = type(entry).__name__
+            what, way = type(entry).__name__, "return a tensor, or a tuple of tensors"
             if isinstance(entry, Tensor):
                 what = f"a tensor of {entry.dtype}, {entry.layout}".replace("torch.", "")
+                way = (
+                    "return tensors that are dense, of real numbers (torch.view_as_real, to_dense) "
+                    "and outside inference mode"
+                )
             if entries is output:
                 what = f"{type(output).__name__} whose entry {number} is {what}"
-            raise ConfigError(
-                f"layer {name}: its forward returned {what}; return a tensor or a tuple of tensors "
-                "that are dense, of real numbers (torch.view_as_real, to_dense) and outside "
-                "inference mode"
-            )
+            raise ConfigError(f"layer {name}: its forward returned {what}; {way}")
     return tuple(entries)
 
 

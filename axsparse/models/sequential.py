@@ -392,7 +392,8 @@ def reject_unfit(module: nn.Module) -> None:
                 raise ConfigError(
                     f"model: {type(child).__name__} has a hook of torch.nn.utils.prune, which "
                     f"replaces its {hook._tensor_name} before each forward; call prune.remove("
-                    f'MODULE, "{hook._tensor_name}") before'
+                    f'MODULE, "{hook._tensor_name}") before, and set pruning.method: zeros to keep '
+                    "its mask"
                 )
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         raise ConfigError(
