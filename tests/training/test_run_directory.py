@@ -352,7 +352,7 @@ def test_a_branch_begins_again_where_it_began_until_it_has_a_checkpoint(
     assert opened(config).notes == (f"{branch} has no checkpoint; starts from the beginning",)
     mark.note(saved=True)  # by the saver, which is made before the run begins
     assert RunMark.of(branch).began_from is None
-    with pytest.raises(MissingInputError, match="has saved checkpoints"):
+    with pytest.raises(MissingInputError, match=", or start anew in another"):
         opened(config)
 
 
