@@ -12,16 +12,16 @@
 
 flux getattr jobid >/dev/null 2>&1 || { echo "axsparse: error: this is no job of Flux; submit it: flux batch $0" >&2; exit 78; }
 cd -- @folder@ || exit 66
+python=@python@ # --setup may name another
+export OMP_NUM_THREADS=@threads@
+@setup@
+set +euf +o pipefail; shopt -u failglob nullglob; unset IFS; trap - ERR; cd -- @folder@ || exit 66 # whatever that has changed
 script=@script@ # this file, which is submitted again
 run_dir=@run_dir@ # where all nodes see it, such as on the scratch file system
-python=@python@
 train=(@train@ --run-dir="$run_dir" --resume=auto)
 nodes=@nodes@ per_node=@per_node@ replica=@replica@ fewer=(@fewer@) # ranks a node and a replica; settings for fewer nodes
 save_at=@save_at@ margin=@margin@ # seconds until it saves, and that saving may take
 pause=30 most=5 # seconds until it tries again, doubled by each try without a new checkpoint; these tries at most
-export OMP_NUM_THREADS=@threads@
-@setup@
-set +euf +o pipefail; unset IFS; trap - ERR; cd -- @folder@ || exit 66 # whatever that has changed
 [ -e "$script" ] || { mkdir -p -- "${script%/*}" && cp -- "$0" "$script"; }
 cmp -s -- "$0" "$script"; [ "$?" -ne 1 ] || echo "axsparse: note: $script, which is submitted again, differs from this job's script" >&2
 hosts() { flux hostlist --expand --delimiter='\n' instance; }
@@ -47,7 +47,7 @@ while [ "$SECONDS" -lt "$save_at" ]; do
     while kill -0 "$pid" 2>/dev/null; do
       sleep 1
       [ "$SECONDS" -lt "$save_at" ] || [ -n "$told" ] || { told=$SECONDS && tell; }
-      [ -z "$told" ] || [ "$((SECONDS - told))" -lt "$((margin * 3 / 4))" ] || kill -KILL "$pid" 2>/dev/null # hangs
+      [ -z "$told" ] || [ "$((SECONDS - told))" -lt "$(((margin * 3 + 3) / 4))" ] || kill -KILL "$pid" 2>/dev/null # hangs
     done
     wait "$pid"; code=$?
   fi

@@ -99,6 +99,8 @@ EXAMPLE = re.compile(r"[`\[]([^\s`,\[]+[=:][\d.]+)")
 """Matches a text with a number in the description of a key that takes such texts alone."""
 NUMBER = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?")
 """Matches a text that is a number in quotes."""
+PERCENT = re.compile(r"(\d+\.?\d*) *%")
+"""Matches a text that is a share in percent."""
 UNIT = re.compile(r"GB|Seconds")
 """Matches the unit with which the description of a number begins."""
 NEARNESS = 0.7
@@ -162,6 +164,12 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
         return f"; write {argument(key, listed) if by_option else in_file}"
     if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
         return "; write it without quotes"
+    if kind == "int_type" and isinstance(value, float) and value.is_integer():
+        return f"; write {value:.0f}"
+    if kind == "float_type" and (percent := PERCENT.fullmatch(str(value))):
+        return f"; write {float(percent[1]) / 100:g}"
+    if kind == "float_type" and NUMBER.fullmatch(point := str(value).replace(",", ".", 1)):
+        return f"; write {point}"
     unit = UNIT.match(field.get("description", ""))
     if kind == "float_type" and isinstance(value, str) and unit is not None:
         return f"; write a number of {unit[0] if unit[0].isupper() else unit[0].lower()}"
@@ -280,7 +288,7 @@ def unknown_key(key: str, origin: str) -> ConfigError:
     if whole is not None:
         suggestion = f"{whole} is one setting, with all that it has; give it whole, best in a file"
     elif NUMBER.fullmatch(below if top in SECTIONS else key):  # of `{betas: 0.9, 0.95}`
-        suggestion = "write a list in brackets, such as [1, 2]"
+        suggestion = "write a list in brackets, such as [1, 2], and 1,000 as 1000"
     elif near:
         suggestion = f"did you mean {near[0]}?"
     else:

@@ -933,6 +933,13 @@ def _above(name: str) -> str:
     return name.rpartition(".")[0]
 
 
+def by_folder(module: nn.Module) -> str:
+    """The way to train a model of transformers from its folder, which knows no frozen ones."""
+    frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
+    also = f', with learning_rates=["{frozen[0]}=0", …] for what is frozen' if frozen else ""
+    return f"save it by save_pretrained(FOLDER), and give ax.hf(FOLDER){also}"
+
+
 def _unfit(module: nn.Module, why: str, way: str = BY_HAND) -> ConfigError:
     if any(
         isinstance(each, torch.ScriptObject) for m in module.modules() for each in vars(m).values()
@@ -941,6 +948,5 @@ def _unfit(module: nn.Module, why: str, way: str = BY_HAND) -> ConfigError:
     if isinstance(module, nn.ModuleList):
         way = "give nn.Sequential(*modules) if each gets the result of the one before it"
     if hasattr(module, "save_pretrained"):
-        saved = "save it by save_pretrained(FOLDER), and give ax.hf(FOLDER) without loss="
-        way = f"if it predicts next tokens, {saved}; else {way}"
+        way = f"if it predicts next tokens, {by_folder(module)} without loss=; else {way}"
     return ConfigError(f"model: {type(module).__name__} cannot be cut into layers: {why}; {way}")

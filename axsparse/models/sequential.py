@@ -372,6 +372,14 @@ def is_compiled(module: object) -> bool:
     return type(module).__name__ == "OptimizedModule"
 
 
+def _masked_share(module: nn.Module) -> float:
+    """The share of the entries of trained matrices that masks of torch.nn.utils.prune remove."""
+    matrices = [each for each in module.parameters() if each.requires_grad and each.ndim >= 2]
+    masks = [mask for name, mask in module.named_buffers() if name.endswith("_mask")]
+    masked = sum(int((mask == 0).sum()) for mask in masks if mask.ndim >= 2)
+    return masked / sum(each.numel() for each in matrices)
+
+
 def reject_unfit(module: nn.Module) -> None:
     """ConfigError for a module that is compiled, has no values, or state that is no tensor."""
     reject_script(module)
@@ -392,8 +400,8 @@ def reject_unfit(module: nn.Module) -> None:
                 raise ConfigError(
                     f"model: {type(child).__name__} has a hook of torch.nn.utils.prune, which "
                     f"replaces its {hook._tensor_name} before each forward; call prune.remove("
-                    f'MODULE, "{hook._tensor_name}") before, and set pruning.method: zeros to keep '
-                    "its mask"
+                    f'MODULE, "{hook._tensor_name}") before; its zeros stay by pruning.method: '
+                    f"zeros, pruning.include: all and pruning.sparsity: {_masked_share(module):.3f}"
                 )
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         raise ConfigError(

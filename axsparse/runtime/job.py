@@ -242,7 +242,10 @@ def _connected(stop: StopRequest | None) -> Job:
 def _end_thread(job: Job, own: Callable[..., object], hook: threading.ExceptHookArgs) -> None:
     """Call the program's own `threading.excepthook`, if it has one, and end the job after an
     exception in a thread, which `sys.exit` alone ends by itself; the main thread may be at its
-    exit."""
+    exit. A job of one rank is ended in the middle of a run or call only."""
+    if job.transport.size == 1 and not job.in_progress and not job.calls:
+        own(hook)
+        return
     if own is not threading.__excepthook__:
         _call_own("threading.excepthook", own, hook)
     if not issubclass(hook.exc_type, SystemExit):

@@ -31,7 +31,7 @@ from axsparse.data.torch_dataset import SHIFTED, advice_for, reject_no_dataset
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.losses import linear_cross_entropy, summed_cross_entropy
 from axsparse.models.module_buffers import replaced, same_attributes, slots
-from axsparse.models.own_forward import from_module
+from axsparse.models.own_forward import by_folder, from_module
 from axsparse.models.sequential import OwnValues, from_sequential, runs_in_order
 from axsparse.models.watched_forward import tensors_of
 from axsparse.models.zoo.model_registry import named_model
@@ -143,7 +143,7 @@ def run_sources(
     if isinstance(model, nn.Module) and loss is None:
         way = "give loss=, which returns the summed loss of the outputs and the targets"
         if hasattr(model, "save_pretrained") and re.search("CausalLM|LMHead", kind):
-            way = "save it by save_pretrained(FOLDER), and give ax.hf(FOLDER)"
+            way = by_folder(model)
         raise ConfigError(f"Trainer: {kind} has no loss; {way}")
     if loss is not None and not isinstance(model, nn.Module):
         raise ConfigError(

@@ -1019,7 +1019,8 @@ class Trainer:
             evaluation = self.evaluate()
         if not self._is_over:
             self._begin()
-        self.progress.evaluated = True
+        # What is not finite is found again by a resume, which ends likewise.
+        self.progress.evaluated = evaluation is None or math.isfinite(evaluation.loss)
         if evaluation is not None:
             if self.config.checkpoint.keep_best:
                 self.progress.look(evaluation.loss, self._evaluated_data)

@@ -319,10 +319,12 @@ def test_a_job_ends_though_nobody_can_log_it(here: Path, submit: Axsparse) -> No
         assert job(here, script, save_at=0, log=full) == "70"
 
 
-def test_the_shell_options_of_a_setup_file_do_not_reach_the_loop(
+def test_the_shell_options_and_variables_of_a_setup_file_do_not_reach_the_loop(
     here: Path, submit: Axsparse
 ) -> None:
-    (here / "setup.sh").write_text("cd /\nset -Eefuo pipefail\nIFS=x\ntrap 'exit 3' ERR\n")
+    names = "script run_dir train nodes per_node replica fewer save_at margin pause most code"
+    options = "cd /\nset -Eefuo pipefail\nshopt -s failglob\nIFS=x\ntrap 'exit 3' ERR\n"
+    (here / "setup.sh").write_text(f"for each in {names}; do declare $each=x; done\n{options}")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
 
     assert job(here, script, "1 2", "0") == f"{AGAIN}ranks end with 1\n1{AGAIN}ranks end with 0\n0"

@@ -352,6 +352,48 @@ ax.Trainer(mlp(), vector_data(), steps=3, eval_steps=0, global_batch_size=12).tr
     assert line.startswith(f"axsparse: error: rank {ranks - 1}: dataset (arrays): inputs"), done
 
 
+def test_a_run_whose_last_evaluation_is_not_finite_ends_likewise_when_it_is_started_again(
+    tmp_path: Path,
+) -> None:
+    program = """
+import torch
+bad = ax.ArrayDataset(torch.full((30, 16), torch.nan), torch.zeros(30, dtype=torch.long))
+ax.Trainer(
+    mlp(), (vector_data(), bad), steps=2, eval_steps=1, global_batch_size=12, run_dir="run",
+    resume="auto",
+).train()
+"""
+    for _ in range(2):
+        done = ended(tmp_path, program)
+        assert done.returncode == 70, done
+        assert "step 2: the validation loss is nan; lower" in done.stderr
+    records = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert sum("eval_loss" in record for record in records) == 1
+
+
+@pytest.mark.parametrize(("when", "code"), [("begun", 70), ("closed", 0)])
+def test_an_exception_in_a_thread_of_the_program_ends_a_run_alone(
+    when: str, code: int, tmp_path: Path
+) -> None:
+    """Once the trainer is closed it ends its thread, as in a program without one."""
+    program = """
+threading.excepthook = lambda args: print("own hook:", args.exc_value, flush=True)
+trainer = ax.Trainer(mlp(), vector_data(), steps=3, eval_steps=0, global_batch_size=12)
+trainer.step()
+if sys.argv[1] == "closed":
+    trainer.close()
+thread = threading.Thread(target=[].pop)
+thread.start()
+thread.join()
+print("goes on", flush=True)
+"""
+    done = ended(tmp_path, program, when)
+
+    assert done.returncode == code, done
+    assert "own hook: pop from empty list" in done.stdout
+    assert ("goes on" in done.stdout) == (code == 0) == (not done.errors), done
+
+
 @pytest.mark.parametrize(("hook", "code"), [("none", 70), ("chained", 70), ("own", 0)])
 def test_what_a_library_has_caught_and_prints_ends_nothing_and_what_leaves_the_program_does(
     hook: str, code: int, tmp_path: Path

@@ -216,11 +216,13 @@ def masks_of_zeros(
     if sparsity == 0 or abs(sparsity - planned) > TOLERANCE:
         key = "initial_sparsity" if pruning.initial_sparsity else "sparsity"
         given = pruning.initial_sparsity or final
+        way = f"set it to {given * sparsity / planned:.2f}"
+        if not sparsity:
+            way = "set pruning.include: all if those of other layers have zeros"
         raise everywhere(
             ConfigError(
                 f"pruning.{key}: {given:g}, with which the run was planned, but {sparsity:.4f} of "
-                f"the loaded weights is zero; set it to {given * sparsity / planned:.2f}, or load "
-                "weights that were pruned so"
+                f"the loaded weights is zero; {way}, or load weights that were pruned so"
             )
         )
     return ScoredMasks(Criterion("magnitude"), kept)
