@@ -19,7 +19,7 @@ export OMP_NUM_THREADS=@threads@ PRTE_MCA_rmaps_default_mapping_policy=slot
 set +euf +o pipefail; shopt -u failglob nullglob; unset IFS; trap - ERR; cd -- @folder@ || exit 66 # whatever that has changed
 script=@script@ # this file, which is submitted again
 run_dir=@run_dir@ # where all nodes see it, such as on the scratch file system
-train=(@train@ --run-dir="$run_dir" --resume=auto)
+train=(@train@)
 nodes=@nodes@ per_node=@per_node@ replica=@replica@ fewer=(@fewer@) # ranks a node and a replica; settings for fewer nodes
 save_at=@save_at@ margin=@margin@ # seconds until it saves, and that saving may take
 pause=30 most=5 # seconds until it tries again, doubled by each try without a new checkpoint; these tries at most
@@ -31,21 +31,20 @@ start() { exec @mpirun@ --host "$1" -n "$2" "${@:3}"; } # binding: MPICH -bind-t
 # start() { exec mpiexec --hosts "${1//:$per_node/}" -n "$2" --ppn "$per_node" --depth @cpus@ "${@:3}"; } # PALS of Cray
 tell() { kill -USR1 "$pid" 2>/dev/null; }
 submit() { qsub "$script"; }
-saved() { stat -c '%n %y' -- "$run_dir"/checkpoints/step-*[0-9]/manifest.json 2>/dev/null | sort; }
+saved() { printf '%s\n' "$run_dir"/checkpoints/step-*[0-9]/manifest.json | sort; }
 trap 'save_at=0' USR1; trap 'save_at=0 cancelled=1' TERM INT # the time is nearly over; or cancelled, so that no job follows
-failures=0 progress='' cancelled='' unfit=0 cap=$((nodes * per_node)) code=75
+failures=0 progress='' cancelled='' unfit=0 cap=$((nodes * per_node)) code=75 seen=$(saved)
 while [ "$SECONDS" -lt "$save_at" ]; do
-  before=$(saved) list='' count=0 code=70 told='' shape=() unit=$replica
+  list='' count=0 code=70 told='' shape=() unit=$replica
   there=" $(for host in $(hosts); do answers "$host" >/dev/null 2>&1 && echo "$host" & done | tr '\n' ' ') "
   for host in $(hosts); do
     case "$there" in *" $host "*) list+=",$host:$per_node" count=$((count + 1)) ;; esac
   done
-  ranks=$((count * per_node))
-  [ "$count" -eq "$nodes" ] || shape=("${fewer[@]}") ranks=$((ranks < cap ? ranks : cap)) unit=$((replica << (unfit > 7 ? unfit - 7 : 0)))
+  ranks=$((count * per_node)); [ "$count" -eq "$nodes" ] || shape=("${fewer[@]}") ranks=$((ranks < cap ? ranks : cap)) unit=$((replica << (unfit > 7 ? unfit - 7 : 0)))
   export AXSPARSE_RANKS=$((ranks / unit * unit))
   echo "axsparse: $AXSPARSE_RANKS ranks on $count of $nodes nodes"
   if [ "$AXSPARSE_RANKS" -gt 0 ]; then
-    start "${list#,}" "$AXSPARSE_RANKS" "$python" -m axsparse.train "${train[@]}" "${shape[@]}" & pid=$!
+    start "${list#,}" "$AXSPARSE_RANKS" "$python" -m axsparse.train "${train[@]}" --run-dir="$run_dir" --resume=auto "${shape[@]}" & pid=$!
     while kill -0 "$pid" 2>/dev/null; do
       sleep 1
       [ "$SECONDS" -lt "$save_at" ] || [ -n "$told" ] || { told=$SECONDS && tell; }
@@ -54,8 +53,9 @@ while [ "$SECONDS" -lt "$save_at" ]; do
     wait "$pid"; code=$?
   fi
   case "$code" in 0 | 65 | 66 | 130) exit "$code" ;; 75) [ "$SECONDS" -ge "$save_at" ] || exit 75 ;; esac
-  [ "$code" -ne 78 ] || { [ "${#shape[@]}" -gt 0 ] || exit 78; cap=$((AXSPARSE_RANKS - 1)) unfit=$((unfit + 1)); [ "$cap" -lt "$replica" ] || continue; } # fewer ranks may have a layout
-  failures=$((failures + 1)); [ "$code" -eq 73 ] || [ -z "$(comm -13 <(echo "$before") <(saved))" ] || failures=0 progress=1 # 73: another job has the directory
+  [ "$code" -ne 78 ] || { [ "${#shape[@]}" -gt 0 ] || exit 78; "$python" -m axsparse config show "${train[@]}" >/dev/null || exit; cap=$((AXSPARSE_RANKS - 1)) unfit=$((unfit + 1)); } # fewer ranks may have a layout
+  { [ "$code" -eq 78 ] && [ "$cap" -ge "$replica" ]; } || failures=$((failures + 1)); before=$seen seen=$(sort -u <(echo "$seen") <(saved))
+  [ "$code" -eq 73 ] || [ "$before" = "$seen" ] || failures=0 progress=1 # a step that was never saved before; 73: another job has the directory
   [ "$failures" -lt "$most" ] || { echo "axsparse: error: failed $most times without a new checkpoint" >&2; exit "$code"; }
   for ((wait = pause * 2 ** failures; wait > 0 && SECONDS < save_at; wait--)); do sleep 1; done
 done

@@ -332,11 +332,13 @@ def check_batch(config: Config, grid: Grid) -> None:
     microbatches = num_microbatches(batch)
     if microbatches < grid.g_data:
         total, size = batch.global_batch_size, batch.microbatch_size
+        small = (total - 1) // (grid.g_data - 1)
+        smaller = f"at most {small} as batch.microbatch_size, " if small else ""
         raise ConfigError(
             f"{config.where('batch.global_batch_size')}: {total} in microbatches of {size} makes "
             f"{microbatches} for {counted(grid.g_data, 'replica')}; choose "
-            f"at least {(grid.g_data - 1) * size + 1}, smaller microbatches "
-            f"(batch.microbatch_size), or at most {microbatches} as layout.g_data"
+            f"at least {(grid.g_data - 1) * size + 1}, {smaller}or at most {microbatches} as "
+            "layout.g_data, by fewer ranks or more stages"
         )
 
 

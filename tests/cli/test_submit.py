@@ -90,6 +90,7 @@ def test_a_scheduler_says_itself_why_it_takes_no_job(
 
 # --- the text of the script --------------------------------------------------------------
 
+PYTHON = sys.executable
 EIGHT = ("--nodes", "2", "--ranks", "8", "--gpus-per-node", "4", "--time", "2:00:00")
 NAMED = ("--account", "abc123", "--queue", "batch", "--run-dir", "/s/gpt")
 TRAINED = (*STAGES, "--config", "quickstart.yaml")
@@ -272,8 +273,13 @@ def test_a_job_says_that_another_script_than_its_own_follows_it(
         (["137 2", "137 4", "0"], [1, 1], 3600, "ranks end with 0\n0"),
         (["1", "1", "1 2", "1", "0"], [2, 4, 1, 2], 3600, "ranks end with 0\n0"),
         (["75 2"], [], 3600, "ranks end with 75\n75"),
-        # A damaged checkpoint is passed over, and its step saved again.
-        (["74 2"] * 6 + ["0"], [1] * 6, 3600, "ranks end with 0\n0"),
+        # A damaged checkpoint is passed over, and its step saved again and again.
+        (
+            ["74 2"] * 6,
+            [1, 2, 4, 8, 16],
+            3600,
+            "ranks end with 74\naxsparse: error: failed 5 times without a new checkpoint\n74",
+        ),
         # The run passes over a damaged checkpoint of step 67.
         (
             ["137 67", *(f"1 {step}0" for step in range(1, 6)), "0"],
@@ -334,8 +340,8 @@ def test_the_shell_options_and_variables_of_a_setup_file_do_not_reach_the_loop(
     for step in range(200):
         (here / many / "checkpoints" / f"step-{step}").mkdir(parents=True)
         (here / many / "checkpoints" / f"step-{step}" / "manifest.json").touch()
-    script = script.replace("before=$(saved)", "before=''", 1)
-    assert job(here, script, *["1"] * 6, "0").endswith("ranks end with 0\n0")
+    script = script.replace("seen=$(saved)", "seen=''", 1)
+    assert job(here, script, *["1"] * 5, "0").endswith("ranks end with 0\n0")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
     (here / "setup.sh").write_text("false\n")
     said = "axsparse: error: the last command of --setup failed\n78"
@@ -384,15 +390,19 @@ def test_where_the_ranks_of_fewer_nodes_have_no_layout_fewer_ranks_go_on(
     here: Path, submit: Axsparse
 ) -> None:
     script = submit("--slurm", *EIGHT, *TRAINED, "--run-dir", "r")[1]
+    Path(sys.executable).write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} "$@"\n')
+    Path(sys.executable).chmod(0o755)
     tries = [f"axsparse: {count} ranks on 1 of 2 nodes\n" for count in (4, 3, 2, 1)]
     unfit, none = "ranks end with 78\n", "axsparse: 0 ranks on 1 of 2 nodes\n"
 
     found = job(here, script, "78", "78", "78", "0", gone="n2")
-    assert found == f"{unfit.join(tries)}ranks end with 0\n0"
+    assert found == f"{f'{unfit}1'.join(tries)}ranks end with 0\n0"
     waits = [f"{'1' * wait}{none}" for wait in (2, 4, 8, 16)]
     ended = "axsparse: error: failed 5 times without a new checkpoint\n70"
     found = job(here, script, *["78"] * 4, gone="n2")
-    assert found == f"{unfit.join(tries)}{unfit}{''.join(waits)}{ended}"
+    assert found == f"{f'{unfit}1'.join(tries)}{unfit}{''.join(waits)}{ended}"
+    found = job(here, script.replace("quickstart.yaml", "gone.yaml"), "78", gone="n2")
+    assert f"{tries[0]}{unfit}axsparse: error: config 'gone.yaml'" in found and found[-2:] == "66"
     batch = ("--set", "batch.global_batch_size=320")
     script = submit("--slurm", "--ranks", "80", *ASKED[2:], *batch, "--run-dir", "r")[1]
     counts = re.findall(r"(\d+) ranks on 1 of 2", job(here, script, *["78"] * 40, gone="n2"))
