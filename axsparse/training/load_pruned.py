@@ -218,8 +218,8 @@ def continued(
     room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if room is not None and ids.shape[1] >= room:
         raise ConfigError(
-            f"--prompt: has {ids.shape[1]} tokens, and the model has room for {room - 1} and one that "
-            "follows; shorten it"
+            f"--prompt: has {ids.shape[1]} tokens, and the model has room for {room - 1} and one "
+            "that follows; shorten it"
         )
     tokens = tokens if room is None else min(tokens, room - ids.shape[1])
     show(prompt)
