@@ -132,7 +132,7 @@ def _said(problems: list[Any], setting: Setting) -> str:
     texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)
     texts = dict.fromkeys(text.replace("a valid tuple", "a list") for text in texts)
     suggestion = _suggestion(kind, value, _key_of(problems[0]), setting)
-    if kind.startswith("less_than") and 1 in problems[0]["ctx"].values() and 2 <= value < 100:
+    if kind.startswith("less_than") and 1 in problems[0]["ctx"].values() and 10 <= value < 100:
         suggestion = f"; {value:g} % is {value / 100:g}"
     shown = show(list(value) if isinstance(value, tuple) else value)
     return f"{shown} should {' or '.join(texts)}{suggestion}"

@@ -377,7 +377,7 @@ def _masked_share(module: nn.Module) -> float:
     matrices = [each for each in module.parameters() if each.requires_grad and each.ndim >= 2]
     masks = [mask for name, mask in module.named_buffers() if name.endswith("_mask")]
     masked = sum(int((mask == 0).sum()) for mask in masks if mask.ndim >= 2)
-    return masked / sum(each.numel() for each in matrices)
+    return masked / (sum(each.numel() for each in matrices) or 1)  # all may be frozen
 
 
 def reject_unfit(module: nn.Module) -> None:

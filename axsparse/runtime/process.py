@@ -186,10 +186,12 @@ def exit_process(code: int = 0, line: str | None = None) -> NoReturn:
 def end_early(kind: type[BaseException], failure: BaseException, trace: Any) -> None:
     """The `sys.excepthook` until a program connects to the other ranks: an AxsparseError that
     nobody catches connects it, and ends all ranks with one line."""
-    sys.excepthook = sys.__excepthook__
     if isinstance(failure, AxsparseError) and not (hasattr(sys, "ps1") or sys.flags.interactive):
+        sys.excepthook = sys.__excepthook__
         import_module("axsparse.runtime.job").own_job()
-    sys.excepthook(kind, failure, trace)
+        sys.excepthook(kind, failure, trace)
+    else:
+        sys.__excepthook__(kind, failure, trace)
 
 
 def exit_at_once(code: int) -> NoReturn:

@@ -122,8 +122,9 @@ class RunDir:
         folder = self.folder
         facts: dict[str, object] = {"at": str(folder.resolve()), "overwrites": self.overwrites}
         mark = RunMark.of(folder)
-        facts["starts"] = [*mark.starts[1:], uuid.uuid4().hex]
-        if self.found is None:
+        if self.found is not None:
+            facts["starts"] = [*mark.starts[1:], uuid.uuid4().hex]
+        else:
             began_from = self.checkpoint and str(self.checkpoint.path.resolve())
             facts |= {"saved": False, "from": began_from, "name": config.name, "starts": []}
         mark.note(**facts)

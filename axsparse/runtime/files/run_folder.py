@@ -190,7 +190,8 @@ class RunMark:
         return self._content.get("from")
 
     def check(self) -> None:
-        """OutputError if the directory was moved, removed or replaced since the run began."""
+        """Read again what was noted; OutputError if the directory was moved, removed or replaced
+        since the run began."""
         found = _read(self._path)
         if found is None or found.get(_KEY) != self._content.get(_KEY):
             raise replaced(self._path)
