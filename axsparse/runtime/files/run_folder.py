@@ -190,12 +190,10 @@ class RunMark:
         return self._content.get("from")
 
     def check(self) -> None:
-        """Read again what was noted; OutputError if the directory was moved, removed or replaced
-        since the run began."""
+        """OutputError if the directory was moved, removed or replaced since the run began."""
         found = _read(self._path)
         if found is None or found.get(_KEY) != self._content.get(_KEY):
             raise replaced(self._path)
-        self._content = found
 
     def note(self, **facts: object) -> None:
         """Note facts in the directory and in the folders that its links lead to. OutputError if
