@@ -180,8 +180,10 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
         if not job.setup.is_file():
             raise MissingInputError(f"--setup: {str(job.setup)!r} is no file; name an existing one")
         setup = (
-            f". {shlex.quote(str(Path.cwd() / job.setup))} || "
-            '{ echo "axsparse: error: the last command of --setup failed" >&2; exit 78; }; '
+            "trap 'code=$?; echo \"axsparse: error: --setup ends the job: it has an exit, or its "
+            "last command failed\" >&2; exit $((code ? code : 78))' EXIT; "
+            f". {shlex.quote(str(Path.cwd() / job.setup))} || exit 78; "
+            "[[ $(trap -p EXIT) != *'--setup ends the job'* ]] || trap - EXIT"
         )
     mpirun = Path(sys.executable).with_name("mpirun")
     config = [] if job.config is None else [f"--config={job.config}"]
@@ -218,7 +220,7 @@ def clock(seconds: int) -> str:
 
 def script_of(run_dir: Path) -> Path:
     """The script of a run: next to its directory, which belongs to the run alone."""
-    return run_dir.with_name(f"{run_dir.name}.sh")
+    return run_dir.parent / f"{run_dir.name}.sh"  # "/" has no name
 
 
 def _submit(job: argparse.Namespace) -> None:

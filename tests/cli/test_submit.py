@@ -45,6 +45,7 @@ echo "Submitted batch job 41"
 """
     )
     sbatch.chmod(0o755)
+    (tmp_path / "python").symlink_to("/bin/true")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     for name in ("PMI_RANK", "SLURM_PROCID", "AXSPARSE_RANKS"):
@@ -329,7 +330,9 @@ def test_the_shell_options_and_variables_of_a_setup_file_do_not_reach_the_loop(
     here: Path, submit: Axsparse
 ) -> None:
     names = "script run_dir train nodes per_node replica fewer save_at margin pause most code"
-    options = "cd /\nset -Eefuo pipefail\nshopt -s failglob\nIFS=x\ntrap 'exit 3' ERR\n"
+    options = (
+        "cd /\nset -CEefkuo pipefail\nset -o posix\nshopt -s failglob\nIFS=x\ntrap 'exit 3' ERR\n"
+    )
     (here / "setup.sh").write_text(f"for each in {names}; do declare $each=x; done\n{options}")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
 
@@ -343,9 +346,52 @@ def test_the_shell_options_and_variables_of_a_setup_file_do_not_reach_the_loop(
     script = script.replace("seen=$(saved)", "seen=''", 1)
     assert job(here, script, *["1"] * 5, "0").endswith("ranks end with 0\n0")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
-    (here / "setup.sh").write_text("false\n")
-    said = "axsparse: error: the last command of --setup failed\n78"
-    assert job(here, script, "0") == said
+    said = "axsparse: error: --setup ends the job: it has an exit, or its last command failed\n"
+    for end, code in (("false", 78), ("exit 0", 78), ("exit 74", 74)):
+        (here / "setup.sh").write_text(f"{end}\n")
+        assert job(here, script, "0") == f"{said}{code}"
+    (here / "setup.sh").write_text("trap 'echo cleared' EXIT\n")
+    assert job(here, script, "0") == f"{AGAIN}ranks end with 0\ncleared\n0"
+
+
+def test_the_clock_of_a_job_counts_its_setup(here: Path, submit: Axsparse) -> None:
+    (here / "setup.sh").write_text("command sleep 3; SECONDS=0\n")
+    script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
+
+    assert job(here, script, "0", save_at=2).endswith("so none follows it\n70")
+
+
+def test_a_job_that_cannot_begin_does_not_try_again(here: Path, submit: Axsparse) -> None:
+    script = submit(*SLURM, "--run-dir", "r")[1]
+    Path(sys.executable).unlink()
+
+    found = job(here, script, "0")
+    assert re.fullmatch(r".*/job.sh: line \d+: .*/python: No such file or directory\n127", found)
+    Path(sys.executable).write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} "$@"\n')
+    Path(sys.executable).chmod(0o755)
+    found = job(here, script.replace("quickstart.yaml", "gone.yaml"), "0")
+    assert re.fullmatch(r"axsparse: error: config 'gone.yaml': .*\n66", found)
+
+
+def test_a_run_directory_that_is_away_is_no_progress(here: Path, submit: Axsparse) -> None:
+    (here / "r" / "checkpoints" / "step-3").mkdir(parents=True)
+    (here / "r" / "checkpoints" / "step-3" / "manifest.json").touch()
+    script = submit(*SLURM, "--run-dir", "r")[1].replace("start() {", "start() { rm -rf r;")
+
+    assert job(here, script, *["74"] * 9).count("ranks end with 74") == 5
+
+
+def test_a_script_that_cannot_be_copied_is_not_there(here: Path, submit: Axsparse) -> None:
+    script = submit(*SLURM, "--run-dir", "r")[1].replace("cp --", "ulimit -f 1; cp --")
+
+    assert job(here, script, "0").endswith("ranks end with 0\n0")
+    assert not (here / "r.sh").exists()
+
+
+def test_nodes_that_do_not_answer_say_why(here: Path, submit: Axsparse) -> None:
+    script = submit(*SLURM, "--run-dir", "r")[1].replace(" srun -Q", " no_srun")
+
+    assert "no_srun: command not found" in job(here, script)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -390,8 +436,6 @@ def test_where_the_ranks_of_fewer_nodes_have_no_layout_fewer_ranks_go_on(
     here: Path, submit: Axsparse
 ) -> None:
     script = submit("--slurm", *EIGHT, *TRAINED, "--run-dir", "r")[1]
-    Path(sys.executable).write_text(f'#!/bin/sh\nexec {shlex.quote(PYTHON)} "$@"\n')
-    Path(sys.executable).chmod(0o755)
     tries = [f"axsparse: {count} ranks on 1 of 2 nodes\n" for count in (4, 3, 2, 1)]
     unfit, none = "ranks end with 78\n", "axsparse: 0 ranks on 1 of 2 nodes\n"
 
@@ -401,8 +445,6 @@ def test_where_the_ranks_of_fewer_nodes_have_no_layout_fewer_ranks_go_on(
     ended = "axsparse: error: failed 5 times without a new checkpoint\n70"
     found = job(here, script, *["78"] * 4, gone="n2")
     assert found == f"{f'{unfit}1'.join(tries)}{unfit}{''.join(waits)}{ended}"
-    found = job(here, script.replace("quickstart.yaml", "gone.yaml"), "78", gone="n2")
-    assert f"{tries[0]}{unfit}axsparse: error: config 'gone.yaml'" in found and found[-2:] == "66"
     batch = ("--set", "batch.global_batch_size=320")
     script = submit("--slurm", "--ranks", "80", *ASKED[2:], *batch, "--run-dir", "r")[1]
     counts = re.findall(r"(\d+) ranks on 1 of 2", job(here, script, *["78"] * 40, gone="n2"))
@@ -448,7 +490,7 @@ HARD = "data.path=a  b/$HOME/`id`/'\"/*/é/\\n/@ranks@/!x"
 def test_values_arrive_at_the_ranks_as_they_were_given(here: Path, submit: Axsparse) -> None:
     (here / "my conf").mkdir()
     (here / "my conf" / "-é 'x;.yaml").write_text("data: {source: tokens}\n")
-    (here / "my modules.sh").write_text("echo modules are loaded\npython=/other/python\n")
+    (here / "my modules.sh").write_text("echo modules are loaded\npython=/bin/true\n")
     config = str(here / "my conf" / "-é 'x;.yaml")
     options = ["--config", config, "--set", HARD, "--steps", "6", "--run-dir", "my run"]
 
@@ -457,7 +499,7 @@ def test_values_arrive_at_the_ranks_as_they_were_given(here: Path, submit: Axspa
     assert job(here, script, "0").startswith("modules are loaded\n")
     folder, *words = (here / "arguments").read_text().splitlines()
     assert folder == str(here)
-    assert words[words.index("axsparse.train") - 2] == "/other/python"
+    assert words[words.index("axsparse.train") - 2] == "/bin/true"
     assert words[words.index("axsparse.train") + 1 :] == [
         *(f"--config={config}", "--set=layout.g_inter=auto", f"--set={HARD}"),
         *("--set=train.steps=6", f"--run-dir={here}/my run", "--resume=auto"),
@@ -478,6 +520,7 @@ def test_a_job_gets_a_new_folder_unless_one_is_named(here: Path, submit: Axspars
         f"script → {here}/{name}.sh\n"
         for name in ("runs/quickstart", "runs/quickstart-2", "mine", "mine")
     ]
+    assert "\nscript=/.sh #" in submit(*SLURM, "--run-dir", "/")[1]
 
 
 def test_printed_scripts_of_other_settings_have_other_folders(here: Path, submit: Axsparse) -> None:
