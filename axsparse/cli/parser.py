@@ -92,12 +92,16 @@ class CommandParser(argparse.ArgumentParser):
         return found, rest
 
     def error(self, message: str) -> NoReturn:
+        from axsparse.config.messages import nearest_choice
+
         shown = "".join(letter if letter.isprintable() else " " for letter in message)
         is_argparse = re.search("^unrecognized |: invalid choice: ", shown) or "; " not in shown
         file = re.fullmatch(r"unrecognized arguments: (\S+\.ya?ml)", shown)
         if file is not None and "--config" in self._option_string_actions:
             reject(f"{shown}; write --config {file[1]}")
-        reject(f"{shown}; see --help" if is_argparse else shown)
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", shown)
+        near = nearest_choice(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        reject(f"{shown}{near or '; see --help'}" if is_argparse else shown)
 
     def print_help(self, file: Any = None) -> None:
         del file  # argparse names none

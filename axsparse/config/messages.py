@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -43,7 +43,8 @@ schedule.final_ratio, a fraction of optimizer.learning_rate: min_lr lr_min eta_m
 schedule.decay: scheduler lr_scheduler lr_scheduler_type optimizer.schedule train.schedule
 train.steps: max_steps num_steps total_steps iterations max_iters train_iters optimizer.steps
 train.steps, a number of steps: epoch epochs max_epochs num_epochs num_train_epochs
-train.log_every: logging_steps log_interval print_every logging.steps logging.interval
+pruning.until_step: pruning.end_step
+train.log_every: logging_steps log_steps log_interval print_every logging.steps logging.interval
   logging.every
 train.eval_every: eval_interval evaluation_interval
 batch.global_batch_size: batch_size train_batch_size
@@ -51,7 +52,7 @@ batch.microbatch_size: per_device_train_batch_size micro_batch_size
   train_micro_batch_size_per_gpu
 batch.microbatch_size, the samples of a microbatch: gradient_accumulation_steps
   accumulate_grad_batches
-pruning.sparsity: amount ratio
+pruning.sparsity: amount ratio target_sparsity final_sparsity
 pruning.sparsity, 1 minus the density: density
 pruning.sparsity, 0 for none: pruning.enabled
 model.sequence_length: max_position_embeddings n_positions n_ctx
@@ -105,6 +106,8 @@ UNIT = re.compile(r"GB|Seconds")
 """Matches the unit with which the description of a number begins."""
 NEARNESS = 0.7
 """How alike a key has to be to one of ours, from 0 to 1, to be taken for a slip."""
+NEARNESS_OF_CHOICES = 0.82
+"""The same of one of few texts: adam is adamw, nadam is another."""
 
 
 def refusal(error: ValidationError, settings: Mapping[str, Setting]) -> ConfigError:
@@ -142,10 +145,12 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
     """The suggestion for pydantic's type of error, where pydantic's text has none."""
     field = FIELDS.get(key, {})
     off, default = SWITCHES_OFF.search(field.get("description", "")), field.get("default")
-    if off is not None and show(value) in OFF:
+    if off is not None and show(value).lower() in OFF:
         return f"; {' '.join(off[1].split())}"
     if show(value) in ("null", "''") and default is not None:
         return f"; leave it out for {show(default)}"
+    if near := nearest_choice(value, field.get("enum", [default])):
+        return near
     if kind == "tuple_type" and isinstance(default, list) and default:
         return f" such as {default}"
     example = EXAMPLE.search(field.get("description", ""))
@@ -295,6 +300,13 @@ def unknown_key(key: str, origin: str) -> ConfigError:
         suggestion = f"choose one of {', '.join(SECTIONS.get(section, Config.model_fields))}"
     shown = key if key.isprintable() else repr(key)
     return ConfigError(f"{shown} ({origin}): unknown key; {suggestion}")
+
+
+def nearest_choice(value: object, choices: Iterable[object]) -> str:
+    """The suggestion of the text that a value was meant to be, if it is like one of them."""
+    texts = [each for each in choices if isinstance(each, str)]
+    near = get_close_matches(str(value).lower()[:60], texts, 1, NEARNESS_OF_CHOICES)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def show(value: object) -> str:
