@@ -330,7 +330,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Setting]]:
     file = f"{path.parent}/{path.name}" if _is_own(path) else path.name
     root = compose(read_text("config", path), lambda line: f"{file}:{line}")
     if root is None or root.tag == f"{YAML_TAG}null":
-        return
+        raise ConfigError(f"{file}: no settings are in it; write some as `key: value` lines")
     begin = f"{file}:{root.start_mark.line + 1}"
     for key, origin, node in entries(root, begin, file, _reject_unknown):
         if key in SECTIONS:
