@@ -317,7 +317,11 @@ def match(patterns: Sequence[str], names: Sequence[str], where: str, none: str) 
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             nearest = ", ".join(get_close_matches(pattern, names, n=3, cutoff=0)) or "none"
-            raise ConfigError(f"{where}: {pattern!r} matches {none}; nearest: {nearest}")
+            # A module's name, the end of a name, and another case.
+            forms = (f"{pattern}.*", f"*.{pattern}.*", f"*.{pattern}", pattern.lower())
+            meant = [one for one in forms if any(fnmatchcase(name, one) for name in names)]
+            way = f"did you mean {meant[0]!r}?" if meant else f"nearest: {nearest}"
+            raise ConfigError(f"{where}: {pattern!r} matches {none}; {way}")
     return [name for name in names if any(fnmatchcase(name, one) for one in patterns)]
 
 

@@ -123,7 +123,8 @@ def find_targets(
         if parameter.trained and parameter.name not in profiled.ties and len(parameter.shape) >= 2
     }
     include, exclude, layers = (where(f"pruning.{key}") for key in ("include", "exclude", "layers"))
-    excluded = set(match(pruning.exclude, list(matrices), exclude, NOTHING_PRUNABLE))
+    named = match(pruning.exclude, [*matrices, *profiled.ties], exclude, NOTHING_PRUNABLE)
+    excluded = {profiled.ties.get(name, name) for name in named}
     candidates = [name for name in matrices if name not in excluded]
     usual = [
         name
@@ -198,6 +199,7 @@ def left_dense(
 ) -> dict[str, list[ParameterInfo]]:
     """The trained parameters that stay dense, by the reason why."""
     dense: dict[str, list[ParameterInfo]] = {}
+    shared = {first: second for second, first in profiled.ties.items()}
     for layer in profiled.layers:
         for parameter in layer.parameters:
             name = parameter.name
@@ -207,7 +209,11 @@ def left_dense(
                 why = "vectors"
             elif pruning.mask is not None:
                 why = NOT_SAVED if targets.mask_file is None else "not in the mask file"
-            elif any(fnmatchcase(name, pattern) for pattern in pruning.exclude):
+            elif any(
+                fnmatchcase(one, pattern)
+                for one in (name, shared.get(name, name))
+                for pattern in pruning.exclude
+            ):
                 why = "named in pruning.exclude"
             elif layer.kind != "block":
                 why = f"in a layer of kind {layer.kind}; pruning.include: all prunes them"

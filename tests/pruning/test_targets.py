@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.hf import SMALL_LLAMA, write_llama
+from support.hf import SMALL_LLAMA, small_gpt, write_llama
 from support.runs import summed_loss, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor, nn
 
@@ -19,12 +19,14 @@ from axsparse.config.schema import Config
 from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
 from axsparse.models.start_weights import Convert, unchanged
+from axsparse.models.zoo.gpt import gpt
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning import targets
 from axsparse.pruning.targets import (
     erdos_renyi_kernel,
     find_targets,
     kept_counts,
+    left_dense,
     n_of_m,
     pruning_lines,
 )
@@ -210,6 +212,18 @@ def test_by_default_only_weights_that_multiply_are_pruned(
         p.name for layer in VISION.layers for p in layer.parameters if p.name in targets.shapes
     ]
     assert list(targets.shapes) == order
+
+
+def test_a_tied_weight_is_excluded_by_either_of_its_names() -> None:
+    profiled = profile(gpt(small_gpt(), 12))
+    for name in ("embed.token.weight", "head.weight"):
+        pruning = tiny_config(pruning={"include": "all", "exclude": [name]}).pruning
+
+        targets = find_targets(profiled, pruning)
+
+        assert "embed.token.weight" not in targets.shapes
+        dense = left_dense(profiled, targets, pruning)["named in pruning.exclude"]
+        assert [parameter.name for parameter in dense] == ["embed.token.weight"]
 
 
 def test_the_start_of_a_run_says_what_is_pruned_and_why_the_rest_is_dense() -> None:
