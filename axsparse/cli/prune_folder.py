@@ -69,6 +69,7 @@ OPTIONS = {
     "choose another place, or give --force .*": "move it away, and repeat the command",
     "--tokenizer: ": "--from: ",
     r" must be from 1 to \d+, since (there are \d+ tokens); change it, or": r", but \1;",
+    "bring more of both": "bring more texts, more by --validation FILES, and choose another --out",
     "bring more data": "bring more texts, and choose another --out",
     "bring more held-out data": "name more by --validation FILES, and choose another --out",
     r", or let \S+( of the model)? begin anew \(model\.new: .*": "",

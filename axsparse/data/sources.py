@@ -128,6 +128,12 @@ def token_datasets(
             f"data.intra_document_attention: true, but {folder} has its separator {inner} within "
             f"documents; {DISTINCT} or choose false"
         )
+    sizes = [record.tokens for split, record in sidecar.splits() if split in splits]
+    if len(sizes) > 1 and max(sizes) <= sequence_length:
+        raise DataError(
+            f"data.sequence_length ({folder.name}): {sequence_length}, but there are {sizes[0]} "
+            f"tokens of training and {sizes[1]} of validation; bring more of both"
+        )
     suggestion = f"copy it again, or {PREPARE_AGAIN}"
     found: dict[Split, TokenDataset] = {}
     for split, record in sidecar.splits():

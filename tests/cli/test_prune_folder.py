@@ -497,3 +497,6 @@ def test_errors_of_training_name_the_options_of_this_command(tmp_path: Path) -> 
     ):
         with pytest.raises(DataError, match=begins.format(split, way)), own_options():
             TokenDataset(f"a{split}", "f", 256, np.zeros(8, np.uint8), 8)
+    both = "bring more texts, more by --validation FILES, and choose another --out$"
+    with pytest.raises(DataError, match=both), own_options():
+        raise DataError("data.sequence_length (tokens): 9, but …; bring more of both")
