@@ -186,14 +186,16 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
             "[[ $(trap -p EXIT) != *'--setup ends the job'* ]] || trap - EXIT"
         )
     mpirun = Path(sys.executable).with_name("mpirun")
+    cwd = Path.cwd()  # the job's as well; a $ in its name is no variable for training
+    own = f"./{run_dir.relative_to(cwd)}" if run_dir.is_relative_to(cwd) else str(run_dir)
     config = [] if job.config is None else [f"--config={job.config}"]
     # The scripts name the run directory themselves.
     pairs = [pair for pair in overrides_of(job) if pair.partition("=")[0].strip() != "run_dir"]
     return {
-        "folder": shlex.quote(str(Path.cwd())),
+        "folder": shlex.quote(str(cwd)),
         "setup": setup,
         "script": shlex.quote(str(script_of(run_dir))),
-        "run_dir": shlex.quote(str(run_dir)),
+        "run_dir": shlex.quote(own),
         "python": shlex.quote(sys.executable),
         "mpirun": shlex.quote(str(mpirun) if mpirun.is_file() else "mpirun"),
         "train": shlex.join([*config, *(f"--set={pair}" for pair in pairs)]),

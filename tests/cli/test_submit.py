@@ -21,6 +21,7 @@ from support.commands import Axsparse
 from axsparse.cli import submit as command
 from axsparse.config.load import packaged_folder
 from axsparse.runtime.errors import ConfigError, MissingInputError
+from axsparse.runtime.files.paths import expanded
 
 ALL = tuple(command.SCHEDULERS)
 STAGES = ("--set", "layout.g_inter=auto")
@@ -502,11 +503,23 @@ def test_values_arrive_at_the_ranks_as_they_were_given(here: Path, submit: Axspa
     assert words[words.index("axsparse.train") - 2] == "/bin/true"
     assert words[words.index("axsparse.train") + 1 :] == [
         *(f"--config={config}", "--set=layout.g_inter=auto", f"--set={HARD}"),
-        *("--set=train.steps=6", f"--run-dir={here}/my run", "--resume=auto"),
+        *("--set=train.steps=6", "--run-dir=./my run", "--resume=auto"),
     ]
 
 
 # --- submitting --------------------------------------------------------------------------
+
+
+def test_a_folder_of_any_name_is_the_runs(
+    here: Path, submit: Axsparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("$HOME", "~"):
+        (here / folder).mkdir()
+        monkeypatch.chdir(here / folder)
+        script = submit(*SLURM, "--run-dir", "./~x")[1]
+        run_dir = shlex.split(re.findall("^run_dir=(.*?) #", script, re.M)[0])[0]
+        assert expanded(run_dir) == run_dir and Path(run_dir) == Path("~x")
+    assert "\nrun_dir=/s/gpt #" in submit(*SLURM, "--run-dir", "/s/gpt")[1]
 
 
 def test_a_job_gets_a_new_folder_unless_one_is_named(here: Path, submit: Axsparse) -> None:
@@ -528,7 +541,7 @@ def test_printed_scripts_of_other_settings_have_other_folders(here: Path, submit
     found = [re.findall("^run_dir=(.*?) #", submit(*SLURM, *rate)[1], re.M)[0] for rate in rates]
 
     assert found[0] == found[2] != found[1]
-    assert all(path.startswith(f"'{here}/runs/quickstart-") for path in found)
+    assert all(path.startswith("./runs/quickstart-") for path in found)
 
 
 def test_a_script_that_somebody_has_edited_is_kept(here: Path, submit: Axsparse) -> None:
