@@ -32,7 +32,12 @@ from axsparse.models.layer import (
     on_meta,
 )
 from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums, Tracer
-from axsparse.models.module_buffers import slots, unfilled_attribute
+from axsparse.models.module_buffers import (
+    named_tensors,
+    reject_aliases,
+    slots,
+    unfilled_attribute,
+)
 from axsparse.models.sequential import reject_lazy, reject_other_tuple, reject_script
 from axsparse.models.stand_ins import PartModule, are_alike
 from axsparse.runtime.errors import ConfigError, check_kind, check_kinds, one_line
@@ -542,6 +547,7 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
                 "depend on the layout; use BatchNorm, which sees one microbatch"
             )
     reject_lazy(f"layer {layer.name}", module)
+    reject_aliases(f"layer {layer.name}", dict(named_tensors(module)))
     for name, parameter in module.named_parameters():
         if (
             not parameter.is_floating_point()

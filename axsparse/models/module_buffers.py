@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -140,6 +140,21 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a module, then its buffers, by name."""
     yield from module.named_parameters()
     yield from ((slot.name, slot.tensor) for slot in slots(module))
+
+
+def reject_aliases(where: str, tensors: Mapping[str, Tensor]) -> None:
+    """ConfigError for a trained parameter in the memory of another tensor, as an assignment to
+    `.data` leaves it: in plain torch one follows the updates of the other, and copies do not."""
+    found: dict[tuple[int, object], tuple[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is torch.strided and tensor.numel():
+            place = tensor.untyped_storage()._cdata, tensor.storage_offset()
+            first, other = found.setdefault(place, (name, tensor))
+            if other is not tensor and (tensor.requires_grad or other.requires_grad):
+                raise ConfigError(
+                    f"{where}: {first} and {name} are two tensors in one memory; give both modules "
+                    "one parameter, in place of its .data, or one of them a clone()"
+                )
 
 
 def switch_mode(layer: str, module: nn.Module, *, training: bool) -> None:

@@ -28,6 +28,7 @@ from axsparse.models.layer import (
 from axsparse.models.module_buffers import (
     has_own_train,
     named_tensors,
+    reject_aliases,
     set_mode,
     slots,
     start_training,
@@ -172,6 +173,7 @@ class OwnValues:
     ) -> None:
         """`tensors` has all tensors of the modules, by global name; `written` names numbers and
         texts that forwards of the modules write."""
+        reject_aliases("model", tensors)
         self.tensors, self.written = tensors, frozenset(written)
         self._container = modules if isinstance(modules, nn.Module) else nn.ModuleList(modules)
         self._parts = _parts(self._container)
