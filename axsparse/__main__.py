@@ -31,6 +31,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if word in COMMANDS:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, interrupt)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, interrupt)
         module = import_module(COMMANDS[word].module)
         if hasattr(module, "main"):
             module.main(rest)

@@ -15,14 +15,13 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
-    EXIT_INTERRUPTED,
     AxsparseError,
     ConfigError,
     OutputError,
     writing,
 )
 from axsparse.runtime.files.paths import expanded
-from axsparse.runtime.process import exit_process, speaks
+from axsparse.runtime.process import code_of_interrupt, exit_process, speaks
 
 Work = Callable[[argparse.Namespace], None]
 """The function of a command; an AxsparseError ends the process with its exit code and its line."""
@@ -174,7 +173,7 @@ def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
     """Do the work of a command on the one rank that speaks, and end the process.
 
     The exit code is 0, or the AxsparseError's that the work raises, whose message becomes one line.
-    Ctrl-C exits with 130; a default of the parser, `interrupted`, is the line.
+    Ctrl-C exits with 130, SIGTERM with 143; a default of the parser, `interrupted`, is the line.
     """
     interrupted = "interrupted"
     try:
@@ -184,8 +183,8 @@ def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
             arguments.work(arguments)
     except AxsparseError as error:
         exit_process(error.exit_code, f"error: {error}")
-    except KeyboardInterrupt:
-        exit_process(EXIT_INTERRUPTED, f"error: {interrupted}")
+    except KeyboardInterrupt as failure:
+        exit_process(code_of_interrupt(failure), f"error: {interrupted}")
     exit_process()
 
 

@@ -28,7 +28,6 @@ EXIT_IN_USE = 73
 EXIT_OUTPUT = 74
 EXIT_SAVED = 75
 EXIT_CONFIG = 78
-EXIT_INTERRUPTED = 130
 
 
 class AxsparseError(Exception):

@@ -30,7 +30,6 @@ from axsparse.runtime.connection import connect, connect_alone, end_mpi, mpi_has
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
     EXIT_INTERNAL,
-    EXIT_INTERRUPTED,
     AxsparseError,
     StoppedError,
     one_line,
@@ -40,6 +39,7 @@ from axsparse.runtime.files.run_folder import TRACEBACK_FILE
 from axsparse.runtime.process import (
     ABORT_OF_MPI,
     EXIT_OF_C,
+    code_of_interrupt,
     end_early,
     exit_in_c,
     exit_process,
@@ -264,8 +264,8 @@ def _forget(job: Job, hooks: tuple[Callable[..., object], Callable[..., object]]
 
 def _end_uncaught(job: Job, own: Callable[..., object], *raised: Any) -> None:
     """Call the program's own `sys.excepthook`, if it has one, and end this process; an exception
-    that was caught is only printed."""
-    if not _is_uncaught(raised[1]):
+    that was caught is only printed, and so is one of a job of one rank outside of any run."""
+    if not _is_uncaught(raised[1]) or _is_of_program(job, raised[1]):
         own(*raised)
         return
     if own is not sys.__excepthook__:
@@ -284,6 +284,16 @@ def _is_uncaught(failure: BaseException) -> bool:
     trace = failure.__traceback__
     has_left = trace is not None and trace.tb_frame.f_back is None
     return has_left or sys.exc_info()[1] is failure
+
+
+def _is_of_program(job: Job, failure: BaseException) -> bool:
+    """Whether an exception concerns the program alone: no other rank waits for this one, no run is
+    in progress, and no function of axsparse has raised it or passed it on."""
+    frames = [frame for frame, _ in traceback.walk_tb(failure.__traceback__)]
+    modules = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
+    is_alone = job.transport.size == 1 and not job.in_progress and not job.calls
+    is_error = isinstance(failure, Exception)
+    return is_alone and is_error and __name__.partition(".")[0] not in modules
 
 
 def _call_own(name: str, hook: Callable[..., object], *raised: Any) -> None:
@@ -346,7 +356,8 @@ def _leave_at_exit(job: Job) -> None:
         job.left.__dict__["way"] = "the main thread has ended, and another one trains; join it"
     if sys.excepthook is not job.hook:
         last = getattr(sys, "last_value", None)  # which the program's hook has had
-        job.left = job.left or (last if last and _is_uncaught(last) else None)
+        is_lost = last and _is_uncaught(last) and not _is_of_program(job, last)
+        job.left = job.left or (last if is_lost else None)
     if job.left is not None:
         _last_words(job, job.left)
     try:
@@ -414,7 +425,7 @@ def _describe(failure: BaseException, kept: str = NOTHING_SAVED) -> tuple[int, s
     if isinstance(failure, ValidationError):  # a Config made by hand in Python
         return EXIT_CONFIG, " ".join(str(failure).split())
     if isinstance(failure, KeyboardInterrupt):
-        return EXIT_INTERRUPTED, f"interrupted; {kept}"
+        return code_of_interrupt(failure), f"interrupted; {kept}"
     if isinstance(failure, SystemExit):
         code = failure.code if isinstance(failure.code, int) and failure.code else EXIT_INTERNAL
         way = vars(failure).get("way", f"sys.exit({failure.code!r})")

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FrameType
 from typing import Any, NoReturn
 
-from axsparse.runtime.errors import EXIT_INTERRUPTED, AxsparseError, ConfigError
+from axsparse.runtime.errors import AxsparseError, ConfigError
 
 LAUNCHER_VARIABLES = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "JSM_NAMESPACE_RANK")
 """An MPI launcher sets one of these environment variables in every process, to its rank."""
@@ -200,21 +200,29 @@ def exit_at_once(code: int) -> NoReturn:
     leave(code)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come, which ends a command as Ctrl-C does, with a code of its own."""
+
+
+def code_of_interrupt(failure: KeyboardInterrupt) -> int:
+    return 128 + (signal.SIGTERM if isinstance(failure, Terminated) else signal.SIGINT)
+
+
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C by a KeyboardInterrupt, but leave at once while a module loads: loaders in C
-    may continue without what the exception has left out."""
+    """Handle Ctrl-C or SIGTERM by a KeyboardInterrupt, but leave at once while a module loads:
+    loaders in C may continue without what the exception has left out."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             leave_at_interrupt(number, frame)
         frame = frame.f_back
-    raise KeyboardInterrupt
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
 
 
-def leave_at_interrupt(*_: object) -> NoReturn:
-    """Handle Ctrl-C by a line and the end of this process."""
+def leave_at_interrupt(number: int, _: object) -> NoReturn:
+    """Handle Ctrl-C or SIGTERM by a line and the end of this process."""
     if speaks():
         write_line("error: interrupted")
-    exit_at_once(EXIT_INTERRUPTED)
+    exit_at_once(128 + number)
 
 
 def exit_in_c(code: object) -> None:

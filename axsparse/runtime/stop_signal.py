@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from axsparse.runtime.process import exit_at_once, speaks, write_line
+from axsparse.runtime.process import exit_at_once, interrupt, speaks, write_line
 from axsparse.runtime.shared_segments import remove_own
 
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -108,7 +108,7 @@ class StopRequest:
         if handler == signal.SIG_IGN:
             return number not in STAY_IGNORED
         is_own = isinstance(getattr(handler, "__self__", None), StopRequest)
-        return handler == signal.SIG_DFL or number == signal.SIGINT or is_own
+        return handler in (signal.SIG_DFL, interrupt) or number == signal.SIGINT or is_own
 
     def release(self) -> None:
         """Give the signals back to the handlers that they had before. What came stays noted for the
