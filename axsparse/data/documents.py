@@ -129,7 +129,8 @@ raises makes the file unreadable."""
 
 
 def read_text(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
-    """The documents of a text file, divided as `Reading.split_documents` says."""
+    """The documents of a text file, divided as `Reading.split_documents` says; every line ends in
+    "\\n", as in Python's text files."""
     divides = divider(reading.split_documents)
     begin, block, problem = 1, bytearray(), cast("str | None", None)
     for number, (line, is_huge) in enumerate(_lines(file, reading.max_line), 1):
@@ -158,8 +159,8 @@ def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
 
 
 def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
-    """The records of a JSON file as `datasets` reads it: a list, which is read as a whole, or one a
-    line."""
+    """The records of a file of JSON or JSONL as `datasets` reads it: a list, which is read as a
+    whole, or one a line."""
     # What zstd has compressed cannot be read from the beginning again.
     ahead = io.BufferedReader(cast("io.RawIOBase", file), PIECE)
     try:
@@ -239,8 +240,7 @@ PACKED = LENGTHS, PLACES = "seq_lengths", "position_ids"
 OTHER_COLUMNS = (LABELS, PADDING, *MASKS, LOSS_MASK, *PACKED, TOOLS, KWARGS, SYSTEM)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
-    **dict.fromkeys((".jsonl", ".ndjson"), read_json_lines),
-    ".json": read_json,
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_json),
     ".parquet": partial(read_table, parquet=True),
     ".arrow": read_table,
     **dict.fromkeys((".csv", ".tsv"), partial(_reject, NO_FORMAT)),
@@ -300,7 +300,9 @@ def _decoded(line: int, block: bytearray, ends: bool, problem: str | None) -> Pi
     if problem is not None:
         return Piece(line, "", ends, problem)
     try:
-        return Piece(line, block.decode("utf-8"), ends)
+        text = block.decode("utf-8")
+        # A block ends with a line: no "\r\n" is cut.
+        return Piece(line, text.replace("\r\n", "\n").replace("\r", "\n"), ends)
     except UnicodeDecodeError:
         return Piece(line, "", ends, "not UTF-8")
 
@@ -313,7 +315,8 @@ def _document(number: int, given: object, field: str) -> Piece:
         return Piece(number, "", problem="not UTF-8")
     except (ValueError, RecursionError):
         return Piece(number, "", problem="malformed JSON (write each record as one line)")
-    record = record if isinstance(record, dict) else {}
+    if not isinstance(record, dict):
+        return Piece(number, "", problem=f"no record with fields ({type(record).__name__})")
     named, kinds = (field,), _kinds(field)
     found = [kind for kind in kinds if all(record.get(key) is not None for key in kind)]
     if not found:
@@ -345,7 +348,7 @@ def _fits(kind: tuple[str, ...], record: dict[str, Any]) -> bool:
 def _single(number: int, record: dict[str, Any], key: str, *, is_text: bool) -> Piece:
     """The document of one key; only where it `is_text`, it may be a text."""
     value = record[key]
-    if _are_messages(value):
+    if value and _are_messages(value):
         return _chat(number, record, value)
     if isinstance(value, list) and all(isinstance(one, int) for one in value):
         return _ids(number, value, record)
@@ -357,7 +360,7 @@ def _single(number: int, record: dict[str, Any], key: str, *, is_text: bool) -> 
         return Piece(number, "", problem=f"{key} that cannot be read ({found}; give {wanted})")
     text = _text(value)
     if text is None:
-        return Piece(number, "", problem="not UTF-8")
+        return Piece(number, "", problem=_no_text(value))
     return Piece(number, text, problem=None if text.strip() else "empty")
 
 
@@ -370,6 +373,11 @@ def _text(value: str | bytes) -> str | None:
     except UnicodeError:
         return None
     return text
+
+
+def _no_text(value: str | bytes) -> str:
+    """Why `_text` is None."""
+    return "not UTF-8" if isinstance(value, bytes) else "half a character (a lone surrogate)"
 
 
 def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
@@ -400,11 +408,11 @@ def _completion(number: int, record: dict[str, Any]) -> Piece:
     if not (isinstance(prompt, str | bytes) and isinstance(completion, str | bytes)):
         what = f"{' and '.join(PAIR)} that are neither two texts nor two lists of messages"
         return Piece(number, "", problem=what)
-    texts = [text for text in (_text(prompt), _text(completion)) if text is not None]
-    if len(texts) != len(PAIR):
-        return Piece(number, "", problem="not UTF-8")
+    first, second = _text(prompt), _text(completion)
+    if first is None or second is None:
+        return Piece(number, "", problem=_no_text(prompt if first is None else completion))
     problem = None if completion else "empty"
-    return Piece(number, "", problem=problem, content=Completion(*texts))
+    return Piece(number, "", problem=problem, content=Completion(first, second))
 
 
 def _missing(found: Iterable[str], field: str) -> str:

@@ -28,6 +28,7 @@ from axsparse.data.documents import (
     Reading,
     documents,
     find_sources,
+    first_contents,
     read_json_lines,
     read_text,
 )
@@ -69,9 +70,8 @@ def test_a_file_is_split_as_it_is_asked_for(how: str, expected: list[str]) -> No
     text = b"\xef\xbb\xbf= A =\nx\n \n\ny\n= B =\nz"  # a byte-order mark is no text
 
     assert texts(text, how) == expected
-    if not how.endswith("$"):
-        return
-    assert texts(text.replace(b"\n", b"\r\n"), how) == [e.replace("\n", "\r\n") for e in expected]
+    assert texts(text.replace(b"\n", b"\r\n"), how) == expected
+    assert texts(b"a\rb\r\nc", "none") == ["a\nb\nc"]
 
 
 def expected_documents(data: bytes, how: str, max_line: int) -> list[str]:
@@ -138,8 +138,7 @@ def test_json_files_are_read_as_datasets_reads_them(name: str, tmp_path: Path) -
     lines = "\n".join(map(json.dumps, records))
     indented = [json.dumps(records, indent=indent) for indent in (0, 1)]
     compress = {"gz": gzip.compress, "zst": by_zstd}.get(name.lower().rpartition(".")[2], bytes)
-    contents = [lines] if "jsonl" in name.lower() else [lines, *indented]
-    for content in contents:
+    for content in [lines, *indented]:
         data = ("\ufeff" + content).encode()
         (tmp_path / name).write_bytes(compress(data))
 
@@ -201,12 +200,13 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({"prompt": "x", "chosen": "y"}, Unusable(LACKS.format("chosen, prompt"))),
     ({"text": None}, Unusable(LACKS.format("text: null"))),
     ({"prompt": "x", "completion": None}, Unusable(LACKS.format("completion: null, prompt"))),
-    (["text"], Unusable(LACKS.format("none"))),
+    ({}, Unusable(LACKS.format("none"))),
+    ("text", Unusable("no record with fields (str)")),
     ({"text": " \n"}, Unusable("empty")),
     (b'{"text": "x"', Unusable("malformed JSON")),
     (b"[" * 100_000, Unusable("malformed JSON")),
     (b'{"text": "\xe9"}', Unusable("not UTF-8")),
-    ({"text": "\ud800"}, Unusable("not UTF-8")),
+    ({"text": "\ud800"}, Unusable("half a character (a lone surrogate)")),
     ({"text": 5}, Unusable("text that cannot be read (int; give a text, a list of messages or")),
     ({"text": ["a"]}, Unusable("text that cannot be read (list of str; give a text")),
     ({"text": [1, "a"]}, Unusable("text that cannot be read (list of int and str; give a text")),
@@ -238,7 +238,8 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({"prompt": "p", "messages": TURNS}, Chat(TURNS)),
     ({"prompt": "x", "completion": ""}, Unusable("empty")),
     ({"prompt": "x", "completion": TURNS}, Unusable("prompt and completion that are neither two")),
-    ({"prompt": "\ud800", "completion": "x"}, Unusable("not UTF-8")),
+    ({"prompt": "\ud800", "completion": "x"}, Unusable("half a character")),
+    ({"prompt": "x", "completion": "\ud800"}, Unusable("half a character")),
     # Padding is no text, and a token that a mask leaves out is no target.
     ({**IDS, "attention_mask": [0, 1, 1, 1, 0]}, [6, 7, 8]),
     ({**IDS, "completion_mask": [0, 0, 1, 1, 1]}, [-6, -7, 7, 8, 9]),
@@ -291,6 +292,14 @@ def test_each_record_is_its_document_or_says_why_it_is_none() -> None:
     assert (named.text, named.choice) == ("x", "")
     (taken,) = read_json_lines(io.BytesIO(record), Reading())
     assert (taken.content, taken.choice) == ([1], "input_ids taken, text left out")
+
+
+def test_empty_lists_are_no_chats_and_ask_for_no_template(tmp_path: Path) -> None:
+    (path := tmp_path / "a.jsonl").write_text('{"input_ids": []}\n{"messages": []}\n')
+
+    contents = first_contents([source_of(path)], Reading())
+
+    assert not any(isinstance(content, Chat) for content in contents)
 
 
 @pytest.mark.parametrize(
