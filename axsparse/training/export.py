@@ -509,7 +509,11 @@ def _published(config: Family, known: Tensors) -> Tensors:
         assert isinstance(config, HfConfig), f"{config.name} is no model of transformers"
         causal = empty_model(config.hf)
         names, whole = PublishedNames(causal), surrounding(causal)[0]
+        theirs = HfFile(file, causal) if file else None
         for name, (header, value) in known.items():
+            if theirs and (same := theirs.named(name)):
+                tensors[same] = header, value
+                continue
             empty = torch.empty(header.shape, device="meta")
             for there, one in names.tensors(name, empty).items():
                 stored = TensorHeader(header.dtype, tuple(one.shape))
@@ -517,8 +521,8 @@ def _published(config: Family, known: Tensors) -> Tensors:
                 tensors[own] = stored, partial(names.one, name, there, value)
         assert file or whole is causal, "a text model among others is a folder's"
         ties = tied_names(whole)
-        if file:
-            for name in HfFile(file, causal).others:
+        if file and theirs:
+            for name in theirs.others:
                 header = TensorHeader(file.dtype(name), file.shapes[name])
                 tensors[name] = header, partial(file.read, name)
     held = file.shapes if file else {}

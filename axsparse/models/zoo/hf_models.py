@@ -491,6 +491,11 @@ class HfFile:
                 name = own.get(there, there)
                 self.shapes[name], self._made_with[name] = tuple(tensor.shape), (to, there)
 
+    def named(self, name: str) -> str | None:
+        """The name in the file of a tensor of the model that the file has in one piece."""
+        (first, pattern), *_ = self._sources.get(self._made_with.get(name, ("", ""))[0], [("", "")])
+        return first if pattern is None else None
+
     def dtype(self, name: str) -> torch.dtype:
         """The type in the file of the first tensor that a tensor of the model is made of."""
         to, _ = self._made_with[name]

@@ -313,6 +313,27 @@ def test_texts_mean_to_a_text_model_what_they_mean_to_the_model_around_it(
         assert torch.equal(found, hf_logits(theirs))
 
 
+@pytest.mark.parametrize("family", ["mixtral", "gemma3"])
+def test_a_folder_in_the_names_of_the_model_goes_out_in_them(
+    transformers: Any, family: str, tmp_path: Path
+) -> None:
+    """Experts in one tensor, and a text model's path in the model around it, are published in other
+    names, which some programs do not save."""
+    if family in ALONE:
+        theirs = make(transformers, family, tmp_path / "published")
+    else:
+        theirs = saved_with_pictures(transformers, family, tmp_path / "published")
+    theirs.save_pretrained(tmp_path / "start", save_original_format=False)
+    config = config_from(tmp_path / "start")
+
+    train_and_save((1, 1), named_model(config), config, tmp_path / "ours")
+
+    published, start, ours = (
+        open_weights(tmp_path / one).shapes for one in ("published", "start", "ours")
+    )
+    assert ours == start != published
+
+
 def test_layers_that_share_keys_and_values_are_refused(transformers: Any, tmp_path: Path) -> None:
     """Gemma 4 by another number of layers of its own."""
     text = {
