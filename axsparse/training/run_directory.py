@@ -446,7 +446,7 @@ def _locate(config: Config, resume: str | None) -> tuple[Path | None, Path | Non
     """
     if resume is None:
         return None, None
-    if not isinstance(resume, str | os.PathLike):
+    if not isinstance(resume, str | os.PathLike) or not resume:
         raise ConfigError(
             f"resume: {resume!r} should be 'auto', the folder of a run or of a checkpoint, or None"
         )

@@ -74,7 +74,7 @@ def test_a_run_outlives_everything_that_happens_while_it_saves(tmp_path: Path, w
 
     done = train(run, "limit:3", grid="2x2")
     assert done.returncode == 74, str(done)
-    skipped = f"passed over: checkpoint {folder}/step-4.tmp: was not finished when the run was"
+    skipped = f"passed over: checkpoint {folder}/step-4.tmp: was not finished"
     assert skipped in done.stdout
     assert f"goes on from {folder}/step-2, after step 2" in done.stdout
     assert done.errors == [

@@ -210,11 +210,11 @@ def newest_complete(
 
 
 def remains(run_dir: Path) -> list[str]:
-    """A line for the user for each checkpoint that a killed run did not finish, or that is away."""
+    """A line for the user for each checkpoint that a run did not finish, or that is away."""
     folder, said = run_dir / CHECKPOINTS, "passed over: checkpoint"
     return [
         *(
-            f"{said} {path}: was not finished when the run was killed"
+            f"{said} {path}: was not finished"
             for path in unfinished(folder)
             if path.suffix == UNFINISHED
         ),
