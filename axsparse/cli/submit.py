@@ -182,7 +182,7 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
         setup = (
             "trap 'code=$?; echo \"axsparse: error: --setup ends the job: it has an exit, or its "
             "last command failed\" >&2; exit $((code ? code : 78))' EXIT; "
-            f". {shlex.quote(str(Path.cwd() / job.setup))} || exit 78; "
+            f". {shlex.quote(str(Path.cwd() / job.setup))}; [ $? -eq 0 ] || exit 78; "
             "[[ $(trap -p EXIT) != *'--setup ends the job'* ]] || trap - EXIT"
         )
     mpirun = Path(sys.executable).with_name("mpirun")

@@ -186,7 +186,7 @@ def test_fewer_nodes_train_fewer_replicas_of_the_same_stages(
 
 
 def test_the_job_is_called_like_the_configuration(here: Path, submit: Axsparse) -> None:
-    (here / "-my é.yaml").touch()
+    (here / "-my é.yaml").write_text("seed: 1\n")
 
     script = submit(*SLURM[:-2], "--config=-my é.yaml")[1]
 
@@ -201,7 +201,7 @@ def test_the_environments_own_mpirun_starts_ranks(here: Path, submit: Axsparse) 
 
 
 def test_a_path_of_any_bytes_is_handed_on(here: Path) -> None:
-    (here / os.fsdecode(b"\xff\xc3\xa9.yaml")).touch()
+    (here / os.fsdecode(b"\xff\xc3\xa9.yaml")).write_text("seed: 1\n")
     words = [*SLURM[:-2], os.fsdecode(b"--config=\xff\xc3\xa9.yaml")]
 
     command._submit(command.parser().parse_args([*words, "--now"]))
@@ -348,7 +348,7 @@ def test_the_shell_options_and_variables_of_a_setup_file_do_not_reach_the_loop(
     assert job(here, script, *["1"] * 5, "0").endswith("ranks end with 0\n0")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
     said = "axsparse: error: --setup ends the job: it has an exit, or its last command failed\n"
-    for end, code in (("false", 78), ("exit 0", 78), ("exit 74", 74)):
+    for end, code in (("false", 78), ("exit 0", 78), ("exit 74", 74), ("set -e; false; true", 1)):
         (here / "setup.sh").write_text(f"{end}\n")
         assert job(here, script, "0") == f"{said}{code}"
     (here / "setup.sh").write_text("trap 'echo cleared' EXIT\n")
