@@ -164,7 +164,7 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
         text = value[1:-1] if is_list else value
         if not takes_texts(key) and not all(map(NUMBER.fullmatch, _entries(text))):
             return ""
-        listed = _as_list(text)
+        listed = _as_list(key, text)
         in_file = "it without quotes" if is_list else listed
         return f"; write {argument(key, listed) if by_option else in_file}"
     if kind in ("int_type", "float_type") and isinstance(value, str) and NUMBER.fullmatch(value):
@@ -218,21 +218,19 @@ def quoted_argument(key: str, text: str) -> str:
     """The option that sets a key to a text, or to a list of texts, which begin with * or &."""
     if not isinstance(FIELDS[key].get("default"), list):
         return argument(key, json.dumps(text, ensure_ascii=False))
-    return argument(key, _as_list(text[1:-1] if text.startswith("[") else text))
+    return argument(key, _as_list(key, text[1:-1] if text.startswith("[") else text))
 
 
-def _as_list(text: str) -> str:
-    """A list of the entries of a text, each in quotes unless it is a number."""
-    return f"[{', '.join(map(_entry, _entries(text)))}]"
+def _as_list(key: str, text: str) -> str:
+    """A list of the entries of a text, each in quotes unless the key takes numbers."""
+    texts = takes_texts(key)
+    entries = (json.dumps(each, ensure_ascii=False) if texts else each for each in _entries(text))
+    return f"[{', '.join(entries)}]"
 
 
 def _entries(text: str) -> list[str]:
     """The entries that commas separate in a text, without quotes."""
     return [entry.strip("'\" ") for entry in text.split(",")]
-
-
-def _entry(text: str) -> str:
-    return text if NUMBER.fullmatch(text) else json.dumps(text, ensure_ascii=False)
 
 
 def _of_another_family(name: str, leaf: str) -> str:

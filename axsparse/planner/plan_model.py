@@ -171,7 +171,7 @@ def planned_model(
     if not has_costs(profiled):
         raise ConfigError(
             f"model {model.name}: it has no example, so that nobody knows what its layers compute; "
-            "give Model(…, example=…)"
+            "give ax.from_sequential or ax.Model example=…"
         )
     targets = what_is_pruned(config, profiled)
     notes += _notes(config, cluster, targets, score)
