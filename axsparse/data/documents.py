@@ -198,18 +198,7 @@ def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> It
         yield Piece(1, "", problem=_missing(names, reading.jsonl_field))
         return
     for number, row in enumerate(rows, 1):
-        record = {key: _without_none(value) for key, value in row.items()}
-        yield _document(number, record, reading.jsonl_field)
-
-
-def _without_none(value: Any) -> Any:
-    """A value of a table without the keys that are None there because other messages or tools have
-    them, as TRL gives it to a template."""
-    if isinstance(value, dict):
-        return {key: _without_none(one) for key, one in value.items() if one is not None}
-    if isinstance(value, list) and any(isinstance(one, dict | list) for one in value[:1]):
-        return [_without_none(one) for one in value]
-    return value
+        yield _document(number, row, reading.jsonl_field)
 
 
 def _reject(why: str, *_: object) -> NoReturn:

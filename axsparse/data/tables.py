@@ -22,7 +22,7 @@ def open_table(
     file: BinaryIO, wanted: Collection[str], *, parquet: bool
 ) -> tuple[list[str], Iterator[dict[str, Any]]]:
     """The names of a file's columns, and its rows as Python values of the wanted columns, texts as
-    bytes, in the memory of one row group.
+    bytes and structs without keys that are None, in the memory of one row group.
 
     Raises OSError where the file is damaged or no such table, ConfigError without pyarrow.
     """
@@ -64,9 +64,9 @@ def _rows(pyarrow: Any, batches: Iterator[Any]) -> Iterator[dict[str, Any]]:
             for column in columns:
                 column.validate(full=True)
             rows = pyarrow.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
-            for field in filter(_has_json, batch.schema):
+            for field in filter(_has_keys, batch.schema):
                 for row in rows:
-                    row[field.name] = _parsed(row[field.name], field)
+                    row[field.name] = _given(row[field.name], field)
         yield from rows
 
 
@@ -76,20 +76,26 @@ def _is_json(field: Any) -> bool:
     return bool(getattr(field.type, "extension_name", extension) == "arrow.json")
 
 
-def _has_json(field: Any) -> bool:
+def _has_keys(field: Any) -> bool:
+    """Whether objects of JSON, or of a struct, are in the values of a field."""
     parts = [field.type.field(number) for number in range(field.type.num_fields)]
-    return _is_json(field) or any(map(_has_json, parts))
+    return _is_json(field) or str(field.type).startswith("struct") or any(map(_has_keys, parts))
 
 
-def _parsed(value: Any, field: Any) -> Any:
-    """A value of a field as `datasets` gives it: all JSON in it is read."""
-    if value is None or not _has_json(field):
+def _given(value: Any, field: Any) -> Any:
+    """A value of a field as it was given to `datasets`: all JSON in it is read, and a struct is
+    without the keys that are None because other messages or tools have them."""
+    if value is None or not _has_keys(field):
         return value
     if _is_json(field):
         return json.loads(value)
     if isinstance(value, dict):
-        return {part.name: _parsed(value[part.name], part) for part in field.type}
-    return [_parsed(one, field.type.field(0)) for one in value]
+        return {
+            part.name: _given(value[part.name], part)
+            for part in field.type
+            if value[part.name] is not None
+        }
+    return [_given(one, field.type.field(0)) for one in value]
 
 
 @contextmanager
