@@ -16,7 +16,7 @@ cd -- @folder@ || exit 66
 python=@python@ axsparse_began=$(date +%s) # --setup may name another
 export OMP_NUM_THREADS=@threads@ SLURM_OVERLAP=1 PRTE_MCA_rmaps_default_mapping_policy=slot
 @setup@
-set +eufkC +o pipefail +o posix; shopt -u failglob nullglob; unset IFS; trap - ERR; SECONDS=$(($(date +%s) - axsparse_began)); cd -- @folder@ || exit 66 # whatever that has changed
+set +eufkC +o pipefail +o posix; shopt -u failglob nullglob; unset IFS GLOBIGNORE; trap - ERR; SECONDS=$(($(date +%s) - axsparse_began)); cd -- @folder@ || exit 66 # whatever that has changed
 script=@script@ # this file, which is submitted again
 run_dir=@run_dir@ # where all nodes see it, such as on the scratch file system
 train=(@train@); "$python" -m axsparse config show "${train[@]}" >/dev/null || exit # each try would end so

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie
+from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie, as_tuple
 from axsparse.models.model_profile import COPIABLE, EXAMPLE
 from axsparse.models.module_buffers import (
     BufferSlot,
@@ -858,7 +858,7 @@ def _reject_other_result(
         for call in calls
     ]
     try:
-        theirs = tensors_of(module(*_copies(inputs)))
+        theirs = as_tuple(type(module).__name__, module(*_copies(inputs)))
     finally:
         for hook in hooks:
             hook.remove()

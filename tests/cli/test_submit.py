@@ -333,6 +333,7 @@ def test_the_shell_options_and_variables_of_a_setup_file_do_not_reach_the_loop(
     names = "script run_dir train nodes per_node replica fewer save_at margin pause most code"
     options = (
         "cd /\nset -CEefkuo pipefail\nset -o posix\nshopt -s failglob\nIFS=x\ntrap 'exit 3' ERR\n"
+        "GLOBIGNORE='*'\n"
     )
     (here / "setup.sh").write_text(f"for each in {names}; do declare $each=x; done\n{options}")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
