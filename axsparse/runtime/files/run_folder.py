@@ -236,7 +236,8 @@ def _read(path: Path) -> dict[str, Any] | None:
         content = json.loads((path / MARK_FILE).read_bytes())
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) and _KEY in content else None
+    is_mark = isinstance(content, dict) and _KEY in content
+    return content if is_mark and isinstance(content.get("starts", []), list) else None
 
 
 LOCK_FILE = "run.lock"
