@@ -46,7 +46,8 @@ def test_the_screen_says_what_was_done(prepare: Prepare) -> None:
     assert len(lines) == 4
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_say_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never")
     (tmp_path / "t.json").symlink_to("never")
     (tmp_path / "a").write_text(TEXT)
@@ -63,12 +64,12 @@ def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
     try:
         # Opening the other end waits until the command has opened its own.
         with (tmp_path / "never").open("w"):
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             _, said = process.communicate(timeout=LONGEST_SECONDS)
     finally:
         process.kill()
 
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     assert said == (
         "axsparse: error: interrupted; start it again with the same arguments to go on\n"
     )

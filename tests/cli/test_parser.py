@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from support.mpirun import LONGEST_SECONDS, run_fresh
 
 from axsparse.cli.parser import CommandParser, Work, overrides_of, run_command
 from axsparse.config.load import configure
-from axsparse.runtime import process
 from axsparse.runtime.errors import MissingInputError
 
 
@@ -47,17 +45,6 @@ def test_exit_codes_and_lines_follow_from_what_the_work_does(
         run_command(CommandParser(lambda _: print(1 / 0)), [])
     monkeypatch.setenv("PMI_RANK", "1")
     assert ended(missing, capsys) == (0, "", "")
-
-
-def test_sigterm_ends_a_command_as_ctrl_c_does(capsys: pytest.CaptureFixture[str]) -> None:
-    def work(_: argparse.Namespace) -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    before = signal.signal(signal.SIGTERM, process.interrupt)
-    try:
-        assert ended(work, capsys) == (143, "", "axsparse: error: interrupted\n")
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def test_an_interrupt_may_say_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
