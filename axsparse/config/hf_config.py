@@ -238,7 +238,7 @@ IN_BF16 = (
     ".save_pretrained(OTHER), of transformers"
 )
 """The call that makes the published gpt-oss one of real numbers."""
-BEFORE = "take the checkpoint before it was quantized"
+BEFORE = "take the checkpoint before it was quantized, if there is one"
 NOT_DONE = {
     "layerdrop": "by which training leaves layers out, and here each is run; set layerdrop to 0.0",
     "output_router_logits": "but routers are not balanced by a loss here; set it to false",

@@ -343,7 +343,8 @@ class Stage:
                 if not named.startswith("loss"):
                     more = (
                         "; a function put in place of a forward has to take the module as its "
-                        "argument (types.MethodType)"
+                        "argument (types.MethodType), also where it calls the one before it: "
+                        "type(self).forward(self, …)"
                     )
                 raise ConfigError(
                     f"{named} gets a gradient and would never be trained, since no "

@@ -27,7 +27,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from axsparse.config.schema import CheckpointConfig
 from axsparse.pruning.methods.pruner import MethodState
-from axsparse.runtime.errors import DataError, printable, reading
+from axsparse.runtime.errors import AxsparseError, DataError, printable, reading
 from axsparse.runtime.files.atomic import sync_folder, write_new
 from axsparse.runtime.files.run_folder import delete_own, has_mark, own_files
 from axsparse.runtime.process import write_line
@@ -212,16 +212,26 @@ def away(folder: Path) -> list[Path]:
 
 def unfinished(folder: Path) -> list[Path]:
     """The checkpoints that killed runs left half written or half removed. What is removed has lost
-    its manifest first: a folder with such a name that has one is a user's copy."""
-    found = []
+    its manifest first, and what is written gets it last and is the newest: another folder with such
+    a name that has one is a user's copy."""
+    found, newest = [], next(iter(saved_steps(folder)), -1)
     for path in _folders(folder):
         named = _REMAINS.fullmatch(path.name)
-        is_copy = path.suffix != UNFINISHED and (path / MANIFEST_FILE).exists()
+        is_new = named and path.suffix == UNFINISHED and int(named[1]) > newest
+        is_copy = not is_new and (path / MANIFEST_FILE).exists()
         # A run that is still at work may finish or remove it meanwhile.
         with suppress(FileNotFoundError):
             if named and not is_copy and (own_files(path, _OWN_FILE) or not any(path.iterdir())):
                 found.append(path)
     return sorted(found)
+
+
+def is_copy(path: Path) -> bool:
+    """Whether a folder has the manifest of another step than its name: a user's copy."""
+    try:
+        return read_manifest(path).progress.step != step_of(path)
+    except AxsparseError:
+        return False
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -241,6 +251,8 @@ def begin(folder: Path, step: int) -> Path:
     for path in unfinished(folder):
         delete(path)
     partial = unfinished_path_of(folder, step)
+    if (partial / MANIFEST_FILE).exists():
+        _set_aside(partial)
     partial.mkdir(exist_ok=True)  # there may be files that no run has written
     return partial
 
@@ -269,8 +281,9 @@ def replacing(folder: Path) -> list[Path]:
     checkpoints aside that they replace."""
     return [
         path
-        for path in unfinished(folder)
-        if path.suffix == UNFINISHED
+        for path in sorted(_folders(folder))
+        if _REMAINS.fullmatch(path.name)
+        and path.suffix == UNFINISHED
         and (path / MANIFEST_FILE).is_file()
         and not os.path.lexists(path.with_suffix(""))
         and any(

@@ -322,7 +322,8 @@ class Saver:
         ):
             path = folders.path_of(self.folder, step)
             try:
-                folders.remove(path)
+                if not folders.is_copy(path):
+                    folders.remove(path)
             except OSError as reason:  # the new one is whole
                 write_line(f"warning: {path}: cannot be removed ({reason.strerror}), and stays")
             self.note_progress()

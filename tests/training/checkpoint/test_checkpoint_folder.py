@@ -157,6 +157,19 @@ def test_copies_and_files_of_the_user_stay_under_names_of_removed_ones(
     assert left == {"step-2.old", "step-2.old-2", "step-2.old-3"} - {name}
 
 
+def test_a_users_copy_stays_under_the_name_of_an_unfinished_one(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    shutil.copytree(tmp_path / "step-2", tmp_path / "step-2.tmp")
+    remove(tmp_path / "step-2")
+    (saved(tmp_path, 6) / "step-8.tmp").mkdir()
+    (tmp_path / "step-8.tmp" / "manifest.json").touch()  # killed before it had its name
+
+    assert [path.name for path in unfinished(tmp_path)] == ["step-8.tmp"]
+    saved(tmp_path, 2)
+    there = {path.parent.name for path in tmp_path.glob("*/manifest.json")}
+    assert there == {"step-2", "step-2.tmp.old", "step-4", "step-6"}
+
+
 def all_but(*damaged: int) -> Callable[[int], bool]:
     return lambda step: step not in damaged
 

@@ -111,6 +111,16 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run(
     assert warned in capfd.readouterr().err
 
 
+def test_a_users_copy_stays_under_the_name_of_another_step(tmp_path: Path) -> None:
+    ran((1, 1), config_of(), tmp_path)
+    shutil.copytree(tmp_path / "checkpoints" / "step-4", tmp_path / "checkpoints" / "step-3")
+    config = tiny_config(train={"steps": 8}, batch=FEW_MICROBATCHES, checkpoint={"keep_last": 1})
+
+    ran((1, 1), config, tmp_path, resume="auto")
+
+    assert saved(tmp_path) == [8, 6, 3]
+
+
 @pytest.mark.parametrize(("steps", "there"), [(6, [6]), (8, [8])])
 def test_a_run_that_begins_from_another_ones_checkpoint_saves_its_own(
     steps: int, there: list[int], tmp_path: Path
