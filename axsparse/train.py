@@ -76,6 +76,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     # says so in one line.
     try:
         reject_early(arguments, overrides)
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # once the run has ended: its code is known
         stop = StopRequest()
         stop.listen()
         from axsparse.config.load import configure

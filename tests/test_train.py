@@ -168,6 +168,24 @@ def test_ranks_that_do_not_see_one_run_directory_end_before_the_first_step(tmp_p
         (tmp_path / "1" / "runs" / "x").mkdir(parents=True, exist_ok=True)
 
 
+@pytest.mark.parametrize("name", ["SIGUSR1", "SIGTERM"])
+def test_a_signal_after_the_run_changes_its_code_no_more(name: str, tmp_path: Path) -> None:
+    """As that of a job script whose time is over at this moment."""
+    program = (
+        "import atexit, os, signal\n"
+        f"atexit.register(lambda: os.kill(os.getpid(), signal.{name}))\n"
+        "from axsparse.train import main\n"
+        "main()\n"
+    )
+    words = [warm_python(), "-c", program, *SMALL, *ONE_STAGE, "--steps", "1"]
+
+    done = subprocess.run(
+        words, cwd=tmp_path, capture_output=True, text=True, timeout=LONGEST_SECONDS, check=False
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.exhaustive
 def test_ranks_that_only_train_load_no_compiler_and_no_algebra(tmp_path: Path) -> None:
     """A second and 80 MB. The first rank has torch find what layers cost, which takes both."""
