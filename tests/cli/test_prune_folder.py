@@ -139,6 +139,9 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
         shutil.copy(tmp_path / "texts_only" / name, tmp_path / "model" / name)
     header, text = "---\nlicense: mit\n---\n", "# A model\n---\nof two layers\n"
     (tmp_path / "model" / "README.md").write_text(header + text)
+    templates = "additional_chat_templates"
+    (tmp_path / "model" / templates).mkdir()
+    (tmp_path / "model" / templates / "tool_use.jinja").write_text("{{ tools }}")
     file = open_weights(tmp_path / "model" / "model.safetensors")
     assert any(".experts.3.down_proj" in name for name in file.shapes)
 
@@ -151,6 +154,7 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
     }
     same = [(tmp_path / folder / "config.json").read_bytes() for folder in ("model", "out")]
     assert same[0] == same[1]
+    assert (tmp_path / "out" / templates / "tool_use.jinja").read_text() == "{{ tools }}"
     page = (tmp_path / "out" / "README.md").read_text()
     assert page.startswith(f"{header}# out\n")
     assert page.endswith(f"\n{text}")

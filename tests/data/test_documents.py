@@ -198,6 +198,7 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({"text": "", "prompt": "x", "completion": "", "messages": []}, Unusable("empty")),
     ({"id": 1}, Unusable(LACKS.format("id"))),
     ({"prompt": "x", "chosen": "y"}, Unusable(LACKS.format("chosen, prompt"))),
+    ({"instruction": "x", "output": "y"}, Unusable(LACKS.format("instruction, output"))),
     ({"text": None}, Unusable(LACKS.format("text: null"))),
     ({"prompt": "x", "completion": None}, Unusable(LACKS.format("completion: null, prompt"))),
     ({}, Unusable(LACKS.format("none"))),
