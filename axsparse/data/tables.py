@@ -85,7 +85,7 @@ def _has_keys(field: Any) -> bool:
 def _given(value: Any, field: Any) -> Any:
     """A value of a field as it was given to `datasets`: all JSON in it is read, and a struct is
     without the keys that are None because other messages or tools have them."""
-    if value is None or not _has_keys(field):
+    if value is None or isinstance(value, tuple) or not _has_keys(field):  # a map has tuples
         return value
     if _is_json(field):
         return json.loads(value)

@@ -441,6 +441,7 @@ def test_json_in_a_table_is_read_as_datasets_reads_it(is_known: bool) -> None:
             [{"name": "g", "arguments": None}],
         ],
         pyarrow.field("text", pyarrow.string()): ['{"a":1}', None],
+        pyarrow.field("map", pyarrow.map_(pyarrow.string(), pyarrow.int8())): [[("k", None)], None],
     }
     arrays = [pyarrow.array(values, field.type) for field, values in columns.items()]
     batch = pyarrow.record_batch(arrays, schema=pyarrow.schema([*columns]))
@@ -454,8 +455,9 @@ def test_json_in_a_table_is_read_as_datasets_reads_it(is_known: bool) -> None:
             "messages": [{"role": "user"}],
             "calls": [{"name": "f", "arguments": {"n": 1, "unit": None}}, None],
             "text": b'{"a":1}',
+            "map": [("k", None)],
         },
-        {"whole": None, "messages": [], "calls": [{"name": "g"}], "text": None},
+        {"whole": None, "messages": [], "calls": [{"name": "g"}], "text": None, "map": None},
     ]
 
 
