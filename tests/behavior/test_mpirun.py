@@ -16,15 +16,19 @@ PYTEST = (
 )
 
 
-USUAL = (2, "not exhaustive")
+USUAL = (2, "not exhaustive", ".")
+OF_USERS = [(1, "not exhaustive", f"test_user_{what}_mpi.py") for what in ("modules", "runs")]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "which"),
-    by_default([USUAL], [USUAL, (2, "exhaustive"), (4, "exhaustive or not exhaustive")]),
+    ("ranks", "which", "where"),
+    by_default(
+        [USUAL],
+        [USUAL, (2, "exhaustive", "."), (4, "exhaustive or not exhaustive", "."), *OF_USERS],
+    ),
 )
-def test_the_mpi_tests_pass_on_every_rank(ranks: int, which: str) -> None:
-    words = [*PYTEST, "-m", which, str(TESTS / "mpi")]
+def test_the_mpi_tests_pass_on_every_rank(ranks: int, which: str, where: str) -> None:
+    words = [*PYTEST, "-m", which, str(TESTS / "mpi" / where)]
     job = run_mpirun(ranks, words, timeout=4 * LONGEST_SECONDS, cwd=TESTS.parent)
 
     assert job.returncode == 0, str(job)
