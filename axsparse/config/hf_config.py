@@ -233,11 +233,13 @@ def config_json(model: Family, dtype: str) -> dict[str, Any]:
     return {**{key: value for key, value in model.hf.items() if key != TORCH_DTYPE}, "dtype": dtype}
 
 
+QUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+"""The kinds of quantized folders of which transformers makes ones of real numbers, by its class."""
 IN_BF16 = (
-    "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config=Mxfp4Config(dequantize=True))"
-    ".save_pretrained(OTHER), of transformers"
+    "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config={}(dequantize=True))"
+    ".save_pretrained(OTHER, save_original_format=False), of transformers"
 )
-"""The call that makes the published gpt-oss one of real numbers."""
+"""The call that does so; in the original format it would keep the names of quantized weights."""
 BEFORE = "take the checkpoint before it was quantized, if there is one"
 NOT_DONE = {
     "layerdrop": "by which training leaves layers out, and here each is run; set layerdrop to 0.0",
@@ -274,10 +276,11 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     configs, causal, images, version = _transformers()
     quantized = theirs.get("quantization_config")
     if quantized is not None:
-        is_mxfp4 = isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"
+        kind_of = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+        by = QUANTIZED.get(str(kind_of))
         raise DataError(
             f"{where}: quantization_config is {shown(quantized)}, and weights here are real "
-            f"numbers; {'write one in bf16: ' + IN_BF16 if is_mxfp4 else BEFORE}"
+            f"numbers; {f'write one in bf16: {IN_BF16.format(by)}' if by else BEFORE}"
         )
     for section in (theirs, *theirs.values()):
         for key, depth in section.items() if isinstance(section, Mapping) else ():

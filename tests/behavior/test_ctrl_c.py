@@ -58,8 +58,29 @@ def test_a_job_in_the_background_of_a_script_keeps_ctrl_c_ignored(tmp_path: Path
     assert (tmp_path / "run" / "checkpoints" / "step-20").is_dir()
 
 
-def interrupted(command: Sequence[str], folder: Path) -> tuple[int, set[str]]:
-    """The exit code of a training in folder/run that Ctrl-C reaches after a step, and the shared
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_terminal_that_closes_has_the_run_saved(ranks: int, tmp_path: Path) -> None:
+    """Without a launcher all get the signal, under one the ranks that it passes it to."""
+    train = (sys.executable, *TRAIN, "--steps", "100000", "--set", f"layout.g_inter={ranks}")
+    command = train if ranks == 1 else (mpirun_path(), "-n", str(ranks), *train)
+
+    code, _ = interrupted(command, tmp_path, signal.SIGHUP, of_launcher=ranks == 1)
+
+    assert code == 75
+    said = (tmp_path / "errors").read_text()
+    assert said.count("axsparse: stopped after step ") == said.count("\n") == 1, said
+    assert len([*(tmp_path / "run" / "checkpoints").iterdir()]) == 1
+
+
+def interrupted(
+    command: Sequence[str],
+    folder: Path,
+    number: int = signal.SIGINT,
+    *,
+    of_launcher: bool = True,
+) -> tuple[int, set[str]]:
+    """The exit code of a training in folder/run that a signal reaches after a step, and the shared
     memory that its ranks had mapped."""
     run = folder / "run"
     metrics = run / "metrics.jsonl"
@@ -78,7 +99,10 @@ def interrupted(command: Sequence[str], folder: Path) -> tuple[int, set[str]]:
                 assert job.poll() is None and time.monotonic() < until
                 time.sleep(0.05)
             mapped = {line.split()[-1] for line in maps_of(run) if str(SHARED) in line}
-            os.killpg(job.pid, signal.SIGINT)
+            if of_launcher:
+                os.killpg(job.pid, number)
+            else:
+                os.kill(max(ranks_of(run) - {job.pid}), number)
             return job.wait(LONGEST_SECONDS), mapped
         finally:
             if job.poll() is None:
@@ -87,10 +111,19 @@ def interrupted(command: Sequence[str], folder: Path) -> tuple[int, set[str]]:
 
 
 def maps_of(run: Path) -> list[str]:
-    """The memory maps of the ranks of a run; launchers start them in separate sessions."""
+    """The memory maps of the ranks of a run."""
     lines: list[str] = []
-    for process in Path("/proc").iterdir():
+    for number in ranks_of(run):
         with contextlib.suppress(OSError):  # it may have ended
-            if str(run) in (process / "cmdline").read_text():
-                lines += (process / "maps").read_text().splitlines()
+            lines += Path(f"/proc/{number}/maps").read_text().splitlines()
     return lines
+
+
+def ranks_of(run: Path) -> set[int]:
+    """The processes of a run; launchers start them in separate sessions."""
+    numbers = set()
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if str(run) in (process / "cmdline").read_text():
+                numbers.add(int(process.name))
+    return numbers

@@ -123,16 +123,31 @@ def steps_of(heal: str) -> tuple[str, ...]:
     return ("--steps", "2") if heal == "train" else ()
 
 
-@pytest.mark.parametrize("heal", by_default(["none"], ["none", "train"]))
-def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path: Path) -> None:
-    """In bf16, with a matrix for each expert."""
+OF_EXPERTS = {
+    **{"moe_intermediate_size": 24, "head_dim": 8, "num_key_value_heads": 2},
+    **{"num_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "heal"),
+    by_default(
+        [("qwen3_moe", "none")],
+        [(family, heal) for family in ("qwen3_moe", "gpt_neox") for heal in ("none", "train")],
+    ),
+)
+def test_a_folder_comes_out_as_it_went_in(
+    family: str, heal: str, transformers: Any, tmp_path: Path
+) -> None:
+    """In bf16, with a matrix for each expert, and with the head under a name of its own."""
     write_folder(tmp_path / "texts_only")
+    has_experts = family == "qwen3_moe"
     settings = transformers.AutoConfig.for_model(
-        "qwen3_moe",
-        **{"hidden_size": 32, "moe_intermediate_size": 24, "num_hidden_layers": 2, "head_dim": 8},
-        **{"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCABULARY},
-        **{"num_experts": 4, "num_experts_per_tok": 2, "max_position_embeddings": 12},
+        family,
+        **{"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY},
+        **{"num_attention_heads": 4, "max_position_embeddings": 12},
         **{"bos_token_id": 1, "eos_token_id": 0},
+        **(OF_EXPERTS if has_experts else {"intermediate_size": 48}),
     )
     saved_model(transformers, settings, tmp_path / "model", torch.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -143,7 +158,8 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
     (tmp_path / "model" / templates).mkdir()
     (tmp_path / "model" / templates / "tool_use.jinja").write_text("{{ tools }}")
     file = open_weights(tmp_path / "model" / "model.safetensors")
-    assert any(".experts.3.down_proj" in name for name in file.shapes)
+    own = ".experts.3.down_proj" if has_experts else "embed_out.weight"
+    assert any(own in name for name in file.shapes)
 
     more = ("--separator", "c", "--heal", heal, *JUDGED, *steps_of(heal))
     found = pruned(tmp_path, "out", *more)
@@ -162,8 +178,11 @@ def test_a_folder_comes_out_as_it_went_in(heal: str, transformers: Any, tmp_path
         for name, one in found.items():
             assert torch.equal(one[one != 0], file.read(name)[one != 0]), name
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    stack = model.model.layers[1].mlp.experts.down_proj[3]
-    assert torch.equal(stack, found["model.layers.1.mlp.experts.3.down_proj.weight"])
+    if has_experts:
+        stack = model.model.layers[1].mlp.experts.down_proj[3]
+        assert torch.equal(stack, found["model.layers.1.mlp.experts.3.down_proj.weight"])
+    else:
+        assert torch.equal(model.get_output_embeddings().weight, found["embed_out.weight"])
 
 
 @pytest.mark.parametrize(
