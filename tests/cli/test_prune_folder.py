@@ -435,6 +435,24 @@ def test_damaged_results_of_the_layers_are_to_be_removed(tmp_path: Path) -> None
         prune_folder._trained(job_alone(), order, configure(None))
 
 
+def test_output_that_cannot_be_written_ends_it_in_one_line_before_the_work(
+    transformers: Any, tmp_path: Path
+) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+    command = [sys.executable, "-m", "axsparse", "prune", *FEW, "--out", "out", "--heal", "none"]
+
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False
+        )
+
+    assert done.returncode == 74, done.stderr
+    assert done.stderr.startswith("axsparse: error: stdout: cannot be written (No space left on")
+    assert done.stderr.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_came_to_the_place_meanwhile_stays(
     transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

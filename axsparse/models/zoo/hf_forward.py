@@ -33,6 +33,9 @@ from axsparse.runtime.errors import ConfigError
 REMEMBERED = 4
 """Microbatches whose masks and positions are kept: with separate documents each has its own."""
 
+WIDEST = 2**22
+"""Entries of a token's hidden state, at most: some hundred times those of published models."""
+
 
 class Forward:
     """The own forward of a model on the meta device, with stand-ins in the list of its layers.
@@ -55,6 +58,11 @@ class Forward:
         self.owner: Any = causal.get_submodule(self.owner_path)
         """The module that has the list of layers, and next to it embeddings and norm."""
         self._embedding_width = causal.get_input_embeddings().weight.shape[1]
+        if self._embedding_width > WIDEST:
+            raise ConfigError(
+                f"model.hf: a token's hidden state has {self._embedding_width:,} entries, more "
+                f"than the {WIDEST:,} of which a forward is tried; correct the model's sizes"
+            )
         self.head: Any = causal.get_output_embeddings()
         names = [name for name, child in causal.named_children() if child is self.head]
         if not names:

@@ -472,6 +472,22 @@ def test_models_of_another_shape_are_refused_with_the_reason(
     assert told.endswith("; choose a decoder of embeddings, one list of layers, a norm and a head")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "told"),
+    [
+        ({"hidden_size": 2**30}, "a token's hidden state has 1,073,741,824 entries, more than the"),
+        ({"head_dim": 2**30}, "buffer model.rotary_emb.inv_freq has 536,870,912 entries, more tha"),
+    ],
+)
+def test_sizes_that_no_machine_holds_are_refused_before_anything_is_computed(
+    transformers: Any, sizes: dict[str, int], told: str
+) -> None:
+    said = refusal(other_model(transformers, "llama", **sizes), ConfigError)
+
+    assert said.startswith(f"model.hf: {told}"), said
+    assert said.endswith("; correct the model's sizes"), said
+
+
 def test_what_transformers_fails_on_is_one_line(
     transformers: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
