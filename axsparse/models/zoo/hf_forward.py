@@ -34,7 +34,7 @@ REMEMBERED = 4
 """Microbatches whose masks and positions are kept: with separate documents each has its own."""
 
 WIDEST = 2**22
-"""Entries of a token's hidden state, at most: some hundred times those of published models."""
+"""Entries of a token's hidden state, at most; published models have some ten thousand."""
 
 
 class Forward:
