@@ -83,6 +83,13 @@ class Chain(nn.Sequential):
         return self[1](torch.tanh(self[0](x)))
 
 
+class Stateful(nn.Linear):
+    """Returns a state next to its outputs, as layers of Hugging Face's do."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x), None
+
+
 class Last(nn.LSTM):
     """The outputs alone."""
 
@@ -249,6 +256,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], nn.Sequential
     "a lazy layer": (
         *(lambda: followed(nn.LazyLinear(WIDTH)), lambda: followed(linear())),
         "model: Sequential: parameter '0.weight' has no shape yet; give its module all sizes",
+    ),
+    "a state that is None": (
+        *(lambda: followed(Stateful(WIDTH, WIDTH)), lambda: followed(linear())),
+        "layer 0: its forward returned tuple whose entry 1 is None",
     ),
     "an nn.LSTM": (
         *(lambda: followed(nn.LSTM(WIDTH, WIDTH)), lambda: followed(Last(WIDTH, WIDTH))),
