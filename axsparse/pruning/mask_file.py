@@ -39,7 +39,7 @@ from axsparse.samo.selection import pack, unpack
 MASK_FILE = "mask.safetensors"
 """The file in the run directory with the masks that the pruning method has found."""
 MASKS = "masks"
-_MARK = f'{{"format": "pt", "{MASKS}": '
+MASK_MARK = f'{{"format": "pt", "{MASKS}": '
 """How the metadata of files begin that this module has written."""
 ANEW = "get the file anew"
 Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -197,7 +197,7 @@ def write_masks(
     def check() -> None:
         if transport.rank == 0:
             with _writing(path):
-                reject_foreign("mask file", path, _MARK)
+                reject_foreign("mask file", path, MASK_MARK)
 
     def write() -> None:
         bits = _bits(entries, here, owners, transport)

@@ -19,7 +19,7 @@ from axsparse.config.schema import Config, token_sources
 from axsparse.config.section import flat
 from axsparse.observe.metrics import WANDB_ID
 from axsparse.observe.trace_file import TRACE_FILE, TRACES
-from axsparse.pruning.mask_file import MASK_FILE
+from axsparse.pruning.mask_file import MASK_FILE, MASK_MARK
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import (
     ConfigError,
@@ -31,7 +31,7 @@ from axsparse.runtime.errors import (
 )
 from axsparse.runtime.exchange import together, value_of_first
 from axsparse.runtime.files.atomic import new_path
-from axsparse.runtime.files.paths import expanded
+from axsparse.runtime.files.paths import expanded, is_own
 from axsparse.runtime.files.run_folder import (
     ANOTHER_RUN_DIR,
     CONFIG_FILE,
@@ -371,14 +371,16 @@ def _reject_broken_link(path: Path, where: str) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove the checkpoints, traces and masks of a run, and the name of its curves at W&B."""
+    """Remove the checkpoints, traces and masks of a run, and the name of its curves at W&B; a mask
+    file that no run has written stays, and ends the run that is to write one."""
     for checkpoint in (path / CHECKPOINTS).glob("*"):
         if step_of(checkpoint) is not None:
             checkpoint_folder.remove(checkpoint)
     if (path / TRACES).is_dir():
         delete_own(path / TRACES, TRACE_FILE)
-    for name in (MASK_FILE, WANDB_ID):
-        (path / name).unlink(missing_ok=True)
+    if is_own(path / MASK_FILE, MASK_MARK):
+        (path / MASK_FILE).unlink()
+    (path / WANDB_ID).unlink(missing_ok=True)
 
 
 def _take(path: Path, lock: RunLock) -> bool:

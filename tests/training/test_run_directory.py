@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from support.resuming import ran
 from support.runs import on_ranks, tiny_config, token_data
 
@@ -169,6 +171,14 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(
     assert [one.name for one in gone.iterdir()] == ["notes.txt"]
     checkpoint_folder.begin(steps, 2)
     assert (gone / "notes.txt").exists()
+
+
+def test_a_run_that_overwrites_leaves_a_mask_file_of_the_users(run: Path) -> None:
+    save_file({"mask": torch.ones(2)}, run / "mask.safetensors")
+
+    opened(loaded(run), None, overwrite=True).begin(loaded(run))
+
+    assert load_file(run / "mask.safetensors")["mask"].sum() == 2
 
 
 def test_a_run_that_is_killed_while_it_overwrites_another_begins_anew(
