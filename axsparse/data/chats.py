@@ -27,9 +27,11 @@ WEIGHT = "weight"
 ROLES = {
     "human": USER,
     "observation": "tool",
-    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "function_call"), ASSISTANT),
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing"), ASSISTANT),
 }
 """ShareGPT's names of roles, and their names in templates."""
+CALL, CALLS = "function_call", "tool_calls"
+"""ShareGPT's role of a message that calls functions, and where templates read calls."""
 TOOLS, KWARGS = "tools", "chat_template_kwargs"
 """Columns next to the messages, which `apply_chat_template` gets."""
 TEMPLATE = "chat_template"
@@ -66,7 +68,8 @@ class Chat(NamedTuple):
 
 
 def chatml(messages: Messages) -> list[dict[str, Any]]:
-    """Messages with `role` and `content`, also where they have ShareGPT's `from` and `value`."""
+    """Messages with `role` and `content`, also where they have ShareGPT's `from` and `value`;
+    ValueError for a call of a function that cannot be read."""
     found = []
     for message in messages:
         renamed = {
@@ -74,8 +77,23 @@ def chatml(messages: Messages) -> list[dict[str, Any]]:
         }
         if "from" in message:
             renamed["role"] = ROLES.get(str(message["from"]), message["from"])
+        if message.get("from") == CALL:
+            calls = _calls(renamed.get("content"))
+            renamed |= {"role": ASSISTANT, "content": "", CALLS: calls}
         found.append(renamed)
     return found
+
+
+def _calls(text: object) -> list[dict[str, Any]]:
+    """The calls that ShareGPT writes as JSON, one or a list, as templates read them."""
+    try:
+        found = json.loads(text) if isinstance(text, str | bytes) else text
+    except (ValueError, RecursionError):
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(one, dict) and "name" in one for one in calls):
+        raise ValueError(f"a {CALL} that is no JSON of a name and its arguments")
+    return [{"type": "function", "function": one} for one in calls]
 
 
 def common_prefix(ids: Sequence[object], others: Sequence[object]) -> int:
@@ -238,15 +256,18 @@ class ChatTemplate:
         return self._by_turns(chat.messages, partial(apply, tokenize=False), (None, 0, 1))
 
     def _left_out(self, messages: Messages, text: Callable[..., str]) -> str | None:
-        """Names a message that the template leaves out, as it may one of a role it does not know:
-        its text changes nothing."""
+        """Names a message that the template leaves out, as it may one of a role it does not know,
+        or its calls: they change nothing."""
         whole = None
         for number, message in enumerate(messages, 1):
             content, role = message.get("content"), message.get("role")
-            if role in (USER, ASSISTANT) or not content or not isinstance(content, str):
+            if message.get(CALLS):
+                other = {key: value for key, value in message.items() if key != CALLS}
+            elif role in (USER, ASSISTANT) or not content or not isinstance(content, str):
                 continue
+            else:
+                other = {**message, "content": f"x{content}"}
             whole = whole or text(messages)
-            other = {**message, "content": f"x{content}"}
             if text([*messages[: number - 1], other, *messages[number:]]) == whole:
                 return f"a chat that the template shortens (message {number}, of role {role!r})"
         return None

@@ -376,7 +376,10 @@ def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
 def _chat(number: int, record: dict[str, Any], given: Messages, prompt: int | None = None) -> Piece:
     """The document of messages, after the record's `system` if it has one, as in ShareGPT; the
     first `prompt` messages are no targets."""
-    messages, system = chatml(given), record.get(SYSTEM)
+    try:
+        messages, system = chatml(given), record.get(SYSTEM)
+    except ValueError as reason:
+        return Piece(number, "", problem=str(reason))
     if not all(isinstance(message.get("role", ""), str) for message in messages):
         return Piece(number, "", problem="a role that is no text")
     text = _text(system) if isinstance(system, str | bytes) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -318,6 +319,61 @@ def test_tools_and_variables_of_a_record_go_to_the_template_that_transformers_ta
         found.add(tuple(encoded.ids))
     # The default template knows no mood; that for tools is taken for an empty list of them too.
     assert len(found) == 4
+
+
+CALLING = (
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function | tojson }}{% endfor %}{{ '<|im_end|>' + '\n' }}"
+)
+
+
+@pytest.mark.parametrize("knows_calls", [True, False])
+def test_calls_of_functions_as_in_sharegpt_are_those_of_a_template_or_are_named(
+    knows_calls: bool, tmp_path: Path
+) -> None:
+    turn = CALLING if knows_calls else TURN
+    folder = folder_of("plain", tmp_path, chat_template=template_of(turn))
+    from transformers import AutoTokenizer
+
+    call = {"name": "weather", "arguments": {"place": "Oslo"}}
+
+    def chat(told: str) -> dict[str, Any]:
+        said = [("human", "a"), ("function_call", told), ("observation", "rain"), ("gpt", "b")]
+        return {"conversations": [{"from": one, "value": text} for one, text in said]}
+
+    texts = [json.dumps(call), json.dumps([call, call]), "weather in Oslo", "[]", '{"no": "name"}']
+    source = write_jsonl(tmp_path / "chats.jsonl", [chat(told) for told in texts])
+    prepare = partial(
+        run, Request((source,), tmp_path / "out", tokenizer=folder / "tokenizer.json")
+    )
+
+    if not knows_calls:
+        shortens = r"line 1: a chat that the template shortens \(message 2, of role 'assistant'\)"
+        with pytest.raises(DataError, match=shortens):
+            prepare()
+        return
+    sidecar, _ = prepare()
+
+    unread = "a function_call that is no JSON of a name and its arguments"
+    assert [text.partition("chats.jsonl, ")[2] for text in sidecar.sources.examples] == [
+        f"line {number}: {unread}" for number in (3, 4, 5)
+    ]
+    expected = []
+    for calls in ([call], [call, call]):
+        messages = [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"function": one} for one in calls],
+            },
+            {"role": "tool", "content": "rain"},
+            {"role": "assistant", "content": "b"},
+        ]
+        judge: Any = AutoTokenizer.from_pretrained(str(folder))
+        expected += [*judge.apply_chat_template(messages, return_dict=True)["input_ids"], 0]
+    (inputs,), _ = token_datasets(tmp_path / "out", len(expected) - 1)["train"].read(np.array([0]))
+    assert inputs[0].tolist() == expected[:-1]
 
 
 def test_a_field_that_is_named_may_hold_the_chat(tmp_path: Path) -> None:
