@@ -62,6 +62,7 @@ UNTRAINED = (
 
 OPTIONS = {
     "go on from there by --resume .*": "repeat the command with another --out",
+    rf"{re.escape(RESUME_AUTO)} goes on from the last checkpoint": "the same command goes on",
     re.escape(RESUME_AUTO): "the same command",
     re.escape(ANOTHER_RUN_DIR): "another --out",
     re.escape(ANOTHER_TOKENIZER): "put its tokenizer's files next to its weights",
@@ -151,7 +152,8 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
     model = together(transport, lambda: named_model(config))
     page = partial(card, order, asked)
     if order.distribution == "owl":
-        found = owl_sparsities(job, model, opened, config, asked.pruning.sparsity)
+        mean = asked.pruning.sparsity
+        found = owl_sparsities(job, model, opened, config, mean, order.work)
         order = order.with_layers([f"{name}={value:.6f}" for name, value in found.items()])
         asked = together(transport, order.configured)
         config = of_layers()

@@ -284,7 +284,7 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
         )
     for section in (theirs, *theirs.values()):
         for key, depth in section.items() if isinstance(section, Mapping) else ():
-            is_depth = re.search("(?<!_per_)layers?$", str(key)) and isinstance(depth, int)
+            is_depth = re.search("(?<!_per_)layers?$|^depth$", str(key)) and isinstance(depth, int)
             if is_depth and depth > DEEPEST:
                 raise DataError(
                     f"{where}: {key} is {depth}, more than the {DEEPEST:,} that can be built; "

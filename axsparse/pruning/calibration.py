@@ -86,6 +86,8 @@ class Calibration:
     """The layers of the model behind the last one of which something is pruned."""
     healed: HealedLayers | None = None
     """The folder of finished layers, for a start that is resumed; None keeps none."""
+    beats: Callable[[], None] = lambda: None
+    """Tells a watchdog that the calibration of this rank gets on."""
     forgets: bool = False
     """Whether finished layers in that folder leave the memory, since no state is built of them."""
 
@@ -349,6 +351,7 @@ class Calibration:
         """The outputs of a layer for a microbatch, with the same random numbers in every pass; it
         gets copies, since it may write into its inputs."""
         name, module = built.spec.name, built.module
+        self.beats()
         inputs = tuple(each.clone() for each in inputs)
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
@@ -377,6 +380,7 @@ class Calibration:
         while len(flow) < count:
             for message in link.arrivals():
                 flow.append(tuple(tensor for tensor in message.tensors if tensor is not None))
+                self.beats()
                 backoff.reset()
             if len(flow) < count:
                 backoff.pause()

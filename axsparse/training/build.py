@@ -8,8 +8,8 @@ import json
 import math
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from axsparse.models.sequential import frozen_in_training, is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
 from axsparse.observe.out_of_memory import with_advice
 from axsparse.observe.phases import Phases
+from axsparse.observe.watchdog.watchdog import Activity, open_watchdog
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.stage import Stage, StageTeacher
 from axsparse.pipeline.weight_gradients import StageProducts
@@ -103,13 +104,21 @@ class PrunedLayers:
 
 @torch.inference_mode(mode=False)
 def owl_sparsities(
-    job: Job, model: Model, open_datasets: Callable[[], Datasets], config: Config, mean: float
+    job: Job,
+    model: Model,
+    open_datasets: Callable[[], Datasets],
+    config: Config,
+    mean: float,
+    folder: Path,
 ) -> dict[str, float]:
     """The sparsity of each tensor to prune, by the outliers of its layer among the first samples of
-    calibration (`outliers`); all ranks call this together. Raises what `prune_layers` raises."""
+    calibration (`outliers`); all ranks call this together. A run that hangs leaves its report in
+    `folder`. Raises what `prune_layers` raises."""
     plan, _, calibration, _ = _prepared_calibration(job, model, open_datasets, config)
     few = replace(calibration, samples=calibration.samples[:SAMPLED])
-    known = gather_values(calibration.transport, few.outlier_shares())
+    with _watched(plan, few, folder, job.reworded) as watched:
+        shares = watched.outlier_shares()
+    known = gather_values(calibration.transport, shares)
     share_of = {name: share for own in known for name, share in own.items()}
     assert plan.targets is not None, "something is pruned"
     shapes = plan.targets.shapes
@@ -153,7 +162,7 @@ def prune_layers(
         forgets=True,
     )
     announce(plan, value_of_first(transport, calibration.seconds_of_layer()))
-    losses = _calibrated(transport, calibration).losses
+    losses = _calibrated(plan, calibration, folder.parent, job.reworded).losses
     console.close()
     before, after = next(filter(None, gather_values(transport, losses)))
     return PrunedLayers(plan, healed, calibration.pruned, before, after, count)
@@ -439,7 +448,7 @@ def _first_masks(
                 f"warning: pruning.calibration_samples: {pruning.calibration_samples} are more "
                 f"than the {data.training.num_samples} samples of the data; some count repeatedly"
             )
-        drawn = _calibrated(transport, replace(calibration, says=says, healed=healed))
+        drawn = _calibrated(plan, replace(calibration, says=says, healed=healed), run_dir)
         for before, after in [drawn.losses] if drawn.losses else []:
             says(
                 f"{pruning.method}: loss of the first microbatch {before:.4f} before, "
@@ -504,10 +513,40 @@ def _calibration(
     )
 
 
-def _calibrated(transport: Transport, calibration: Calibration) -> CalibratedMasks:
+def _calibrated(
+    plan: RunPlan,
+    calibration: Calibration,
+    folder: Path | None,
+    reworded: Callable[[str], str] = str,
+) -> CalibratedMasks:
     """The masks that a calibration draws; ConfigError on all ranks if it does not fit the model."""
-    together(transport, calibration.check)
-    return calibration.draw()
+    together(calibration.transport, calibration.check)
+    with _watched(plan, calibration, folder, reworded) as watched:
+        return watched.draw()
+
+
+@contextmanager
+def _watched(
+    plan: RunPlan, calibration: Calibration, folder: Path | None, reworded: Callable[[str], str]
+) -> Iterator[Calibration]:
+    """The calibration with a watchdog, which ends the job if no rank gets on; its heartbeats and
+    its report are in a folder, as those of a training are in its run directory."""
+    transport = calibration.transport
+    activity = Activity(Phases(), transport.backoff, lambda: (), task="calibration")
+    watchdog = open_watchdog(
+        *(plan.config.watchdog, folder),
+        coords=calibration.coords,
+        activity=activity,
+        transport=transport,
+        reworded=reworded,
+    )
+    if watchdog is not None:
+        watchdog.start()
+    try:
+        yield replace(calibration, beats=activity.note_progress)
+    finally:
+        if watchdog is not None:
+            watchdog.close()
 
 
 def _healed_layers(plan: RunPlan, data: Data, folder: Path) -> HealedLayers:

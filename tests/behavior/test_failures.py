@@ -261,6 +261,11 @@ ax.Trainer(module, lambda: sys.exit(0), loss=nn.MSELoss(reduction="sum"), quiet=
 """
 
 
+OTHER_TRAINS = left(0, "the main thread has ended, and another one trains; join it")
+GO_ON = ", with resume='auto' to go on"
+CLOSED = "rank 0 (stage 0, replica 0): {}: the trainer is closed; make another one"
+
+
 WAYS_OUT = [
     ("callback", "1", "os._exit(0)", left(1, "os._exit(0)")),
     ("callback", "1", "_exit(0)", left(1, "os._exit(0)")),
@@ -298,10 +303,12 @@ WAYS_OUT = [
         (
             78,
             "rank 0 (stage 0, replica 0): the loop: the trainer is closed since ZeroDivisionError "
-            "has ended it; make another one, with resume='auto' to go on",
+            f"has ended it; make another one{GO_ON}",
         ),
     ),
     ("loop", "all", HANDLING, FINE),
+    ("before", "all", "trainer.close(); trainer.step()", (78, CLOSED.format("step") + GO_ON)),
+    ("after", "all", "trainer.close(); trainer.train()", (78, CLOSED.format("train") + GO_ON)),
     (
         "before",
         "all",
@@ -312,7 +319,7 @@ WAYS_OUT = [
         "before",
         "all",
         IN_A_DAEMON,
-        left(0, "the main thread has ended, and another one trains; join it"),
+        OTHER_TRAINS,
     ),
     ("before", "1", "os._exit(0)", apart("has ended", "calls train() after step 0")),
     ("after", "1", "os._exit(0)", FINE),
@@ -335,7 +342,13 @@ WAYS_OUT = [
     ("before", "all", OF_A_MODULE, left(0, "sys.exit(0)")),
 ]
 OF_ONE_RANK = [
-    ("callback", "0", f"os.{way}", left(0, f"os.{way}")) for way in ("_exit(0)", "abort()")
+    *(("callback", "0", f"os.{way}", left(0, f"os.{way}")) for way in ("_exit(0)", "abort()")),
+    ("callback", "0", "sys.exit(0)", left(0, "sys.exit(0)")),
+    ("callback", "0", "os.execl('/bin/true', 'true')", left(0, "os.execv('/bin/true')")),
+    ("callback", "0", ABORT.format(""), left(0, "MPI's Abort(0)")),
+    ("callback", "0", IN_A_THREAD, left(0, "os._exit(0)")),
+    ("before", "0", IN_A_DAEMON, OTHER_TRAINS),
+    ("before", "0", "trainer.close(); trainer.step()", (78, CLOSED.format("step"))),
 ]
 
 

@@ -123,17 +123,43 @@ def steps_of(heal: str) -> tuple[str, ...]:
     return ("--steps", "2") if heal == "train" else ()
 
 
-OF_EXPERTS = {
-    **{"moe_intermediate_size": 24, "head_dim": 8, "num_key_value_heads": 2},
-    **{"num_experts": 4, "num_experts_per_tok": 2},
+EXPERTS = {"num_key_value_heads": 2, "num_experts_per_tok": 2}
+OF_FAMILY: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": (
+        "layers.1.mlp.experts.3.down_proj.weight",
+        {**EXPERTS, "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 8},
+    ),
+    "mixtral": (
+        "layers.1.block_sparse_moe.experts.3.w2.weight",
+        {**EXPERTS, "num_local_experts": 4, "intermediate_size": 24},
+    ),
+    "olmoe": (
+        "layers.1.mlp.experts.3.down_proj.weight",
+        {**EXPERTS, "num_experts": 4, "intermediate_size": 24, "pad_token_id": 1},
+    ),
+    "deepseek_v3": (
+        "layers.1.mlp.experts.3.down_proj.weight",
+        {
+            **{**EXPERTS, "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1},
+            **{"topk_group": 1, "moe_intermediate_size": 24, "first_k_dense_replace": 1},
+            **{"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4},
+            **{"qk_nope_head_dim": 4, "v_head_dim": 8, "intermediate_size": 48},
+        },
+    ),
+    "gpt_neox": ("embed_out.weight", {"intermediate_size": 48}),
 }
+"""A name that a published folder of the family has, and settings of a small one."""
 
 
 @pytest.mark.parametrize(
     ("family", "heal"),
     by_default(
         [("qwen3_moe", "none")],
-        [(family, heal) for family in ("qwen3_moe", "gpt_neox") for heal in ("none", "train")],
+        [
+            *((family, "none") for family in OF_FAMILY),
+            ("qwen3_moe", "train"),
+            ("gpt_neox", "train"),
+        ],
     ),
 )
 def test_a_folder_comes_out_as_it_went_in(
@@ -141,13 +167,13 @@ def test_a_folder_comes_out_as_it_went_in(
 ) -> None:
     """In bf16, with a matrix for each expert, and with the head under a name of its own."""
     write_folder(tmp_path / "texts_only")
-    has_experts = family == "qwen3_moe"
+    own, sizes = OF_FAMILY[family]
     settings = transformers.AutoConfig.for_model(
         family,
         **{"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCABULARY},
         **{"num_attention_heads": 4, "max_position_embeddings": 12},
         **{"bos_token_id": 1, "eos_token_id": 0},
-        **(OF_EXPERTS if has_experts else {"intermediate_size": 48}),
+        **sizes,
     )
     saved_model(transformers, settings, tmp_path / "model", torch.bfloat16)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -158,8 +184,7 @@ def test_a_folder_comes_out_as_it_went_in(
     (tmp_path / "model" / templates).mkdir()
     (tmp_path / "model" / templates / "tool_use.jinja").write_text("{{ tools }}")
     file = open_weights(tmp_path / "model" / "model.safetensors")
-    own = ".experts.3.down_proj" if has_experts else "embed_out.weight"
-    assert any(own in name for name in file.shapes)
+    assert any(name.endswith(own) for name in file.shapes)
 
     more = ("--separator", "c", "--heal", heal, *JUDGED, *steps_of(heal))
     found = pruned(tmp_path, "out", *more)
@@ -178,11 +203,11 @@ def test_a_folder_comes_out_as_it_went_in(
         for name, one in found.items():
             assert torch.equal(one[one != 0], file.read(name)[one != 0]), name
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    if has_experts:
-        stack = model.model.layers[1].mlp.experts.down_proj[3]
-        assert torch.equal(stack, found["model.layers.1.mlp.experts.3.down_proj.weight"])
+    if family == "gpt_neox":
+        assert torch.equal(model.get_output_embeddings().weight, found[own])
     else:
-        assert torch.equal(model.get_output_embeddings().weight, found["embed_out.weight"])
+        stack = model.model.layers[1].mlp.experts.down_proj[3]
+        assert torch.equal(stack, found[f"model.{own}"])
 
 
 @pytest.mark.parametrize(
@@ -451,6 +476,47 @@ def test_output_that_cannot_be_written_ends_it_in_one_line_before_the_work(
     assert done.stderr.startswith("axsparse: error: stdout: cannot be written (No space left on")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+HANGS = """
+import sys, threading
+from mpi4py import MPI
+from axsparse.__main__ import main
+from axsparse.pruning.calibration import Calibration
+
+def wait(*_):
+    threading.Event().wait()
+
+name, rank, *words = sys.argv[1:]
+if MPI.COMM_WORLD.rank == int(rank):
+    setattr(Calibration, name, wait)
+main(words)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "more"),
+    by_default(
+        [("_pass", 2, ())],
+        [("_pass", 1, ()), ("_pass", 2, ()), ("outlier_shares", 2, ("--distribution", "owl"))],
+    ),
+)
+def test_layers_that_hang_end_the_job_and_the_same_command_goes_on(
+    where: str, ranks: int, more: tuple[str, ...], transformers: Any, tmp_path: Path
+) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+    layout = ("--set", f"layout.g_inter={ranks}", "--set", "watchdog.timeout=0.5")
+    words = ["prune", *FEW, "--out", "out", "--heal", "none", *more, *layout]
+
+    job = run_mpirun(ranks, ["-c", HANGS, where, str(ranks - 1), *words], cwd=tmp_path, timeout=200)
+
+    last = ranks - 1
+    said = job.error(70)
+    assert said.startswith(f"rank {last} (stage {last}, replica 0): hangs in calibration, no progr")
+    assert "are in out.run/hang-report.txt; the same command goes on, and a larger watch" in said
+    assert where in (tmp_path / "out.run" / "hang-report.txt").read_text()
+    pruned(tmp_path, "out", "--heal", "none", *more, *layout[:2], ranks=ranks)
 
 
 def test_what_came_to_the_place_meanwhile_stays(

@@ -328,7 +328,9 @@ def test_layers_with_more_outliers_stay_denser(
     config = tiny_config(model=model_of(theirs, tmp_path), **settings())
     datasets = ax.Datasets(token_data(), None)
 
-    found = owl_sparsities(job_alone(), named_model(config), lambda: datasets, config, 0.8)
+    found = owl_sparsities(
+        job_alone(), named_model(config), lambda: datasets, config, 0.8, tmp_path
+    )
 
     shares, entries = [], []
     with torch.no_grad():

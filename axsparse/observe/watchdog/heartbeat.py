@@ -48,6 +48,8 @@ class Heartbeat:
         if self.task == "training":
             action = f" ({self.action})" if self.action else ""
             return f"{self.phase}{action} of step {self.step}"
+        if self.task == "calibration":
+            return self.task
         action = f", {self.action}" if self.action else ""
         return f"{self.task} after step {self.step} ({self.phase}{action})"
 

@@ -44,7 +44,7 @@ from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.process import exit_at_once, write_line
 
-Task = Literal["training", "evaluation", "masks", "checkpoint", "weights"]
+Task = Literal["training", "calibration", "evaluation", "masks", "checkpoint", "weights"]
 THREAD = "axsparse watchdog"
 REPORT_FILE = "hang-report.txt"
 """The report in the run directory; a later hang overwrites it."""
