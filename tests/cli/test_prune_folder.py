@@ -103,6 +103,22 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     assert f"--out: {out} is there already; move it away" in again.stderr
 
 
+def test_a_word_for_padding_beyond_the_embedding_needs_no_row(
+    transformers: Any, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    assert tokenizer.pad_token_id == VOCABULARY
+    tokenizer.save_pretrained(tmp_path / "model")
+
+    found = pruned(tmp_path, "out", "--heal", "none", *JUDGED)
+
+    assert found["model.embed_tokens.weight"].shape[0] == VOCABULARY
+    written = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert written.pad_token_id == VOCABULARY
+
+
 def test_one_text_is_data_and_validation_and_need_not_fill_a_step(
     transformers: Any, tmp_path: Path
 ) -> None:

@@ -109,6 +109,23 @@ def test_rank_0_makes_the_directory_and_all_ranks_know_it(
     assert makers == ["quick"]
 
 
+def test_a_run_marks_its_directory_before_it_writes_anything_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[set[str]] = []
+    mark = RunMark.of
+
+    def noted(path: Path) -> RunMark:
+        there.append({one.name for one in path.iterdir()})
+        return mark(path)
+
+    monkeypatch.setattr(RunMark, "of", noted)
+    ran((1, 1), tiny_config(train={"steps": 2}, checkpoint={"every": 1}), tmp_path / "run")
+
+    assert there[0] == {"run.lock"}
+    assert (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_a_run_begins_with_its_configuration_and_a_place_for_checkpoints_next_to_other_files(
     tmp_path: Path,
 ) -> None:

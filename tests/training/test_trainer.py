@@ -247,6 +247,41 @@ def test_a_step_after_the_last_one_is_refused_once_the_last_one_is_saved(tmp_pat
     assert saved_steps(tmp_path / "run" / "checkpoints") == [2]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_closed_trainer_trains_no_more_and_still_has_its_model(
+    ranks: int, tmp_path: Path
+) -> None:
+    config = tiny_config(
+        layout={"g_inter": ranks},
+        train={"steps": 4, "eval_steps": 1},
+        run_dir=str(tmp_path / "run"),
+    )
+    data = Datasets(vector_data(), vector_data())
+
+    def closed(transport: Transport) -> None:
+        trainer = build(Job(transport), mlp(), lambda: data, config)
+        trainer.step()
+        before, state = trainer.evaluate(), trainer.state_dict()
+        trainer.close()
+
+        refused: dict[str, Callable[[], object]]
+        refused = {"step": trainer.step, "train": trainer.train, "save": trainer.save}
+        refused["the loop"] = lambda: next(iter(trainer))
+        for what, call in refused.items():
+            with pytest.raises(ConfigError, match=f"^{what}: the trainer is closed; make another"):
+                call()
+        assert trainer.evaluate() == before
+        assert trainer.steps_done == 1
+        after, model = trainer.state_dict(), trainer.model()
+        assert (state is None) == (after is None) == (model is None) == (transport.rank > 0)
+        if state is not None and after is not None:
+            assert all(torch.equal(after[name], one) for name, one in state.items())
+        trainer.close()
+
+    on_ranks(ranks, closed)
+    assert saved_steps(tmp_path / "run" / "checkpoints") == [1]
+
+
 LOSSES = {1: 3.0, 2: 1.0, 3: 2.0, 4: 2.5, 5: 0.5, 6: 0.7}
 
 
