@@ -529,8 +529,8 @@ def _calibrated(
 def _watched(
     plan: RunPlan, calibration: Calibration, folder: Path | None, reworded: Callable[[str], str]
 ) -> Iterator[Calibration]:
-    """The calibration with a watchdog, which ends the job if no rank gets on; its heartbeats and
-    its report are in a folder, as those of a training are in its run directory."""
+    """The calibration with a watchdog, which ends the job if no rank gets on; heartbeats and the
+    report are in the folder, as in a training's run directory."""
     transport = calibration.transport
     activity = Activity(Phases(), transport.backoff, lambda: (), task="calibration")
     watchdog = open_watchdog(
