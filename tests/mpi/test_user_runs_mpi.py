@@ -8,15 +8,21 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from mpi4py import MPI
 from support.on_mpi import on_mpi
 from support.preparing import write_tokens
-from support.runs import tiny_config, tiny_gpt, with_layout
+from support.runs import summed_loss, tiny_config, tiny_gpt, vector_data, with_layout
+from torch import nn
 
 from axsparse.config.schema import Config
+from axsparse.data.dataset import Datasets
+from axsparse.data.order import samples_of_step
 from axsparse.data.sources import open_datasets
+from axsparse.models.sequential import from_sequential
 from axsparse.runtime.errors import AxsparseError
 from axsparse.runtime.files.run_folder import LOCK_FILE
 from axsparse.runtime.grid import Grid
@@ -188,3 +194,39 @@ def test_a_home_directory_is_meant_by_its_sign(here: Path) -> None:
     MPI.COMM_WORLD.barrier()
     assert (here / "mine" / "checkpoints" / "step-2").is_dir()
     assert not (here / "~").exists()
+
+
+def thawing(*, is_frozen: bool) -> nn.Sequential:
+    torch.manual_seed(1)
+    body = nn.Linear(16, 16).requires_grad_(not is_frozen)
+    return nn.Sequential(body, nn.Tanh(), nn.Linear(16, 16), nn.Linear(16, 5))
+
+
+def test_a_body_that_is_thawed_at_a_resume_trains_on_as_in_plain_torch(here: Path) -> None:
+    data, state = vector_data(), None
+    for steps in (2, 4):
+        config = wanted(steps).with_values({"pruning.sparsity": 0.0, "optimizer.weight_decay": 0.0})
+        modules = thawing(is_frozen=steps == 2)
+        with on_mpi() as transport:
+            trainer = build(
+                *(Job(transport), from_sequential(modules, summed_loss), lambda: Datasets(data)),
+                config.with_values({"data.source": "stdlib", "optimizer.clip_norm": 0.0}),
+                resume=None if steps == 2 else "auto",
+            )
+            trainer.train()
+            state = trainer.state_dict()
+
+    judge = thawing(is_frozen=True)
+    settings: Any = {"lr": 1e-2, "betas": config.optimizer.betas, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(judge[2:].parameters(), **settings)
+    for step in range(4):
+        if step == 2:
+            judge.requires_grad_(requires_grad=True)
+            optimizer.add_param_group({"params": list(judge[0].parameters())})
+        optimizer.zero_grad()
+        (inputs,), targets = data.read(samples_of_step(len(data), 4, step, config.seed))
+        (summed_loss(judge(inputs), targets) / 4).backward()
+        optimizer.step()
+    assert (state is None) == (MPI.COMM_WORLD.rank > 0)
+    for name, value in ({} if state is None else state).items():
+        torch.testing.assert_close(value, judge.get_parameter(name).detach(), rtol=0, atol=2e-5)
