@@ -96,6 +96,14 @@ def _calls(text: object) -> list[dict[str, Any]]:
     return [{"type": "function", "function": one} for one in calls]
 
 
+def _renamed(call: dict[str, Any]) -> dict[str, Any]:
+    """A call of another function; templates look for its name in `function`, or next to that."""
+    inner = call.get("function")
+    if isinstance(inner, dict):
+        return {**call, "function": _renamed(inner)}
+    return {**call, "name": f"x{call.get('name')}"}
+
+
 def common_prefix(ids: Sequence[object], others: Sequence[object]) -> int:
     """The number of leading ids, or letters, that two sequences share."""
     pairs = enumerate(zip(ids, others, strict=False))
@@ -261,8 +269,8 @@ class ChatTemplate:
         whole = None
         for number, message in enumerate(messages, 1):
             content, role = message.get("content"), message.get("role")
-            if message.get(CALLS):
-                other = {key: value for key, value in message.items() if key != CALLS}
+            if calls := message.get(CALLS):
+                other = {**message, CALLS: [*map(_renamed, calls)]}
             elif role in (USER, ASSISTANT) or not content or not isinstance(content, str):
                 continue
             else:

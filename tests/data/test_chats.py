@@ -376,6 +376,27 @@ def test_calls_of_functions_as_in_sharegpt_are_those_of_a_template_or_are_named(
     assert inputs[0].tolist() == expected[:-1]
 
 
+@pytest.mark.parametrize(
+    "call", [{"function": {"name": "f", "arguments": {}}}, {"name": "f", "arguments": {}}]
+)
+def test_a_message_of_calls_alone_is_used_and_its_calls_are_missed_where_they_are_left_out(
+    call: dict[str, Any], tmp_path: Path
+) -> None:
+    """OpenAI's messages of calls have no content, which few templates take without the calls."""
+    names = "{% for c in m.tool_calls %}{{ (c.function or c).name }}{% endfor %}"
+    calls: list[dict[str, Any]]
+    calls = [{**CHATS[0][0]}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+    def encoded(of_calls: str) -> Encoded | str:
+        said = f"{{{{ '<|im_start|>assistant\n' }}}}{of_calls}{{{{ '<|im_end|>\n' }}}}"
+        turn = f"{{% if m.tool_calls %}}{said}{{% else %}}{TURN}{{% endif %}}"
+        folder = folder_of("plain", tmp_path, chat_template=template_of(turn))
+        return ChatTemplate(given_tokenizer(folder)).encode(Chat(calls))
+
+    assert isinstance(encoded(names), Encoded)
+    assert str(encoded("{{ 'calls' }}")).startswith("a chat that the template shortens (message 2")
+
+
 def test_a_field_that_is_named_may_hold_the_chat(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "chats.jsonl", [{"talk": CHATS[0]}])
     given = folder_of("plain", tmp_path) / "tokenizer.json"
