@@ -103,6 +103,7 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     assert f"--out: {out} is there already; move it away" in again.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_word_for_padding_beyond_the_embedding_needs_no_row(
     transformers: Any, tmp_path: Path
 ) -> None:
@@ -476,6 +477,7 @@ def test_damaged_results_of_the_layers_are_to_be_removed(tmp_path: Path) -> None
         prune_folder._trained(job_alone(), order, configure(None))
 
 
+@pytest.mark.exhaustive
 def test_output_that_cannot_be_written_ends_it_in_one_line_before_the_work(
     transformers: Any, tmp_path: Path
 ) -> None:

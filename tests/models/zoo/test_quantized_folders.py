@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.exhaustive import by_default
 from support.hf import config_from, hf_logits, our_logits, saved_model, tokens
 from support.runs import VOCABULARY, token_data, train_in_process
 from torch import Tensor
@@ -74,7 +75,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", by_default(["mxfp4"], KINDS))
 def test_the_call_of_the_refusal_makes_a_folder_that_trains(
     kind: str, transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
