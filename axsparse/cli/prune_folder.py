@@ -40,12 +40,14 @@ from axsparse.models.start_weights import FromFile
 from axsparse.models.teacher import with_teacher
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
 from axsparse.observe.metrics import perplexity
+from axsparse.observe.watchdog.watchdog import watched
 from axsparse.pruning.targets import find_targets
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import AxsparseError, DataError, writing
 from axsparse.runtime.exchange import together, value_of_first
 from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
+from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.job import Job
 from axsparse.training.build import PrunedLayers, owl_sparsities, prune_layers
 from axsparse.training.checkpoint.verification import checkpoint_of
@@ -175,8 +177,10 @@ def _write_pruned(
     targets = done.plan.targets
     assert targets is not None, "something is pruned"
     kept: dict[str, int] = {}
+    beats: Callable[[], None]
 
     def read(layer: str, name: str) -> Tensor | None:
+        beats()
         value = start.read(name)
         if value is not None and layer in done.pruned:
             value = done.healed.value(layer, name, value)
@@ -205,8 +209,21 @@ def _write_pruned(
         else:
             written(order.out, named, named, lambda: with_card(page(facts()), order.source))
 
-    together(transport, write)
+    with _watched_writing(order, done.plan.config, done.plan.coords, transport) as beats:
+        together(transport, write)
     return replace(facts(), kept=value_of_first(transport, sum(kept.values())))
+
+
+def _watched_writing(
+    order: PruneOrder, config: Config, coords: RankCoords, transport: Transport
+) -> contextlib.AbstractContextManager[Callable[[], None]]:
+    """A watchdog around what rank 0 writes while the others wait."""
+    return watched(
+        *("writing", config.watchdog, order.work),
+        coords=coords,
+        transport=transport,
+        reworded=reworded,
+    )
 
 
 def _announce(
@@ -290,6 +307,7 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     assert targets is not None, "something is pruned"
     assert evaluation is not None, "`PruneOrder.adopt` rejects train.eval_steps 0"
     trainer.close()
+    beats: Callable[[], None]
 
     def write() -> Facts:
         facts = replace(
@@ -300,14 +318,23 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
         )
         if is_first:
             weights = Weights(checkpoint_of(run, None), trained=False)
-            kept = (int(weights.dense(name).count_nonzero()) for name in targets.shapes)
-            facts = replace(facts, kept=sum(kept))
+            kept = 0
+            for name in targets.shapes:
+                beats()
+                kept += int(weights.dense(name).count_nonzero())
+            facts = replace(facts, kept=kept)
             text = with_card(page(facts), order.source)
-            dtype = _dtype_of(named_model(order.configured()).start)
+            dtype_of = _dtype_of(named_model(order.configured()).start)
+
+            def dtype(name: str) -> torch.dtype:
+                beats()
+                return dtype_of(name)
+
             export(run, "hf", order.out, dtype=dtype, card=text)
         return facts
 
-    return together(transport, write)
+    with _watched_writing(order, config, trainer.coords, transport) as beats:
+        return together(transport, write)
 
 
 def _check_teacher(order: PruneOrder, asked: Config) -> None:

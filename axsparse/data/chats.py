@@ -26,12 +26,13 @@ WEIGHT = "weight"
 """A key of OpenAI's messages of the assistant: those with 0 are no targets."""
 ROLES = {
     "human": USER,
-    "observation": "tool",
+    **dict.fromkeys(("observation", "function"), "tool"),
     **dict.fromkeys(("gpt", "chatgpt", "bard", "bing"), ASSISTANT),
 }
-"""ShareGPT's names of roles, and their names in templates."""
+"""ShareGPT's names of roles, and OpenAI's older one, and their names in templates."""
 CALL, CALLS = "function_call", "tool_calls"
-"""ShareGPT's role of a message that calls functions, and where templates read calls."""
+"""ShareGPT's role of a message that calls functions, and OpenAI's older key of a call; and where
+templates read calls."""
 TOOLS, KWARGS = "tools", "chat_template_kwargs"
 """Columns next to the messages, which `apply_chat_template` gets."""
 TEMPLATE = "chat_template"
@@ -68,24 +69,26 @@ class Chat(NamedTuple):
 
 
 def chatml(messages: Messages) -> list[dict[str, Any]]:
-    """Messages with `role` and `content`, also where they have ShareGPT's `from` and `value`;
-    ValueError for a call of a function that cannot be read."""
+    """Messages with `role` and `content`, also where they have ShareGPT's `from` and `value` or
+    OpenAI's older calls; ValueError for a call of a function that cannot be read."""
     found = []
     for message in messages:
         renamed = {
             {"from": "role", "value": "content"}.get(key, key): message[key] for key in message
         }
-        if "from" in message:
-            renamed["role"] = ROLES.get(str(message["from"]), message["from"])
+        if "from" in message or message.get("role") == "function":
+            renamed["role"] = ROLES.get(str(renamed["role"]), renamed["role"])
         if message.get("from") == CALL:
             calls = _calls(renamed.get("content"))
             renamed |= {"role": ASSISTANT, "content": "", CALLS: calls}
+        elif message.get(CALL):
+            renamed[CALLS] = _calls(renamed.pop(CALL))
         found.append(renamed)
     return found
 
 
 def _calls(text: object) -> list[dict[str, Any]]:
-    """The calls that ShareGPT writes as JSON, one or a list, as templates read them."""
+    """Calls, one or a list or the JSON of these, as templates read them."""
     try:
         found = json.loads(text) if isinstance(text, str | bytes) else text
     except (ValueError, RecursionError):
@@ -93,7 +96,12 @@ def _calls(text: object) -> list[dict[str, Any]]:
     calls = found if isinstance(found, list) else [found]
     if not calls or not all(isinstance(one, dict) and "name" in one for one in calls):
         raise ValueError(f"a {CALL} that is no JSON of a name and its arguments")
-    return [{"type": "function", "function": one} for one in calls]
+    return of_functions(calls)
+
+
+def of_functions(functions: Iterable[object]) -> list[dict[str, Any]]:
+    """Calls or schemas of functions, as entries of `tool_calls` or of `tools`."""
+    return [{"type": "function", "function": one} for one in functions]
 
 
 def _renamed(call: dict[str, Any]) -> dict[str, Any]:

@@ -17,13 +17,23 @@ import shlex
 import stat
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeGuard, cast
 
-from axsparse.data.chats import KWARGS, SYSTEM, TOOLS, WHY, Chat, Messages, chatml
+from axsparse.data.chats import (
+    KWARGS,
+    SYSTEM,
+    TOOLS,
+    WHY,
+    Chat,
+    Messages,
+    chatml,
+    of_functions,
+)
 from axsparse.data.tables import open_table, open_zstd
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
@@ -209,6 +219,10 @@ NO_FORMAT = "no format that is read; write it as JSONL or Parquet, by `datasets`
 TEXT = ("text",)
 PAIR = ("prompt", "completion")
 """Keys of two texts, or of messages."""
+PREFERENCES = ("chosen", "rejected")
+"""TRL's keys of answers; the prompt may be next to them, or at their beginning."""
+FUNCTIONS = "functions"
+"""OpenAI's older column of `tools`."""
 KINDS: Sequence[tuple[str, ...]] = (
     *(("input_ids",), ("messages",), ("conversations",)),
     *(PAIR, TEXT),
@@ -226,7 +240,10 @@ PADDING = "attention_mask"
 """The column next to token ids that is 0 for padding, which is no text."""
 PACKED = LENGTHS, PLACES = "seq_lengths", "position_ids"
 """Columns that say where documents begin that TRL has packed into one row of ids."""
-OTHER_COLUMNS = (LABELS, PADDING, *MASKS, LOSS_MASK, *PACKED, TOOLS, KWARGS, SYSTEM)
+OTHER_COLUMNS = (
+    *(LABELS, PADDING, *MASKS, LOSS_MASK, *PACKED),
+    *(TOOLS, FUNCTIONS, KWARGS, SYSTEM),
+)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_json),
@@ -315,6 +332,8 @@ def _document(number: int, given: object, field: str) -> Piece:
     taken, *others = fit or found[:1]
     if taken == PAIR:
         piece = _completion(number, record)
+    elif taken[0] in PREFERENCES and _precedes(record.get(PAIR[0]), record[taken[0]]):
+        piece = _completion(number, {**record, PAIR[1]: record[taken[0]]})
     else:
         piece = _single(number, record, taken[0], is_text=taken == (named if field else TEXT))
     if not others or taken == named:
@@ -332,6 +351,17 @@ def _fits(kind: tuple[str, ...], record: dict[str, Any]) -> bool:
     """Whether values have a type that this kind of document has, and are not empty."""
     types = {PAIR: (list, str, bytes), TEXT: (str, bytes, list)}.get(kind, list)
     return all(record[key] and isinstance(record[key], types) for key in kind)
+
+
+def _precedes(prompt: object, answer: object) -> bool:
+    """Whether a prompt is next to an answer that does not begin with it."""
+    if isinstance(prompt, str) and isinstance(answer, str):
+        return bool(prompt) and not answer.startswith(prompt)
+    if isinstance(prompt, bytes) and isinstance(answer, bytes):
+        return bool(prompt) and not answer.startswith(prompt)
+    if _are_messages(prompt) and _are_messages(answer):
+        return bool(prompt) and answer[: len(prompt)] != prompt
+    return False
 
 
 def _single(number: int, record: dict[str, Any], key: str, *, is_text: bool) -> Piece:
@@ -377,7 +407,7 @@ def _chat(number: int, record: dict[str, Any], given: Messages, prompt: int | No
     """The document of messages, after the record's `system` if it has one, as in ShareGPT; the
     first `prompt` messages are no targets."""
     try:
-        messages, system = chatml(given), record.get(SYSTEM)
+        messages, tools, system = chatml(given), _tools(record), record.get(SYSTEM)
     except ValueError as reason:
         return Piece(number, "", problem=str(reason))
     if not all(isinstance(message.get("role", ""), str) for message in messages):
@@ -388,8 +418,21 @@ def _chat(number: int, record: dict[str, Any], given: Messages, prompt: int | No
     if text and messages and messages[0].get("role") != SYSTEM:
         messages = [{"role": SYSTEM, "content": text}, *messages]
         prompt = None if prompt is None else prompt + 1
-    content = Chat(messages, record.get(TOOLS), record.get(KWARGS), prompt)
+    content = Chat(messages, tools, record.get(KWARGS), prompt)
     return Piece(number, "", problem=None if messages[prompt or 0 :] else "empty", content=content)
+
+
+def _tools(record: dict[str, Any]) -> Any:
+    """The schemas of a record's tools; ValueError for functions that are no list of schemas."""
+    found = record.get(FUNCTIONS)
+    if record.get(TOOLS) or not found:
+        return record.get(TOOLS)
+    if isinstance(found, str | bytes):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(found)
+    if not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+        raise ValueError(f"{FUNCTIONS} that are no list of schemas")
+    return of_functions(found)
 
 
 def _completion(number: int, record: dict[str, Any]) -> Piece:

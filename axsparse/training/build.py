@@ -31,7 +31,7 @@ from axsparse.models.sequential import frozen_in_training, is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
 from axsparse.observe.out_of_memory import with_advice
 from axsparse.observe.phases import Phases
-from axsparse.observe.watchdog.watchdog import Activity, open_watchdog
+from axsparse.observe.watchdog.watchdog import watched
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.stage import Stage, StageTeacher
 from axsparse.pipeline.weight_gradients import StageProducts
@@ -116,8 +116,8 @@ def owl_sparsities(
     `folder`. Raises what `prune_layers` raises."""
     plan, _, calibration, _ = _prepared_calibration(job, model, open_datasets, config)
     few = replace(calibration, samples=calibration.samples[:SAMPLED])
-    with _watched(plan, few, folder, job.reworded) as watched:
-        shares = watched.outlier_shares()
+    with _beating(plan, few, folder, job.reworded) as watched_few:
+        shares = watched_few.outlier_shares()
     known = gather_values(calibration.transport, shares)
     share_of = {name: share for own in known for name, share in own.items()}
     assert plan.targets is not None, "something is pruned"
@@ -521,32 +521,22 @@ def _calibrated(
 ) -> CalibratedMasks:
     """The masks that a calibration draws; ConfigError on all ranks if it does not fit the model."""
     together(calibration.transport, calibration.check)
-    with _watched(plan, calibration, folder, reworded) as watched:
-        return watched.draw()
+    with _beating(plan, calibration, folder, reworded) as watched_one:
+        return watched_one.draw()
 
 
 @contextmanager
-def _watched(
+def _beating(
     plan: RunPlan, calibration: Calibration, folder: Path | None, reworded: Callable[[str], str]
 ) -> Iterator[Calibration]:
-    """The calibration with a watchdog, which ends the job if no rank gets on; heartbeats and the
-    report are in the folder, as in a training's run directory."""
-    transport = calibration.transport
-    activity = Activity(Phases(), transport.backoff, lambda: (), task="calibration")
-    watchdog = open_watchdog(
-        *(plan.config.watchdog, folder),
+    """The calibration under a watchdog, whose report is in the folder."""
+    with watched(
+        *("calibration", plan.config.watchdog, folder),
         coords=calibration.coords,
-        activity=activity,
-        transport=transport,
+        transport=calibration.transport,
         reworded=reworded,
-    )
-    if watchdog is not None:
-        watchdog.start()
-    try:
-        yield replace(calibration, beats=activity.note_progress)
-    finally:
-        if watchdog is not None:
-            watchdog.close()
+    ) as beats:
+        yield replace(calibration, beats=beats)
 
 
 def _healed_layers(plan: RunPlan, data: Data, folder: Path) -> HealedLayers:

@@ -500,41 +500,50 @@ HANGS = """
 import sys, threading
 from mpi4py import MPI
 from axsparse.__main__ import main
+from axsparse.cli import prune_folder
 from axsparse.pruning.calibration import Calibration
 
-def wait(*_):
+def wait(*_, **__):
     threading.Event().wait()
 
 name, rank, *words = sys.argv[1:]
 if MPI.COMM_WORLD.rank == int(rank):
-    setattr(Calibration, name, wait)
+    setattr(prune_folder if name.startswith("export") else Calibration, name, wait)
 main(words)
 """
 
 
 @pytest.mark.parametrize(
-    ("where", "ranks", "more"),
+    ("where", "rank", "ranks", "more"),
     by_default(
-        [("_pass", 2, ())],
-        [("_pass", 1, ()), ("_pass", 2, ()), ("outlier_shares", 2, ("--distribution", "owl"))],
+        [("_pass", 1, 2, ())],
+        [
+            *(("_pass", ranks - 1, ranks, ()) for ranks in (1, 2)),
+            ("outlier_shares", 1, 2, ("--distribution", "owl")),
+            *(("export_folder", 0, ranks, ()) for ranks in (1, 2)),
+            ("export", 0, 2, ("--heal", "train", "--steps", "2")),
+        ],
     ),
 )
-def test_layers_that_hang_end_the_job_and_the_same_command_goes_on(
-    where: str, ranks: int, more: tuple[str, ...], transformers: Any, tmp_path: Path
+def test_what_hangs_ends_the_job_and_the_same_command_goes_on(
+    where: str, rank: int, ranks: int, more: tuple[str, ...], transformers: Any, tmp_path: Path
 ) -> None:
+    """A layer, or the disk of the folder that is written."""
     del transformers
     write_folder(tmp_path / "model")
-    layout = ("--set", f"layout.g_inter={ranks}", "--set", "watchdog.timeout=0.5")
-    words = ["prune", *FEW, "--out", "out", "--heal", "none", *more, *layout]
+    heal = () if "--heal" in more else ("--heal", "none")
+    more = (*heal, *JUDGED, *more, "--set", f"layout.g_inter={ranks}")
+    words = ["prune", *FEW, "--out", "out", *more, "--set", "watchdog.timeout=0.5"]
 
-    job = run_mpirun(ranks, ["-c", HANGS, where, str(ranks - 1), *words], cwd=tmp_path, timeout=200)
+    job = run_mpirun(ranks, ["-c", HANGS, where, str(rank), *words], cwd=tmp_path, timeout=200)
 
-    last = ranks - 1
     said = job.error(70)
-    assert said.startswith(f"rank {last} (stage {last}, replica 0): hangs in calibration, no progr")
+    what = "writing" if where.startswith("export") else "calibration"
+    assert said.startswith(f"rank {rank} (stage {rank}, replica 0): hangs in {what}, no progress")
     assert "are in out.run/hang-report.txt; the same command goes on, and a larger watch" in said
     assert where in (tmp_path / "out.run" / "hang-report.txt").read_text()
-    pruned(tmp_path, "out", "--heal", "none", *more, *layout[:2], ranks=ranks)
+    assert not (tmp_path / "out").exists()
+    pruned(tmp_path, "out", *more, ranks=ranks)
 
 
 def test_what_came_to_the_place_meanwhile_stays(

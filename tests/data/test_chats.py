@@ -397,6 +397,81 @@ def test_a_message_of_calls_alone_is_used_and_its_calls_are_missed_where_they_ar
     assert str(encoded("{{ 'calls' }}")).startswith("a chat that the template shortens (message 2")
 
 
+SCHEMA = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_functions_and_calls_in_openais_older_form_are_tools_and_their_calls(
+    as_json: bool, tmp_path: Path
+) -> None:
+    head = "{{ tools | tojson if tools and loop.first else '' }}"
+    turn = head + CALLING.replace("m['content']", "(m['content'] or '')")
+    folder = folder_of("plain", tmp_path, chat_template=template_of(turn))
+    from transformers import AutoTokenizer
+
+    call = {"name": "weather", "arguments": '{"place": "Oslo"}'}
+    first, last = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    old: list[dict[str, Any]] = [
+        first,
+        {"role": "assistant", "content": None, "function_call": call},
+        {"role": "function", "name": "weather", "content": "rain"},
+        last,
+    ]
+    functions: Any = json.dumps([SCHEMA]) if as_json else [SCHEMA]
+    source = write_jsonl(tmp_path / "a.jsonl", [{"functions": functions, "messages": old}])
+
+    found = prepared(source, folder)
+
+    new = [
+        first,
+        {"role": "assistant", "content": None, "tool_calls": [{"function": call}]},
+        {"role": "tool", "name": "weather", "content": "rain"},
+        last,
+    ]
+    judge: Any = AutoTokenizer.from_pretrained(str(folder))
+    tools: Any = [{"type": "function", "function": SCHEMA}]
+    expected = judge.apply_chat_template(new, tools=tools, return_dict=True)["input_ids"]
+    assert found.read(np.array([0]))[0][0][0].tolist() == expected
+
+
+def test_functions_that_are_no_schemas_are_named(tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "a.jsonl", [{"functions": "weather", "messages": CHATS[0]}])
+
+    with pytest.raises(DataError, match="1 functions that are no list of schemas"):
+        prepared(source, folder_of("plain", tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["texts", "messages", "whole chats"])
+def test_a_preferred_answer_is_read_with_the_prompt_next_to_it(kind: str, tmp_path: Path) -> None:
+    """As TRL trains on `chosen`; without one where the answer begins by it."""
+    user, answer = CHATS[0][:2]
+    given: dict[str, tuple[Any, Any]] = {
+        "texts": ("What? ", "That."),
+        "messages": ([user], [answer]),
+        "whole chats": (user["content"], [user, answer]),
+    }
+    prompt, chosen = given[kind]
+    same = {"messages": [user, answer]} if kind == "whole chats" else {}
+    row = same or {"prompt": prompt, "completion": chosen}
+    folder = folder_of("plain", tmp_path)
+    texts = []
+    for name, record, field in (
+        ("preferred", {"prompt": prompt, "chosen": chosen, "rejected": "no"}, "chosen"),
+        ("same", row, ""),
+    ):
+        (tmp_path / name).mkdir()
+        source = write_jsonl(tmp_path / name / "a.jsonl", [record])
+        request = Request(
+            *((source,), tmp_path / name / "out"),
+            tokenizer=folder / "tokenizer.json",
+            reading=Reading(jsonl_field=field),
+        )
+        run(request)
+        texts.append((tmp_path / name / "out" / "train.tokens").read_bytes())
+
+    assert texts[0] == texts[1]
+
+
 def test_a_field_that_is_named_may_hold_the_chat(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "chats.jsonl", [{"talk": CHATS[0]}])
     given = folder_of("plain", tmp_path) / "tokenizer.json"

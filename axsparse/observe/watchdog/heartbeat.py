@@ -22,6 +22,8 @@ HEARTBEATS = "heartbeat"
 RECORD_BYTES = 1024
 """The size of every record, filled up with blanks, so that one call overwrites the last one. The
 stacks of a rank that makes no progress follow its record, in separate lines."""
+STEPLESS = ("calibration", "writing")
+"""Tasks outside of training."""
 _CLAIM = "hang"
 _FILE = re.compile(rf"rank-\d+\.json|{_CLAIM}")
 
@@ -48,7 +50,7 @@ class Heartbeat:
         if self.task == "training":
             action = f" ({self.action})" if self.action else ""
             return f"{self.phase}{action} of step {self.step}"
-        if self.task == "calibration":
+        if self.task in STEPLESS:
             return self.task
         action = f", {self.action}" if self.action else ""
         return f"{self.task} after step {self.step} ({self.phase}{action})"

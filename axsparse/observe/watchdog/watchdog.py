@@ -18,8 +18,8 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,7 @@ from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.process import exit_at_once, write_line
 
-Task = Literal["training", "calibration", "evaluation", "masks", "checkpoint", "weights"]
+Task = Literal["training", "calibration", "evaluation", "masks", "checkpoint", "weights", "writing"]
 THREAD = "axsparse watchdog"
 REPORT_FILE = "hang-report.txt"
 """The report in the run directory; a later hang overwrites it."""
@@ -307,6 +307,38 @@ def open_watchdog(
     together(transport, lambda: prepare(heartbeats.clear) if transport.rank == 0 else None)
     together(transport, lambda: prepare(heartbeats.reserve))
     return watchdog
+
+
+@contextmanager
+def watched(
+    task: Task,
+    settings: WatchdogConfig,
+    folder: Path | None,
+    *,
+    coords: RankCoords,
+    transport: Transport,
+    reworded: Callable[[str], str] = str,
+) -> Iterator[Callable[[], None]]:
+    """A watchdog around a task outside of training, which ends the job if no rank gets on.
+
+    All ranks do the task together. The yielded function notes progress. Heartbeats and the report
+    are in the folder, as in a training's run directory; errors are those of `open_watchdog`.
+    """
+    activity = Activity(Phases(), transport.backoff, lambda: (), task=task)
+    watchdog = open_watchdog(
+        *(settings, folder),
+        coords=coords,
+        activity=activity,
+        transport=transport,
+        reworded=reworded,
+    )
+    if watchdog is not None:
+        watchdog.start()
+    try:
+        yield activity.note_progress
+    finally:
+        if watchdog is not None:
+            watchdog.close()
 
 
 def stacks() -> str:
