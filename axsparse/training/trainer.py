@@ -562,7 +562,8 @@ class Trainer:
     def _reject_closed(self, what: str) -> None:
         if self._closed:
             why = f" since {self._failed} has ended it" if self._failed else ""
-            how = "" if self._saver is None else ", with resume='auto' to go on"
+            more = "" if self.steps_done < self.config.train.steps else " and a larger train.steps"
+            how = "" if self._saver is None else f", with resume='auto'{more} to go on"
             raise ConfigError(f"{what}: the trainer is closed{why}; make another one{how}")
 
     def _make_ready(self) -> bool:

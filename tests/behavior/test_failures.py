@@ -263,6 +263,7 @@ ax.Trainer(module, lambda: sys.exit(0), loss=nn.MSELoss(reduction="sum"), quiet=
 
 OTHER_TRAINS = left(0, "the main thread has ended, and another one trains; join it")
 GO_ON = ", with resume='auto' to go on"
+LARGER = ", with resume='auto' and a larger train.steps to go on"
 CLOSED = "rank 0 (stage 0, replica 0): {}: the trainer is closed; make another one"
 
 
@@ -308,7 +309,7 @@ WAYS_OUT = [
     ),
     ("loop", "all", HANDLING, FINE),
     ("before", "all", "trainer.close(); trainer.step()", (78, CLOSED.format("step") + GO_ON)),
-    ("after", "all", "trainer.close(); trainer.train()", (78, CLOSED.format("train") + GO_ON)),
+    ("after", "all", "trainer.close(); trainer.train()", (78, CLOSED.format("train") + LARGER)),
     (
         "before",
         "all",

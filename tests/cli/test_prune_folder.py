@@ -541,7 +541,7 @@ def test_what_hangs_ends_the_job_and_the_same_command_goes_on(
     what = "writing" if where.startswith("export") else "calibration"
     assert said.startswith(f"rank {rank} (stage {rank}, replica 0): hangs in {what}, no progress")
     assert "are in out.run/hang-report.txt; the same command goes on, and a larger watch" in said
-    assert where in (tmp_path / "out.run" / "hang-report.txt").read_text()
+    assert ", in wait\n" in (tmp_path / "out.run" / "hang-report.txt").read_text()
     assert not (tmp_path / "out").exists()
     pruned(tmp_path, "out", *more, ranks=ranks)
 
