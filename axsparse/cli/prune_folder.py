@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
@@ -275,7 +275,7 @@ def _reject_eight_bits(start: StartValues | None) -> None:
 def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     """Prune and heal one layer at a time, train, and write the folder."""
     transport = job.transport
-    is_first, path, run = transport.rank == 0, order.work / FACTS, order.work / "run"
+    is_first, path = transport.rank == 0, order.work / FACTS
     page = partial(card, order, asked)
     if not together(transport, lambda: path.exists() and (order.work / PRUNED).exists()):
         together(transport, partial(_check_teacher, order, asked))
@@ -307,34 +307,36 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     assert targets is not None, "something is pruned"
     assert evaluation is not None, "`PruneOrder.adopt` rejects train.eval_steps 0"
     trainer.close()
-    beats: Callable[[], None]
-
-    def write() -> Facts:
-        facts = replace(
-            before,
-            after=evaluation.loss,
-            pruned=before.after,
-            entries=sum(map(math.prod, targets.shapes.values())),
-        )
-        if is_first:
-            weights = Weights(checkpoint_of(run, None), trained=False)
-            kept = 0
-            for name in targets.shapes:
-                beats()
-                kept += int(weights.dense(name).count_nonzero())
-            facts = replace(facts, kept=kept)
-            text = with_card(page(facts), order.source)
-            dtype_of = _dtype_of(named_model(order.configured()).start)
-
-            def dtype(name: str) -> torch.dtype:
-                beats()
-                return dtype_of(name)
-
-            export(run, "hf", order.out, dtype=dtype, card=text)
-        return facts
-
+    entries = sum(map(math.prod, targets.shapes.values()))
+    facts = replace(before, after=evaluation.loss, pruned=before.after, entries=entries)
     with _watched_writing(order, config, trainer.coords, transport) as beats:
-        return together(transport, write)
+        write = partial(_write_trained, order, facts, targets.shapes, page, beats)
+        return together(transport, lambda: write() if is_first else facts)
+
+
+def _write_trained(
+    order: PruneOrder,
+    facts: Facts,
+    names: Iterable[str],
+    page: Callable[[Facts], str],
+    beats: Callable[[], None],
+) -> Facts:
+    """Write the folder of a trained model, with its card; returns the results with the number of
+    entries that the named matrices keep."""
+    run, kept = order.work / "run", 0
+    weights = Weights(checkpoint_of(run, None), trained=False)
+    for name in names:
+        beats()
+        kept += int(weights.dense(name).count_nonzero())
+    facts = replace(facts, kept=kept)
+    dtype_of = _dtype_of(named_model(order.configured()).start)
+
+    def dtype(name: str) -> torch.dtype:
+        beats()
+        return dtype_of(name)
+
+    export(run, "hf", order.out, dtype=dtype, card=with_card(page(facts), order.source))
+    return facts
 
 
 def _check_teacher(order: PruneOrder, asked: Config) -> None:

@@ -322,7 +322,7 @@ def watched(
     """A watchdog around a task outside of training, which ends the job if no rank gets on.
 
     All ranks do the task together. The yielded function notes progress. Heartbeats and the report
-    are in the folder, as in a training's run directory; errors are those of `open_watchdog`.
+    are in the folder, as in a training's run directory. Raises OutputError on all ranks alike.
     """
     activity = Activity(Phases(), transport.backoff, lambda: (), task=task)
     watchdog = open_watchdog(
