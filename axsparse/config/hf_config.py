@@ -282,6 +282,11 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"{where}: quantization_config is {shown(quantized)}, and weights here are real "
             f"numbers; {f'write one in bf16: {IN_BF16.format(by)}' if by else BEFORE}"
         )
+    if other := theirs.get("transformers_weights"):
+        raise DataError(
+            f"{where}: transformers_weights is {shown(other)}, and weights are read from "
+            "model.safetensors; call that file so, and leave transformers_weights out"
+        )
     for section in (theirs, *theirs.values()):
         for key, depth in section.items() if isinstance(section, Mapping) else ():
             is_depth = re.search("(?<!_per_)layers?$|^depth$", str(key)) and isinstance(depth, int)

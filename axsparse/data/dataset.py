@@ -140,6 +140,12 @@ class ArrayDataset:
                     f"{type(given).__name__}; give several inputs as a tuple of tensors, and turn "
                     "numbers into one by torch.as_tensor"
                 )
+            if given.layout != torch.strided or given.is_nested or given.is_meta:
+                kind = "nested" if given.is_nested else str(given.layout).removeprefix("torch.")
+                raise DataError(
+                    f"dataset ({name}): a tensor is {kind} on {given.device}; give dense tensors "
+                    "of real numbers in CPU memory, samples first"
+                )
         check_kinds("dataset", locals(), name="text")
         # A 0-dimensional tensor has no first dimension: its () differs from every (n,).
         lengths = {tuple(tensor.shape[:1]) for tensor in tensors}

@@ -22,7 +22,7 @@ from typing import Any
 
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import ConfigError, one_line, writing
-from axsparse.runtime.files.run_folder import has_mark, replaced
+from axsparse.runtime.files.run_folder import identifier_in, replaced
 from axsparse.runtime.process import write_line
 
 
@@ -219,6 +219,7 @@ class MetricsFile:
         """Open or create the file; OutputError if its folder is missing or not writable."""
         self._path = path
         self._place = path.absolute()  # a program may change its working directory
+        self._run = identifier_in(self._place.parent)
         self._sinks = sinks
         self._has_written = False
         with self._writing():
@@ -228,7 +229,7 @@ class MetricsFile:
         """Append one line of strict JSON, with null for numbers that are not finite, and flush it.
 
         A file that was moved, removed or emptied meanwhile is opened anew, with a warning. Raises
-        OutputError if that fails, or if the directory is no run's any more.
+        OutputError if that fails, or if the directory is not the run's any more.
         """
         finite = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -237,7 +238,8 @@ class MetricsFile:
         line = json.dumps(finite, allow_nan=False)
         with self._writing():
             if not self._is_in_place():
-                if not has_mark(self._place.parent):
+                there = identifier_in(self._place.parent)
+                if there is None or there != self._run:
                     raise replaced(self._path.parent)
                 self._file.close()
                 self._file = self._place.open("a", encoding="utf-8")

@@ -637,9 +637,11 @@ def with_card(text: str, source: Path) -> str:
     if not card.is_file():
         return text
     said = card.read_text(encoding="utf-8", errors="replace")
-    header = re.match(r"---\n.*?^---\n", said, re.DOTALL | re.MULTILINE)
+    # As huggingface_hub finds it: after white space, and also without an end of its last line.
+    header = re.match(r"\s*---[\r\n]+.*?[\r\n]+---(\r\n|\n|$)", said, re.DOTALL)
     front = header[0] if header else ""
-    return f"{front}{text}\n{said.removeprefix(front)}"
+    rest = said.removeprefix(front)
+    return f"{front.strip()}\n{text}\n{rest}" if front else f"{text}\n{rest}"
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -150,6 +150,11 @@ def run_sources(
             f"Trainer: loss is for an nn.Module, and model is {kind}; leave it out, since such a "
             "model has its loss"
         )
+    if metrics and not isinstance(model, nn.Module | Model):
+        raise ConfigError(
+            f"Trainer: metrics are for a model of the program, and model is {kind}; leave them out"
+        )
+    check_kind("Trainer: metrics", metrics, Mapping, "give functions by their names")
     given = model.loss if isinstance(model, Model) else loss
     is_needed = isinstance(model, Model | nn.Module)
     if is_needed and (isinstance(given, type) or not callable(given)):
@@ -161,7 +166,7 @@ def run_sources(
     opener = cache(_opener(data, whole)) if isinstance(model, nn.Module) else _opener(data, whole)
     has_data = data is not None and not isinstance(data, Tokens)
     if isinstance(model, Model):
-        made = model
+        made = replace(model, metrics={**model.metrics, **metrics}) if metrics else model
         if isinstance(model.start, OwnValues):
             model.start.reject_replaced()
     elif isinstance(model, nn.Module):

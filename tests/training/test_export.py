@@ -37,7 +37,7 @@ from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.training import export as exporting
 from axsparse.training.checkpoint.checkpoint_folder import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, checkpoint_of
-from axsparse.training.export import ExportSummary, Form, hf_files
+from axsparse.training.export import ExportSummary, Form, hf_files, with_card
 
 STEPS = 3
 
@@ -457,3 +457,20 @@ def test_a_folder_that_has_changed_since_is_told(tmp_path: Path) -> None:
         "model.hf.rms_norm_eps to 0.5"
     )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("card", "page"),
+    [
+        ("---\nlicense: mit\n---\n# A\n", "---\nlicense: mit\n---\nMADE\n# A\n"),
+        ("---\nlicense: mit\n---", "---\nlicense: mit\n---\nMADE\n"),
+        ("\n---\nlicense: mit\n---\n\n# A\n", "---\nlicense: mit\n---\nMADE\n\n# A\n"),
+        ("# A\n---\nb\n---\n", "MADE\n# A\n---\nb\n---\n"),
+    ],
+)
+def test_a_card_begins_by_the_facts_that_the_folders_begins_by(
+    card: str, page: str, tmp_path: Path
+) -> None:
+    (tmp_path / "README.md").write_text(card)
+
+    assert with_card("MADE", tmp_path) == page

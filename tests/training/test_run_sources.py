@@ -147,6 +147,20 @@ def test_a_loss_may_draw_and_not_read_what_a_forward_leaves(is_read: bool) -> No
         assert not hasattr(net, "spread")
 
 
+def test_metrics_of_the_call_join_those_of_a_model() -> None:
+    def hits(logits: Tensor, targets: Tensor) -> Tensor:
+        return (logits.argmax(-1) == targets).sum()
+
+    model = ax.from_sequential([nn.Linear(16, 5)], nn.MSELoss(reduction="sum"), metrics={"a": hits})
+    data, config = (vector_data(), vector_data()), tiny_config(train={"eval_steps": 1})
+    given = run_sources(model, data, config, {}, metrics={"b": hits})
+    assert given.model.metrics == {"a": hits, "b": hits}
+
+    evaluation = ax.Trainer(mlp(), data, config, metrics={"b": hits}, quiet=True).evaluate()
+    assert evaluation is not None
+    assert 0 <= evaluation.metrics["b"] <= 1
+
+
 def test_tokens_and_folders_of_hugging_face_are_settings(tmp_path: Path) -> None:
     write_llama(tmp_path / "llama")
 
