@@ -77,7 +77,12 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # of a folder of Hugging Face
+        use_attribute_docstrings=True,
     )
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:

@@ -226,7 +226,7 @@ def test_a_disk_that_fills_up_ends_all_ranks_and_leaves_what_was_there(
         next(tensors)
         raise OSError(28, "No space left on device")
 
-    older = module._MARK
+    older = module.MASK_MARK
     (tmp_path / "file").touch()
     if name == "m":
         (tmp_path / "m").write_text(older)

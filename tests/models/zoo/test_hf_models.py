@@ -8,6 +8,7 @@ folder and its text.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -35,7 +36,7 @@ from support.hf import (
     write_llama,
 )
 from support.images import write_safetensors
-from support.resuming import train_and_save
+from support.resuming import ran, train_and_save
 from support.runs import (
     VOCABULARY,
     assert_bitwise,
@@ -47,6 +48,7 @@ from support.runs import (
 from torch import Tensor, nn
 
 from axsparse.config.load import configure
+from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import PruningConfig
 from axsparse.data.dataset import TokenDataset
 from axsparse.models import model_profile
@@ -60,6 +62,8 @@ from axsparse.models.zoo.hf_models import Part, SplitModel
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.runtime.errors import AxsparseError, ConfigError, MissingInputError
 from axsparse.runtime.files.safetensors import SafetensorsFile
+from axsparse.training.checkpoint.verification import checkpoint_of
+from axsparse.training.export import export
 
 LOSS_RTOL = 2e-6
 """The squares of the norm and the gradients of a tied weight are added in another order, which
@@ -470,6 +474,32 @@ def test_models_of_another_shape_are_refused_with_the_reason(
 
     assert told.startswith(f"model.hf: {why}")
     assert told.endswith("; choose a decoder of embeddings, one list of layers, a norm and a head")
+
+
+def test_infinities_of_a_folder_are_there_in_the_settings_and_checkpoints_of_a_run(
+    transformers: Any, tmp_path: Path
+) -> None:
+    """As `json.dumps` writes them; they came back as null, which transformers refuses."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 8, "num_heads": 8}
+    kind = transformers.AutoConfig.for_model(
+        "mamba2", **sizes, head_dim=8, n_groups=1, vocab_size=VOCABULARY
+    )
+    saved_model(transformers, kind, tmp_path / "model")
+    theirs = json.loads((tmp_path / "model" / "config.json").read_text())
+    theirs["time_step_limit"] = [0.0, math.inf]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(theirs))
+    config = config_from(tmp_path / "model", train={"steps": 1}, checkpoint={"every": 1})
+
+    ran((1, 1), config, tmp_path / "run", model=named_model)
+
+    again = configure(tmp_path / "run" / "config.yaml")
+    assert isinstance(again.model, HfConfig)
+    assert again.model.hf["time_step_limit"] == [0.0, math.inf]
+    manifest = checkpoint_of(tmp_path / "run", None).manifest
+    assert manifest.config["model"]["hf"]["time_step_limit"] == [0.0, math.inf]
+    export(tmp_path / "run", "hf", tmp_path / "out")
+    written = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert [*written.time_step_limit] == [0.0, math.inf]
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def test_a_rank_that_hangs_is_named_with_its_phase_and_the_job_ends_with_70(
     assert line == (
         "axsparse: error: rank 1 (stage 1, replica 0): hangs in compute (B2) of step 7, no "
         "progress for 20 s; rank 0 awaits its gradient 2 in step 7; the stacks of all ranks are "
-        f"in {job.folder / REPORT_FILE}; the same command goes on from the last checkpoint, and a "
+        f"in {job.folder / REPORT_FILE}; the same command goes on, and a "
         "larger watchdog.timeout waits longer"
     )
     assert job.report.splitlines()[0] in line
@@ -255,8 +255,7 @@ def test_a_disk_that_hangs_with_training_ends_the_job(
     assert job.left == [(1, 70)]
     assert capsys.readouterr().err == (
         "axsparse: error: rank 1 (stage 1, replica 0): hangs, and so does the disk of "
-        f"{job.folder}, where it would be reported; the same command goes on from the last "
-        "checkpoint\n"
+        f"{job.folder}, where it would be reported; the same command goes on\n"
     )
 
 
