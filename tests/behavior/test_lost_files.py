@@ -25,10 +25,12 @@ config = tiny_config(
 )
 run = Path("run")
 
+def has_saved():
+    return not every or json.loads((run / "run.json").read_text())["saved"]
+
 def on_step(step, result):
     global code
-    has_saved = not every or json.loads((run / "run.json").read_text())["saved"]
-    if code and step >= 3 and trainer.rank == 0 and has_saved:
+    if trainer.rank == 0 and code and step >= 3 and has_saved():
         code, lose = "", code
         exec(lose)
 
