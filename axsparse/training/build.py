@@ -116,8 +116,8 @@ def owl_sparsities(
     `folder`. Raises what `prune_layers` raises."""
     plan, _, calibration, _ = _prepared_calibration(job, model, open_datasets, config)
     few = replace(calibration, samples=calibration.samples[:SAMPLED])
-    with _beating(plan, few, folder, job.reworded) as watched_few:
-        shares = watched_few.outlier_shares()
+    with _watched_calibration(plan, few, folder, job.reworded) as few:
+        shares = few.outlier_shares()
     known = gather_values(calibration.transport, shares)
     share_of = {name: share for own in known for name, share in own.items()}
     assert plan.targets is not None, "something is pruned"
@@ -521,12 +521,12 @@ def _calibrated(
 ) -> CalibratedMasks:
     """The masks that a calibration draws; ConfigError on all ranks if it does not fit the model."""
     together(calibration.transport, calibration.check)
-    with _beating(plan, calibration, folder, reworded) as watched_one:
-        return watched_one.draw()
+    with _watched_calibration(plan, calibration, folder, reworded) as calibration:
+        return calibration.draw()
 
 
 @contextmanager
-def _beating(
+def _watched_calibration(
     plan: RunPlan, calibration: Calibration, folder: Path | None, reworded: Callable[[str], str]
 ) -> Iterator[Calibration]:
     """The calibration under a watchdog, whose report is in the folder."""

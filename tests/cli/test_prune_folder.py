@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ from axsparse.runtime.errors import (
     TrainingError,
 )
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
+from axsparse.training import build
 from axsparse.training.checkpoint.verification import steps_in
 from axsparse.training.export import export_folder
 
@@ -494,6 +496,33 @@ def test_output_that_cannot_be_written_ends_it_in_one_line_before_the_work(
     assert done.stderr.startswith("axsparse: error: stdout: cannot be written (No space left on")
     assert done.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_and_tensors_that_are_done_are_progress_for_the_watchdog(
+    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+    beats: list[tuple[str, int]] = []
+
+    @contextlib.contextmanager
+    def counted(task: str, *_: object, **__: object) -> Iterator[Callable[[], None]]:
+        noted: list[None] = []
+        yield lambda: noted.append(None)
+        beats.append((task, len(noted)))
+
+    for module in (build, prune_folder):
+        monkeypatch.setattr(module, "watched", counted)
+    monkeypatch.chdir(tmp_path)
+    settings = (*(word for word in FEW if "=" in word), "train.steps=1", "train.eval_steps=1")
+    given = (Path("model"), (Path("texts"),), (Path("held"),), Path("out"), "prune_llama.yaml")
+    prune_folder.prune_folder(job_alone(), PruneOrder(*given, settings, "train"))
+
+    tensors = len(open_weights(tmp_path / "out" / "model.safetensors").shapes)
+    assert [task for task, _ in beats] == ["calibration", "writing", "writing"]
+    layers, samples = 5, 8
+    assert beats[0][1] >= layers * samples
+    assert min(count for _, count in beats[1:]) >= tensors
 
 
 HANGS = """
