@@ -23,7 +23,14 @@ from mpi4py import MPI
 from numpy.typing import NDArray
 from torch import Tensor
 
-from axsparse.runtime.communication import MAX_CALL_BYTES, Backoff, Direction, Op, shard_bounds
+from axsparse.runtime.communication import (
+    MAX_CALL_BYTES,
+    Backoff,
+    Direction,
+    Op,
+    shard_bounds,
+    wait_for,
+)
 from axsparse.runtime.exchange import exchanged_bytes, store_sum_in_rank_order
 from axsparse.runtime.host_channel import Header
 
@@ -34,6 +41,14 @@ class MpiRequest(MPI.Request):
     """A send or receive as an `Event`; like every request of mpi4py it keeps its memory alive."""
 
     query = MPI.Request.Test
+
+
+def duplicated(comm: MPI.Comm, backoff: Backoff) -> MPI.Comm:
+    """A duplicate of a communicator, whose ranks call this together and pause until all have come;
+    `Dup` would block, and a watchdog would take who waits there for the rank that hangs."""
+    duplicate, request = comm.Idup()
+    wait_for(MpiRequest(request), backoff)
+    return duplicate
 
 
 class MpiChannel:
@@ -69,9 +84,9 @@ class MpiChannel:
 class MpiChannels:
     """The channels of one link, on two communicators."""
 
-    def __init__(self, comm: MPI.Comm) -> None:
+    def __init__(self, comm: MPI.Comm, backoff: Backoff) -> None:
         """All ranks of `comm`, which are the ranks of the grid, call this together."""
-        self._comms = {direction: comm.Dup() for direction in Direction}
+        self._comms = {direction: duplicated(comm, backoff) for direction in Direction}
 
     def channel(self, direction: Direction, source: int, target: int) -> MpiChannel:
         """This rank's end of the channel from `source` to `target`, of which it is one."""
@@ -132,8 +147,8 @@ class MpiCollective:
         self.bytes_sent = 0
         self._backoff = backoff
         self._max_call_bytes = max_call_bytes
-        self._scattering = comm.Dup()
-        self._gathering = comm.Dup()
+        self._scattering = duplicated(comm, backoff)
+        self._gathering = duplicated(comm, backoff)
         self._works: deque[MpiWork] = deque()
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> MpiWork:

@@ -119,7 +119,7 @@ class MpiTransport:
         """The channels of a new link between GPUs; all ranks call this together."""
         from axsparse.runtime.mpi.mpi_communication import MpiChannels
 
-        return MpiChannels(self._comm)
+        return MpiChannels(self._comm, self.backoff)
 
     def branch(self) -> MpiTransport:
         branch = copy.copy(self)
