@@ -22,6 +22,7 @@ from axsparse.observe.trace_file import TRACE_FILE, TRACES
 from axsparse.pruning.mask_file import MASK_FILE, MASK_MARK
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import (
+    AxsparseError,
     ConfigError,
     InUseError,
     MissingInputError,
@@ -49,7 +50,13 @@ from axsparse.runtime.files.run_folder import (
 )
 from axsparse.runtime.provenance import checkout_commit, versions
 from axsparse.training.checkpoint import checkpoint_folder
-from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, path_of, run_of, step_of
+from axsparse.training.checkpoint.checkpoint_folder import (
+    CHECKPOINTS,
+    away,
+    path_of,
+    run_of,
+    step_of,
+)
 from axsparse.training.checkpoint.verification import (
     Checkpoint,
     newest_complete,
@@ -123,10 +130,13 @@ class RunDir:
         facts: dict[str, object] = {"at": str(folder.resolve()), "overwrites": self.overwrites}
         mark = RunMark.of(folder)
         if self.found is not None:
-            facts["starts"] = [*mark.starts[1:], uuid.uuid4().hex]
+            began, *later = _own_starts(folder, "resume") or mark.starts
+            facts |= {"began": began, "starts": [*later, uuid.uuid4().hex]}
         else:
             began_from = self.checkpoint and str(self.checkpoint.path.resolve())
             facts |= {"saved": False, "from": began_from, "name": config.name, "starts": []}
+            if self.overwrites:
+                facts["began"] = uuid.uuid4().hex
         mark.note(**facts)
         save_config(config.model_copy(update={"run_dir": str(self.path)}), folder)
         metrics, checkpoints = folder / METRICS_FILE, folder / CHECKPOINTS
@@ -163,7 +173,7 @@ def find_run(config: Config, transport: Transport, resume: str | None, locks: Ex
         if path is not None:
             lock = RunLock(path)
             locks.callback(lock.release)
-            _reject_other_checkpoints(path, "resume")
+            _own_starts(path, "resume")
             if named is not None:
                 _reject_older(path, named)
             elif resume == AUTO and RunMark.of(path).is_overwriting:  # it was killed meanwhile
@@ -306,7 +316,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
                 locks.callback(lock.release)
                 RunMark.of(path)
                 if overwrite:
-                    _reject_other_checkpoints(path, where)
+                    _own_starts(path, where)
                 if _take(path, lock) or overwrite:
                     locks.pop_all()
                     return lock
@@ -341,22 +351,41 @@ def _reject_removed(config: Config) -> None:
             )
 
 
-def _reject_other_checkpoints(run_dir: Path, where: str) -> None:
-    """OutputError for checkpoints of another run, which would be removed."""
+def _own_starts(run_dir: Path, where: str) -> list[str]:
+    """The identifiers of a run's starts, by its mark or, where a backup has put back an older one,
+    by the checkpoints since then.
+
+    OutputError for checkpoints of another run and other files of their names, which would be
+    removed.
+    """
     if not has_mark(run_dir):
-        return
-    starts = RunMark.of(run_dir).starts
+        return []
+    mark, folder = RunMark.of(run_dir), run_dir / CHECKPOINTS
+    starts = [] if mark.is_overwriting else mark.starts  # what is there is of the run before
+    for path in checkpoint_folder.foreign(folder):
+        raise OutputError(
+            f"{where}: {path} is no checkpoint of a run, and in the place of one; put it "
+            f"elsewhere, or {OTHER_RUN_DIR}"
+        )
     for step in steps_in(run_dir):
-        path = path_of(run_dir / CHECKPOINTS, step)
-        with suppress(OSError, ValueError):
-            manifest = checkpoint_folder.parse_manifest(
-                (path / checkpoint_folder.MANIFEST_FILE).read_bytes()
+        path = path_of(folder, step)
+        its = _starts_of(path)
+        if its[: len(starts)] == starts:
+            starts = its
+        elif its and its[-1] not in starts:
+            raise OutputError(
+                f"{where}: {path} is another run's checkpoint, which would be removed; put it "
+                f"elsewhere, or choose {ANOTHER_RUN_DIR} (--resume {path} continues from it)"
             )
-            if manifest.run not in starts:
-                raise OutputError(
-                    f"{where}: {path} is another run's checkpoint, which would be removed; put it "
-                    f"elsewhere, or choose {ANOTHER_RUN_DIR} (--resume {path} continues from it)"
-                )
+    return starts
+
+
+def _starts_of(checkpoint: Path) -> list[str]:
+    """The identifiers of the starts until the last one that a checkpoint is of; none if its
+    manifest cannot be read."""
+    with suppress(AxsparseError):
+        return checkpoint_folder.read_manifest(checkpoint).run.split()
+    return []
 
 
 def _reject_broken_link(path: Path, where: str) -> None:
@@ -373,8 +402,9 @@ def _reject_broken_link(path: Path, where: str) -> None:
 def _clear(path: Path) -> None:
     """Remove the checkpoints, traces and masks of a run, and the name of its curves at W&B; a mask
     file that no run has written stays, and ends the run that is to write one."""
-    for checkpoint in (path / CHECKPOINTS).glob("*"):
-        if step_of(checkpoint) is not None:
+    folder, began = path / CHECKPOINTS, RunMark.of(path).starts[0]
+    for checkpoint in (*(path_of(folder, step) for step in steps_in(path)), *away(folder)):
+        if _starts_of(checkpoint)[:1] != [began]:  # of an older mark, put back, it may be
             checkpoint_folder.remove(checkpoint)
     if (path / TRACES).is_dir():
         delete_own(path / TRACES, TRACE_FILE)

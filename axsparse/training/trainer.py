@@ -743,7 +743,8 @@ class Trainer:
             saver.due(self.steps_done, is_last=is_over)
             or (self.progress.is_best and saver.last_step != self.steps_done)
         )
-        if saver is not None and (stops or is_due):
+        is_in_place = self._overwritten is None  # of another run, which stays until this one trains
+        if saver is not None and ((stops and is_in_place) or is_due):
             self.recorder.flush()
             self.activity.at("checkpoint", self.steps_done)
             saver.start(self.progress)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -407,6 +408,81 @@ def test_a_checkpoint_of_a_copy_is_another_runs(run: Path, tmp_path: Path) -> No
 
     with pytest.raises(OutputError, match="step-6 is another run's checkpoint, which would be"):
         opened(loaded(run))
+
+
+def gone_on(run: Path, steps: int, **how: Any) -> None:
+    """With a checkpoint of each step."""
+    settings = {"checkpoint": {"every": 1, "keep_last": 9}, "train": {"steps": steps}}
+    ran((1, 1), tiny_config(**settings), run, **how)
+
+
+def test_an_older_mark_that_a_backup_puts_back_is_of_the_same_run(tmp_path: Path) -> None:
+    run, older = tmp_path / "run", []
+    for steps in (1, 2, 3):
+        gone_on(run, steps, resume="auto")
+        older.append((run / "run.json").read_bytes())
+    changed = RunMark.of(run).starts
+
+    for mark in older:
+        (run / "run.json").write_bytes(mark)
+        found = opened(loaded(run))
+
+        assert found.checkpoint is not None and found.checkpoint.path == checkpoint(run, 3)
+        found.begin(loaded(run))
+        assert RunMark.of(run).starts[:-1] == changed
+        assert opened(loaded(run)).checkpoint == found.checkpoint
+    # Of a run that was overwriting another one.
+    RunMark.of(run).note(overwrites=True)
+    assert opened(loaded(run)).checkpoint == found.checkpoint
+
+
+def test_a_run_that_has_overwritten_another_knows_its_checkpoints_from_the_others(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    for steps in (1, 3):
+        gone_on(run, steps, resume="auto")
+    checkpoint(run, 3).rename(tmp_path / "backup")
+    gone_on(run, 2, overwrite=True)
+
+    found = opened(loaded(run))
+
+    assert found.checkpoint is not None and found.checkpoint.path == checkpoint(run, 2)
+    (tmp_path / "backup").rename(checkpoint(run, 3))
+    with pytest.raises(OutputError, match="step-3 is another run's checkpoint, which would be"):
+        opened(loaded(run))
+
+
+def test_a_run_that_is_told_to_stop_before_it_overwrites_another_leaves_that(run: Path) -> None:
+    def stop(trainer: Any) -> None:
+        trainer._stop.receive(signal.SIGUSR1)
+
+    stopped = ran((1, 1), tiny_config(train={"steps": 3}), run, overwrite=True, look=stop).stopped
+
+    assert stopped == "stopped before the first step, with nothing to save; start it again"
+    assert steps_in(run) == [5, 4, 2]
+    assert RunMark.of(run).starts == [RunMark.of(run).identifier]
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+@pytest.mark.parametrize("name", ["step-3", "step-100"])
+def test_what_a_user_puts_in_the_place_of_a_checkpoint_stays(
+    name: str, is_file: bool, run: Path
+) -> None:
+    own = run / "checkpoints" / name
+    if is_file:
+        own.write_text("the user's")
+    else:
+        own.mkdir()
+        for file in ("manifest.json", "weights.bin"):
+            (own / file).write_text("the user's")
+
+    for how in ({"resume": None, "overwrite": True}, {"resume": "auto"}):
+        with pytest.raises(OutputError, match=f"{name} is no checkpoint of a run, and in the pla"):
+            opened(loaded(run), **how)
+        RunLock(run).release()
+        assert own.is_file() or (own / "manifest.json").read_text() == "the user's"
+        assert steps_in(run) == [5, 4, 2]
 
 
 def test_a_run_overwrites_nothing_while_the_disk_of_its_checkpoints_is_away(run: Path) -> None:

@@ -32,8 +32,8 @@ MARK_FILE = "run.json"
 """The mark of a run directory: {"axsparse run": ID, "saved": whether a checkpoint was, "from": the
 checkpoint of another run that it began from, or null, "name": its configuration's name, "at": its
 path when it last began, "overwrites": whether files of a run before it are still to be removed,
-"starts": an identifier of each time that it was gone on with}. A folder behind a link in it has the
-mark as well."""
+"starts": an identifier of each time that it was gone on with, "began": one of the time that it was
+begun anew, if it was}. A folder behind a link in it has the mark as well."""
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
 TRACEBACK_FILE = "traceback-rank-{}.txt"
@@ -171,9 +171,10 @@ class RunMark:
 
     @property
     def starts(self) -> list[str]:
-        """The identifiers that its checkpoints have: the run's, and one of each later start, by
-        which a copy's from then on are another's."""
-        return [self.identifier, *self._content.get("starts", [])]
+        """The identifiers that its checkpoints have: the run's, or since it was begun anew another
+        one, and one of each later start, by which a copy's from then on are another's."""
+        began = self._content.get("began", self.identifier)
+        return [str(start) for start in (began, *self._content.get("starts", []))]
 
     @property
     def has_saved(self) -> bool:
@@ -190,10 +191,12 @@ class RunMark:
         return self._content.get("from")
 
     def check(self) -> None:
-        """OutputError if the directory was moved, removed or replaced since the run began."""
+        """Read again what was noted; OutputError if the directory was moved, removed or replaced
+        since the run began."""
         found = _read(self._path)
         if found is None or found.get(_KEY) != self._content.get(_KEY):
             raise replaced(self._path)
+        self._content = found
 
     def note(self, **facts: object) -> None:
         """Note facts in the directory and in the folders that its links lead to. OutputError if

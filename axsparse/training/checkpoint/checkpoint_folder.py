@@ -93,7 +93,8 @@ class CheckpointManifest(_Strict):
 
     format: Literal[2]
     run: str
-    """The identifier of the run's last start in the mark of the run that wrote it."""
+    """The identifiers of the run's starts until then, by its mark, with blanks between them; the
+    last one alone in older checkpoints."""
     progress: Progress
     method_state: MethodState
     data: DataEntry
@@ -202,14 +203,31 @@ def step_of(path: Path) -> int | None:
 
 def saved_steps(folder: Path) -> list[int]:
     """The steps that have a checkpoint, complete or damaged, newest first."""
-    steps = (step_of(path) for path in _folders(folder))
-    return sorted((step for step in steps if step is not None), reverse=True)
+    steps = ((step_of(path), path) for path in _folders(folder))
+    found = (step for step, path in steps if step is not None and _may_be_checkpoint(path))
+    return sorted(found, reverse=True)
 
 
 def away(folder: Path) -> list[Path]:
     """The links by names of checkpoints whose targets are not there, as on a disk that is away."""
     links = (path for path in folder.glob("*") if path.is_symlink() and not path.exists())
     return sorted(path for path in links if step_of(path) is not None)
+
+
+def foreign(folder: Path) -> list[Path]:
+    """Folders and files by the names of checkpoints that no run has written."""
+    named = (path for path in folder.glob("*") if step_of(path) is not None and path.exists())
+    return sorted(path for path in named if not (path.is_dir() and _may_be_checkpoint(path)))
+
+
+def _may_be_checkpoint(path: Path) -> bool:
+    """Whether a folder may be a checkpoint, complete or damaged: it has the file of a layer, or no
+    other files than a checkpoint's."""
+    try:
+        own = own_files(path, _OWN_FILE)
+        return len(own) == len([*path.iterdir()]) or any(one.name != MANIFEST_FILE for one in own)
+    except OSError:  # it cannot be told
+        return True
 
 
 def unfinished(folder: Path) -> list[Path]:

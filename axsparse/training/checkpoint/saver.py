@@ -288,7 +288,7 @@ class Saver:
         assert self._mark is not None, "rank 0 has it"
         return CheckpointManifest(
             format=FORMAT,
-            run=self._mark.starts[-1],
+            run=" ".join(self._mark.starts),
             progress=pending.progress,
             method_state=pending.method_state,
             data=self.data.model_copy(update={"position": position}),
