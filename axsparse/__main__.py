@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import NoReturn
 
 from axsparse.cli.parser import COMMANDS, CommandParser, reject, run_command, say
-from axsparse.runtime.process import interrupt
+from axsparse.runtime.process import code_of_interrupt, exit_process, interrupt, speaks
 from axsparse.runtime.provenance import __version__
 
 
@@ -29,13 +29,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     if word == "help" and rest:
         word, rest = rest[0], [*rest[1:], "--help"]
     if word in COMMANDS:
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, interrupt)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, interrupt)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, interrupt)
         module = import_module(COMMANDS[word].module)
         if hasattr(module, "main"):
-            module.main(rest)
+            try:
+                module.main(rest)
+            except KeyboardInterrupt as failure:  # it handles signals from when it has begun
+                exit_process(code_of_interrupt(failure), "error: interrupted" * speaks() or None)
         parser = module.parser()
         if rest[:1] == parser.prog.split()[2:]:  # a second word, as in `config show`
             rest = rest[1:]

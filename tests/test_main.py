@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +159,25 @@ def test_ctrl_c_while_a_command_loads_ends_it_in_one_line(module: str) -> None:
     done = run_fresh("-c", INTERRUPTED, module)
 
     assert (done.returncode, done.stderr) == (130, "axsparse: error: interrupted\n")
+
+
+def test_a_signal_before_a_training_has_begun_is_one_line(
+    axsparse: Axsparse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While it reads its configuration."""
+
+    def hang_up(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+
+    monkeypatch.setattr("axsparse.train.reject_early", hang_up)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGHUP)}
+    try:
+        said = axsparse("train", "--config", "quickstart.yaml")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    assert said == (129, "", "axsparse: error: interrupted\n")
 
 
 def test_no_command_is_left_out() -> None:

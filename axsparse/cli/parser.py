@@ -173,7 +173,8 @@ def run_command(parser: CommandParser, argv: Sequence[str]) -> NoReturn:
     """Do the work of a command on the one rank that speaks, and end the process.
 
     The exit code is 0, or the AxsparseError's that the work raises, whose message becomes one line.
-    Ctrl-C exits with 130, SIGTERM with 143; a default of the parser, `interrupted`, is the line.
+    Ctrl-C exits with 130, SIGTERM with 143, SIGHUP with 129; a default of the parser,
+    `interrupted`, is the line.
     """
     interrupted = "interrupted"
     try:

@@ -201,25 +201,27 @@ def exit_at_once(code: int) -> NoReturn:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM has come, which ends a command as Ctrl-C does, with a code of its own."""
+    """SIGTERM or SIGHUP has come, the argument, which ends a command as Ctrl-C does, with a code of
+    its own."""
 
 
 def code_of_interrupt(failure: KeyboardInterrupt) -> int:
-    return 128 + (signal.SIGTERM if isinstance(failure, Terminated) else signal.SIGINT)
+    number: int = failure.args[0] if isinstance(failure, Terminated) else signal.SIGINT
+    return 128 + number
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C or SIGTERM by a KeyboardInterrupt, but leave at once while a module loads:
-    loaders in C may continue without what the exception has left out."""
+    """Handle Ctrl-C, SIGTERM or SIGHUP by a KeyboardInterrupt, but leave at once while a module
+    loads: loaders in C may continue without what the exception has left out."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             leave_at_interrupt(number, frame)
         frame = frame.f_back
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated(number)
 
 
 def leave_at_interrupt(number: int, _: object) -> NoReturn:
-    """Handle Ctrl-C or SIGTERM by a line and the end of this process."""
+    """Handle Ctrl-C, SIGTERM or SIGHUP by a line and the end of this process."""
     if speaks():
         write_line("error: interrupted")
     exit_at_once(128 + number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -70,6 +71,8 @@ from axsparse.training.progress import Progress
 AUTO = "auto"
 """The value of `resume` that means the newest complete checkpoint of the run, if there is one."""
 MOST_CONFIG_BYTES = 1_000_000
+NEVER = (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
+"""The errors of making a directory that no later try ends."""
 
 
 @dataclass(frozen=True)
@@ -298,12 +301,15 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
     gets it later, once the first has ended, it looks again at what the first has recorded.
     """
     with writing(f"{where}: {path}", OTHER_RUN_DIR):
-        _reject_broken_link(path, where)
         try:
+            _reject_broken_link(path, where)
             path.mkdir(parents=True, exist_ok=True)
-        except FileExistsError as reason:
-            raise OutputError(
-                f"{where}: {path} is not a directory; choose {ANOTHER_RUN_DIR}"
+        except OSError as reason:
+            if reason.errno not in NEVER:
+                raise
+            said = reason.strerror if reason.errno != errno.EEXIST else "there is a file"
+            raise ConfigError(
+                f"{where}: {path} cannot be a directory ({said}); choose {ANOTHER_RUN_DIR}"
             ) from reason
         try:
             is_marked(path)

@@ -46,8 +46,8 @@ def test_the_screen_says_what_was_done(prepare: Prepare) -> None:
     assert len(lines) == 4
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_say_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_ends_it_says_how_to_go_on(number: signal.Signals, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "never")
     (tmp_path / "t.json").symlink_to("never")
     (tmp_path / "a").write_text(TEXT)
