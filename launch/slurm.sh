@@ -12,11 +12,11 @@
 #SBATCH @directives@
 
 [ -n "$SLURM_JOB_NODELIST" ] || { echo "axsparse: error: this is no job of SLURM; submit it: sbatch $0" >&2; exit 78; }
-cd -- @folder@ || exit 66
-python=@python@ axsparse_began=$(date +%s) # --setup may name another
+cd -- @folder@ || exit 66; python=@python@ axsparse_began=$(date +%s) # --setup may name another
 export OMP_NUM_THREADS=@threads@ SLURM_OVERLAP=1 PRTE_MCA_rmaps_default_mapping_policy=slot
 @setup@
-set +eufkC +o pipefail +o posix; shopt -u failglob nullglob; unset IFS GLOBIGNORE; trap - ERR; SECONDS=$(($(date +%s) - axsparse_began)); cd -- @folder@ || exit 66 # whatever that has changed
+set -- "$({ set +x; } 2>/dev/null; { unset -v script run_dir train nodes per_node replica fewer save_at margin pause most failures progress cancelled unfit cap code seen list count told shape unit there host ranks pid before wait SECONDS AXSPARSE_RANKS; unset -f hosts answers start tell submit saved; } 2>&1 | head -n1)"; [ -z "$*" ] || { echo "axsparse: error: ${*#*unset: }, and this script sets it; have --setup use another name" >&2; exit 78; }
+set +eufkC +o pipefail +o posix; shopt -u failglob nullglob expand_aliases; unset IFS GLOBIGNORE; trap - ERR; SECONDS=$(($(date +%s) - axsparse_began)); cd -- @folder@ || exit 66 # whatever that has changed
 script=@script@ # this file, which is submitted again
 run_dir=@run_dir@ # where all nodes see it, such as on the scratch file system
 train=(@train@); "$python" -m axsparse config show "${train[@]}" >/dev/null || exit # each try would end so

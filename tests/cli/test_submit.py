@@ -356,6 +356,42 @@ def test_the_shell_options_and_variables_of_a_setup_file_do_not_reach_the_loop(
     assert job(here, script, "0") == f"{AGAIN}ranks end with 0\ncleared\n0"
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_script_names_all_that_it_sets_after_a_setup_file(name: str) -> None:
+    text = (packaged_folder("launch") / f"{name}.sh").read_text()
+    (checked,) = re.findall(r"unset -v (.*?); unset -f (.*?);", text)
+    text = re.sub(r"\{ echo .*?\}|--?\w[\w-]*=|#.*", "", text.partition("\nset +")[2])
+    names = re.findall(r"(?<![\w.$-])([A-Za-z_]+)\+?=|\bfor (\w+) in|\(\((\w+) =", text)
+
+    assert {one for found in names for one in found if one} <= {*checked[0].split()}
+    assert {*re.findall(r"^(\w+)\(\)", text, re.M)} == {*checked[1].split()}
+
+
+@pytest.mark.parametrize(
+    ("setup", "said"),
+    [
+        ("readonly run_dir=/scratch/own", "run_dir: "),
+        ("set -eux; declare -r code=1", "code: "),
+        ("set -x; start() { true; }; readonly -f start", "start: "),
+        ("set -eux; readonly own=1 RUN_DIR=2; shopt -s expand_aliases; alias export='exit 1'", ""),
+    ],
+)
+def test_a_setup_file_that_makes_a_name_of_the_loop_readonly_ends_the_job(
+    setup: str, said: str, here: Path, submit: Axsparse
+) -> None:
+    (here / "setup.sh").write_text(f"{setup}\n")
+
+    lines = job(here, submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1], "0").split("\n")
+
+    assert lines[-1] == ("78" if said else "0")
+    errors = [line for line in lines if "axsparse: error" in line]
+    assert not said or re.fullmatch(
+        f"axsparse: error: {said}cannot unset: readonly .*, and this script sets it; have --setup "
+        "use another name",
+        errors[-1],
+    )
+
+
 def test_the_clock_of_a_job_counts_its_setup(here: Path, submit: Axsparse) -> None:
     (here / "setup.sh").write_text("command sleep 3; SECONDS=0\n")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
