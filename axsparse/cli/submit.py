@@ -124,7 +124,7 @@ def script(job: argparse.Namespace, config: Config, run_dir: Path) -> str:
     _check_request(job, ranks, cpus, threads)
     # Training checks these rules, too, when it starts, which may be a night in the queue later.
     check_config(config)
-    grid = resolve_grid(config, ranks, len(named_model(config).layers))
+    grid = resolve_grid(config, ranks, len(named_model(config).layers), way="ask for {}")
     check_batch(config, grid)
     layout, per_node = config.layout, ranks // job.nodes
     stages = layout.g_inter

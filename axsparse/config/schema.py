@@ -33,6 +33,10 @@ from axsparse.config.section import (
 
 ONCE = ("magnitude", "random", "custom", "zeros", "wanda", "sparsegpt", "snip")
 """Pruning methods that draw one mask and keep it."""
+NEEDY = ("custom", "zeros", "sparsegpt")
+"""Methods that need a score, or weights of a certain kind, and are not suggested."""
+OVER_TIME = ("interval", "until_step", "threshold")
+"""Settings of `pruning` that have no effect on methods that prune once."""
 
 
 class DataConfig(Section):
@@ -268,49 +272,12 @@ class PruningConfig(Section):
                 "pattern",
                 f"{self.pattern!r} is not N:M with 0 < N < M; write 2:4 to keep two of every four",
             )
+        for key, why, values, source in self._misfits():
+            value, way = _as_yaml(getattr(self, key)), self._way(key, values, source)
+            yield key, f"{value}, but {why}{way}"
         method, at, rewind = self.method, self.at_step, self.rewind_step
         draws = prunes(self) and self.mask is None
         initial = self.initial_sparsity if draws else 0.0
-        early = f"pruning.method {method} draws its masks tensor by tensor before the first step"
-        at_once = ("wanda", "sparsegpt", "magnitude", "random", "custom")
-        rules: Sequence[tuple[bool, str, Mapping[str, Sequence[object]]]] = (
-            (
-                self.pattern is not None and self.mask is None,
-                "a pattern is drawn once, and keeps as much everywhere",
-                {"method": ONCE, "layers": [()], "distribution": ["uniform"]},
-            ),
-            (
-                draws and method in ("zeros", "wanda", "sparsegpt"),
-                early,
-                {"at_step": [0], "distribution": ["uniform"]},
-            ),
-            (draws and method == "zeros", early, {"layers": [()]}),
-            (
-                draws and method == "gradual",
-                "pruning.method gradual continues with the weights it has",
-                {"rewind_step": ["never", "auto"]},
-            ),
-            (
-                initial > 0,
-                "from pruning.initial_sparsity gradual rises, each tensor from the share it has",
-                {"method": ["gradual"], "distribution": ["uniform", "erk"]},
-            ),
-            (
-                self.heal != "none",
-                "pruning.heal fits what is pruned at once, layer by layer, before the first step",
-                {
-                    "method": at_once,
-                    "at_step": [0],
-                    "distribution": ["uniform", "erk"],
-                    "mask": [None],
-                },
-            ),
-        )
-        for applies, why, fitting in rules:
-            for key, values in fitting.items() if applies else ():
-                if getattr(self, key) not in values:
-                    value, choices = _as_yaml(getattr(self, key)), map(_as_yaml, values)
-                    yield key, f"{value}, but {why}; choose {', '.join(choices)}"
         by_weights = "method zeros" if method == "zeros" else "distribution global"
         if draws and self.rate_power and (method == "zeros" or self.distribution == "global"):
             yield (
@@ -330,6 +297,72 @@ class PruningConfig(Section):
                 "rewind_step",
                 f"{rewind} is above pruning.at_step {at}, the first pruning; choose at most that",
             )
+
+    def _misfits(self) -> Iterator[tuple[str, str, Sequence[object], str]]:
+        """Settings whose value does not fit another: the key, why, values that do, the other."""
+        method = self.method
+        draws = prunes(self) and self.mask is None
+        initial = self.initial_sparsity if draws else 0.0
+        early = f"pruning.method {method} draws its masks tensor by tensor before the first step"
+        at_once = ("wanda", "sparsegpt", "magnitude", "random", "custom")
+        rules: Sequence[tuple[bool, str, str, Mapping[str, Sequence[object]]]] = (
+            (
+                self.pattern is not None and self.mask is None,
+                "pattern",
+                "a pattern is drawn once, and keeps as much everywhere",
+                {"method": ONCE, "layers": [()], "distribution": ["uniform"]},
+            ),
+            (
+                draws and method in ("zeros", "wanda", "sparsegpt"),
+                "method",
+                early,
+                {"at_step": [0], "distribution": ["uniform"]},
+            ),
+            (draws and method == "zeros", "method", early, {"layers": [()]}),
+            (
+                draws and method == "gradual",
+                "method",
+                "pruning.method gradual continues with the weights it has",
+                {"rewind_step": ["never", "auto"]},
+            ),
+            (
+                initial > 0,
+                "initial_sparsity",
+                "from pruning.initial_sparsity gradual rises, each tensor from the share it has",
+                {"method": ["gradual"], "distribution": ["uniform", "erk"]},
+            ),
+            (
+                self.heal != "none",
+                "heal",
+                "pruning.heal fits what is pruned at once, layer by layer, before the first step",
+                {
+                    "method": at_once,
+                    "at_step": [0],
+                    "distribution": ["uniform", "erk"],
+                    "mask": [None],
+                },
+            ),
+        )
+        for applies, source, why, fitting in rules:
+            for key, values in fitting.items() if applies else ():
+                if getattr(self, key) not in values:
+                    yield key, why, values, source
+
+    def _way(self, key: str, values: Sequence[object], source: str) -> str:
+        """The suggestion of the values that do with all other settings, if any."""
+
+        usual = {name: field.default for name, field in type(self).model_fields.items()}
+        needs_time = any(getattr(self, leaf) != usual[leaf] for leaf in OVER_TIME)
+
+        def works(name: str, value: object) -> bool:
+            new = self.model_copy(update={name: value})
+            loses = needs_time and self.method not in ONCE and new.method in ONCE
+            return not loses and next(new._misfits(), None) is None
+
+        choices = [_as_yaml(each) for each in values if each not in NEEDY and works(key, each)]
+        if choices:
+            return f"; choose {', '.join(choices)}"
+        return f"; leave pruning.{source} out" if works(source, usual[source]) else ""
 
 
 def _as_yaml(value: object) -> str:

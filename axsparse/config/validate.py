@@ -10,7 +10,7 @@ from axsparse.config.hf_config import unused_dropout
 from axsparse.config.messages import show
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import ONCE, Config, final_sparsity, num_microbatches, prunes
-from axsparse.config.section import counted, one_of
+from axsparse.config.section import counted
 from axsparse.runtime.errors import ConfigError, DataError
 from axsparse.runtime.files.run_folder import CONFIG_FILE
 from axsparse.runtime.grid import Grid
@@ -304,16 +304,6 @@ def check_rounds(loaded: Config, config: Config) -> None:
         )
 
 
-def check_stages(config: Config, num_layers: int) -> None:
-    """ConfigError for more stages than layers, embedding and head included."""
-    g_inter = config.layout.g_inter
-    if g_inter != "auto" and g_inter > num_layers:
-        raise ConfigError(
-            f"{config.where('layout.g_inter')}: {g_inter} stages for "
-            f"{counted(num_layers, 'layer')}; choose at most {num_layers}"
-        )
-
-
 def check_split(config: Config, g_inter: int, num_layers: int) -> None:
     """ConfigError unless a given split has `g_inter` entries and places every layer."""
     _check_split_length(config, g_inter)
@@ -375,21 +365,4 @@ def _check_split_length(config: Config, g_inter: int) -> None:
             f"{config.where('layout.split')}: {list(split)} is for "
             f"{counted(len(split), 'stage')}, g_inter is {g_inter}; "
             f"choose {g_inter} entries, or auto"
-        )
-
-
-def check_divides_ranks(
-    config: Config, key: str, count: int, ranks: int, choices: Iterable[int], *, each: int = 1
-) -> None:
-    """ConfigError unless `count`, the value of `key`, divides the ranks; `choices` would. Ranks may
-    be groups of `each`."""
-    if ranks % count:
-        more = (ranks + -ranks % count) * each
-        start = counted(more, "rank")
-        if ranks == 1:
-            start += f" (mpirun -n {more} before the same command)"
-        those = counted(ranks, "rank") if each == 1 else f"{ranks} groups of {each} ranks"
-        raise ConfigError(
-            f"{config.where(key)}: {count} does not divide the {those}; "
-            f"start {start} or choose {one_of(choices, near=count)}"
         )

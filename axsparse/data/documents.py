@@ -373,7 +373,8 @@ def _single(number: int, record: dict[str, Any], key: str, *, is_text: bool) -> 
         return _ids(number, value, record)
     if not isinstance(value, str | bytes) or not is_text:
         parts = {type(one).__name__ for one in value} if isinstance(value, list) else ()
-        found = f"{type(value).__name__}{' of ' if parts else ''}{' and '.join(sorted(parts))}"
+        kind = "str" if isinstance(value, bytes) else type(value).__name__  # a text of a table
+        found = f"{kind}{' of ' if parts else ''}{' and '.join(sorted(parts))}"
         wanted = "a list of messages or of whole numbers"
         wanted = f"a text, {wanted}" if is_text else wanted
         return Piece(number, "", problem=f"{key} that cannot be read ({found}; give {wanted})")

@@ -121,11 +121,15 @@ def from_torch(
     )
 
 
+def _has_numbers(dataset: object) -> bool:
+    """Whether it gives samples by their numbers; torch's base class raises instead."""
+    has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
+    return has_members and getattr(type(dataset), "__getitem__", None) is not Dataset.__getitem__
+
+
 def _length_of(dataset: Any, name: str) -> int:
     """The number of samples; DataError if there is none, or if they have no numbers."""
-    has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
-    if getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__:  # one that raises
-        has_members = False
+    has_members = _has_numbers(dataset)
     example = "such as a list of what an iterable one yields"
     advice = f"give a data set with __len__ and __getitem__, {example}"
     with _rejecting(f"from_torch ({name}): its length cannot be read", advice):
@@ -195,6 +199,12 @@ def advice_for(given: object) -> str:
         )
         if given.batch_sampler is None:
             numbers, collate = "[*loader.sampler]", ""
+        if not _has_numbers(given.dataset):
+            return (
+                "give a list of what its data set yields, "
+                f"ax.from_torch([*loader.dataset]{collate}), since batch.global_batch_size, "
+                "batch.microbatch_size and seed say what a batch is"
+            )
         return (
             f"give its data set, ax.from_torch(loader.dataset{collate}), since "
             "batch.global_batch_size, batch.microbatch_size and seed say what a batch is; where "
@@ -202,6 +212,8 @@ def advice_for(given: object) -> str:
             "torch.manual_seed(0), "
             f"ax.from_torch(torch.utils.data.Subset(loader.dataset, {numbers}){collate})"
         )
+    if hasattr(given, "__iter__") and not _has_numbers(given):
+        return "make one of what it yields by ax.from_torch([*dataset])"
     return (
         "make one of it by ax.from_torch(dataset), of tensors by ax.ArrayDataset(inputs, targets), "
         "or give a class with the members of axsparse.Dataset"

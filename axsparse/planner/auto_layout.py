@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from axsparse.config.schema import Config, PipelineConfig, num_microbatches
 from axsparse.config.section import counted, divisors, one_of
-from axsparse.config.validate import check_divides_ranks, check_split, check_stages
+from axsparse.config.validate import check_split
 from axsparse.models.model_profile import ModelProfile
 from axsparse.pipeline.policy import Schedule
 from axsparse.planner.cluster import DEFAULT_CLUSTER, Cluster, load_cluster
@@ -33,6 +33,9 @@ from axsparse.planner.stage_memory import UNLIMITED, MemoryBudget, gigabytes
 from axsparse.runtime.console import format_bytes
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
+
+START = "start {}"
+"""The words for another number of ranks, where a command is repeated with it."""
 
 
 @dataclass(frozen=True)
@@ -125,47 +128,94 @@ def fewest_stages(request: SearchRequest) -> LayoutDecision | Rejection:
     return smaller
 
 
-def resolve_grid(config: Config, ranks: int, num_layers: int) -> Grid:
+def resolve_grid(config: Config, ranks: int, num_layers: int, *, way: str = START) -> Grid:
     """The grid of `ranks` ranks for a model of `num_layers` layers, embedding and head included.
 
     ConfigError if the layout of the configuration does not use every rank, or cannot give each
-    stage a layer and each layer a stage.
+    stage a layer and each layer a stage; `way` has the words for other ranks.
     """
-    g_inter, g_data = config.layout.g_inter, config.layout.g_data
-    g_tensor, all_ranks = config.layout.g_tensor, ranks
-    of_tensor = [each for each in divisors(ranks) if each & (each - 1) == 0]
-    check_divides_ranks(config, "layout.g_tensor", g_tensor, ranks, of_tensor)
-    ranks //= g_tensor
-    stages = [divisor for divisor in divisors(ranks) if divisor <= num_layers]
-    check_stages(config, num_layers)
-    if g_inter != "auto":
-        if g_data == "auto":
-            check_divides_ranks(config, "layout.g_inter", g_inter, ranks, stages, each=g_tensor)
-            g_data = ranks // g_inter
-    elif g_data != "auto":
-        replicas = [ranks // count for count in stages]
-        check_divides_ranks(config, "layout.g_data", g_data, ranks, replicas, each=g_tensor)
-        g_inter = ranks // g_data
-        if g_inter > num_layers:
-            raise ConfigError(
-                f"{config.where('layout.g_data')}: {g_data} leaves {g_inter} stages for "
-                f"{counted(num_layers, 'layer')}; choose {one_of(replicas, near=g_data)}"
-            )
-    else:
-        split = config.layout.split
-        g_inter = 1 if split == "auto" else len(split)
-        g_data = ranks // g_inter or 1
+    found = _grid(config, ranks, num_layers)
+    if not isinstance(found, Grid):
+        key, reason = found
+        where = key if key == "layout" else config.where(key)
+        raise ConfigError(f"{where}: {reason}; {_ways(config, key, ranks, num_layers, way)}")
+    check_split(config, found.g_inter, num_layers)
+    return found
 
-    if ranks != g_inter * g_data:
+
+def _grid(config: Config, ranks: int, num_layers: int) -> Grid | tuple[str, str]:
+    """The grid; or the setting that leaves none, and why."""
+    layout = config.layout
+    g_inter, g_data, g_tensor = layout.g_inter, layout.g_data, layout.g_tensor
+    layers, those = counted(num_layers, "layer"), counted(ranks, "rank")
+    if g_inter != "auto" and g_inter > num_layers:
+        return "layout.g_inter", f"{g_inter} stages for {layers}"
+    if ranks % g_tensor:
+        return "layout.g_tensor", f"{g_tensor} does not divide the {those}"
+    groups = ranks // g_tensor
+    if g_inter == g_data == "auto" and layout.split != "auto":
+        g_inter, g_data = len(layout.split), groups // len(layout.split) or 1
+    for key, count, other in (
+        ("layout.g_inter", g_inter, g_data),
+        ("layout.g_data", g_data, g_inter),
+    ):
+        if count != "auto" and other == "auto" and groups % count:
+            of_groups = those if g_tensor == 1 else f"{groups} groups of {g_tensor} ranks"
+            return key, f"{count} does not divide the {of_groups}"
+    if g_inter == "auto":
+        g_inter = 1 if g_data == "auto" else groups // g_data
+    if g_data == "auto":
+        g_data = groups // g_inter
+    if g_inter > num_layers and layout.g_data != "auto":
+        return "layout.g_data", f"{g_data} leaves {g_inter} stages for {layers}"
+    if groups != g_inter * g_data:
         tensor = f" × g_tensor {g_tensor}" * (g_tensor > 1)
-        also = " and layout.split" * (config.layout.split != "auto")
-        raise ConfigError(
-            f"layout: {counted(all_ranks, 'rank')} ≠ g_inter {g_inter} × g_data {g_data}{tensor}; "
-            f"start {counted(g_inter * g_data * g_tensor, 'rank')} or set layout.g_inter to "
-            f"{one_of(stages, near=g_inter)} and layout.g_data{also} to auto"
-        )
-    check_split(config, g_inter, num_layers)
+        return "layout", f"{those} ≠ g_inter {g_inter} × g_data {g_data}{tensor}"
     return Grid(g_inter, g_data, g_tensor)
+
+
+def _ways(config: Config, key: str, ranks: int, num_layers: int, way: str) -> str:
+    """The suggestion: another number of ranks, or other values of one setting or of several."""
+    layout = config.layout
+
+    def works(changed: dict[str, object], count: int = ranks) -> bool:
+        new = config.with_values(changed)
+        grid, split = _grid(new, count, num_layers), new.layout.split
+        return (
+            isinstance(grid, Grid)
+            and grid.g_data <= num_microbatches(config.batch)
+            and (split == "auto" or (len(split), sum(split)) == (grid.g_inter, num_layers))
+        )
+
+    given = [each for each in (layout.g_inter, layout.g_data) if each != "auto"]
+    of_split = len(layout.split) if layout.split != "auto" and not given else 1
+    each = math.prod(given) * of_split * layout.g_tensor
+    verb = "choose"
+    if key == "layout":
+        key, verb = "layout.g_inter", "set layout.g_inter to"
+    values, g_tensor = config.by_key(), layout.g_tensor
+    near = of_split if values[key] == "auto" else values[key]
+    # The divisors of g_tensor do for each model for which it does.
+    most = math.gcd(ranks, g_tensor) if key == "layout.g_tensor" else ranks
+    choices = [n for n in divisors(most) if works({key: n})]
+    counts = [ranks + -ranks % each]
+    if not choices:
+        counts += [each, ranks - ranks % each]
+    ways = []
+    if (start := next((n for n in counts if n and works({}, n)), None)) is not None:
+        before = f" (mpirun -n {start} before the same command)" * (ranks == 1 and way == START)
+        ways.append(way.format(counted(start, "rank")) + before)
+    if choices:
+        return " or ".join([*ways, f"{verb} {one_of(choices, near=near)}"])
+    free = {key: "auto" for key in ("layout.g_data", "layout.split") if values[key] != "auto"}
+    also = f" and {' and '.join(free)} to auto" if free else ""
+    if choices := [n for n in divisors(ranks) if works({**free, "layout.g_inter": n})]:
+        ways.append(f"set layout.g_inter to {one_of(choices, near=near)}{also}")
+    if not ways:
+        stages = min(num_layers, ranks // g_tensor or 1)
+        fewer = way.format(counted(stages * g_tensor, "rank"))
+        ways.append(f"{fewer} and set layout.g_inter to {stages}{also}")
+    return " or ".join(ways)
 
 
 def cluster_of(config: Config) -> Cluster | None:

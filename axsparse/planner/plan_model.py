@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from axsparse.config.schema import Config
-from axsparse.config.section import counted
-from axsparse.config.validate import check_config, check_offload, check_split
+from axsparse.config.validate import check_config, check_offload
 from axsparse.models.layer import Model, check_model
 from axsparse.models.model_profile import profile
 from axsparse.models.teacher import with_teacher
 from axsparse.models.zoo.model_registry import model_without_weights
-from axsparse.planner.auto_layout import has_costs, run_request
+from axsparse.planner.auto_layout import has_costs, resolve_grid, run_request
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import NoLayoutError, Plan, plan
 from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
@@ -128,29 +127,11 @@ class PlannedModel:
     def _stages(self, gpus: int) -> list[int] | None:
         """The numbers of stages that the configuration allows; None: all. ConfigError if the
         layout that it gives does not divide the devices."""
-        layout = self.config.layout
-        key, count, noun = "layout.g_tensor", 1, "group"
-        if layout.g_inter != "auto":
-            key, count, noun = "layout.g_inter", layout.g_inter, "stage"
-        elif layout.g_data != "auto":
-            key, count, noun = "layout.g_data", layout.g_data, "replica"
-        elif layout.split != "auto":
-            key, count, noun = "layout.split", len(layout.split), "stage"
-        each = count * layout.g_tensor
-        if gpus % each:
-            ranks = f" of {counted(layout.g_tensor, 'tensor-parallel rank')}"
-            verb = "do" if count > 1 else "does"
-            raise ConfigError(
-                f"{self.config.where(key)}: {counted(count, noun)}{ranks * (layout.g_tensor > 1)} "
-                f"{verb} not divide {counted(gpus, 'device')}; plan for "
-                f"{gpus + -gpus % each}, or set {key} to "
-                f"{'another number' if noun == 'group' else 'auto'}"
-            )
-        if noun == "group":
-            return None
-        stages = count if noun == "stage" else gpus // each
-        check_split(self.config, stages, self.dense.most_stages)
-        return [stages]
+        config, layout = self.config, self.config.layout
+        self.dense.shards(layout.g_tensor, gpus)
+        grid = resolve_grid(config, gpus, self.dense.most_stages, way="plan for {}")
+        is_open = layout.g_inter == layout.g_data == layout.split == "auto"
+        return None if is_open else [grid.g_inter]
 
 
 def planned_model(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -11,6 +12,7 @@ from typing import TypeAlias
 import torch
 
 from axsparse.config.schema import Config
+from axsparse.config.section import divisors, one_of
 from axsparse.config.validate import STAGING_BYTES
 from axsparse.models.layer import Model, TensorShard
 from axsparse.models.layer_cost import NO_SUMS, Activations
@@ -35,7 +37,7 @@ from axsparse.samo.precision import DTYPES, accumulates_in_half
 from axsparse.samo.selection import CHUNK
 from axsparse.samo.state_bytes import StateFormat, stage_bytes
 from axsparse.tensor_parallel.dry_run import profile_of_tp_shard
-from axsparse.tensor_parallel.modules import check_plan, shards_of
+from axsparse.tensor_parallel.modules import UnevenError, check_plan, shards_of
 
 LOSS_BYTES = 8
 """Bytes that the loss takes for each number of the last layer's output, and for each logit that
@@ -237,12 +239,25 @@ class ProfiledModel:
         teacher = self.profile.teacher
         return 3 * self.profile.flops + again + (0.0 if teacher is None else teacher.flops)
 
-    def shards(self, g_tensor: int) -> dict[str, TensorShard]:
+    def shards(self, g_tensor: int, ranks: int = 0) -> dict[str, TensorShard]:
         """The last shard of each sharded parameter, by global name; empty for one rank.
 
-        ConfigError for a number of ranks that does not divide what is sharded, and for what does
-        not work with shards.
+        ConfigError for a number of ranks that does not divide what is sharded, which suggests
+        those that do and divide all `ranks` (0: any), and for what does not work with shards.
         """
+        try:
+            return self._shards(g_tensor)
+        except UnevenError as error:
+            choices = [n for n in divisors(math.gcd(g_tensor, ranks)) if self._is_even(n)]
+            also = ", and layout.g_data auto" * (self.config.layout.g_data != "auto")
+            raise ConfigError(f"{error}; choose {one_of(choices, near=g_tensor)}{also}") from None
+
+    def _is_even(self, g_tensor: int) -> bool:
+        with suppress(UnevenError):
+            return self._shards(g_tensor) is not None
+        return False
+
+    def _shards(self, g_tensor: int) -> dict[str, TensorShard]:
         if g_tensor == 1:
             return {}
         assert self.model is not None, "nobody says which modules are sharded"

@@ -49,6 +49,10 @@ OF_MODULES = ("replicated", "experts")
 """Kinds that name a module; parameters inside it are sharded only where other entries name them."""
 
 
+class UnevenError(ConfigError):
+    """A number of ranks over which a model is not sharded; fewer, or one, may do."""
+
+
 def styles_of(layer: Layer) -> dict[str, TpStyle]:
     """`Layer.tp_plan` with a `TpStyle` for each kind that is given by its name."""
     styles = {}
@@ -99,31 +103,27 @@ def shards_of(
 
 
 def _check_size(name: str, style: TpStyle, shard: TensorShard, key: str) -> None:
-    """ConfigError where a dimension has no N equal shards; shards of words may differ."""
+    """UnevenError where a dimension has no N equal shards; shards of words may differ."""
     size, count = shard.full_shape[shard.dim], shard.count
     if style.kind == "vocabulary":
         if count > size:
-            raise ConfigError(
-                f"{key}: {count} ranks are more than the {size} words of {name}; choose fewer"
-            )
+            raise UnevenError(f"{key}: {count} ranks are more than the {size} words of {name}")
     elif size % (style.packed * style.unit * count):
         each = f" in groups of {style.unit}" if style.unit > 1 else ""
-        raise ConfigError(
+        raise UnevenError(
             f"{key}: {count} does not divide the {size // style.packed} outputs or inputs of "
-            f"{name}{each}; choose a number that does"
+            f"{name}{each}"
         )
 
 
 def check_plan(layers: Iterable[Layer], name: str, key: str, *, fuses: bool) -> None:
     """ConfigError for a model that cannot be sharded at all; `fuses` says that torch.compile fuses
     its layers."""
-    reason = ""
     if not any(layer.tp_plan for layer in layers):
-        reason = f"model {name} names no modules to shard (Layer.tp_plan)"
-    elif fuses:
-        reason = "pipeline.compile fuses layers, which are not sharded then"
-    if reason:
-        raise ConfigError(f"{key}: {reason}; choose another value there, or layout.g_tensor 1")
+        raise UnevenError(f"{key}: model {name} names no modules to shard (Layer.tp_plan)")
+    if fuses:
+        reason = "pipeline.compile true fuses layers, which are not sharded"
+        raise ConfigError(f"{key}: {reason}; choose false there")
 
 
 def check_ties(ties: Mapping[str, str], shards: Mapping[str, TensorShard]) -> None:

@@ -252,6 +252,10 @@ def plan_run(
         sees_inputs=criterion.sees_inputs,
         sees_gradients=criterion.sees_gradients,
     )
+    # A model that is not sharded so on any ranks is refused before the ranks are.
+    shards = planned_model.shards(config.layout.g_tensor, transport.size)
+    ties = _ties(profile, shards, config.layout.g_tensor)
+    planned_model.tp_shard(config.layout.g_tensor)
     grid, row, choice = _layout(config, planned_model, transport.size, budget)
     extra_in_flight = _extra_in_flight(config, profile, row)
     if row is not None and row.weights == "gathered":
@@ -263,8 +267,6 @@ def plan_run(
         config, grid, extra_in_flight, _compiled(config, model, grid, on_host=on_host)
     )
     groups = parameter_groups(config, profile, targets)
-    shards = planned_model.shards(grid.g_tensor)
-    ties = _ties(profile, shards, grid.g_tensor)
     if draws:
         check_rounds(config, decided)
     largest = planned_model.tp_shard(grid.g_tensor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from support.runs import tiny_config, tiny_gpt
 
 from axsparse.config.load import configure
 from axsparse.config.schema import Config
+from axsparse.config.validate import check_batch
 from axsparse.models.model_profile import profile
 from axsparse.pipeline.policy import Schedule
 from axsparse.planner.auto_layout import (
@@ -25,6 +28,7 @@ from axsparse.planner.auto_layout import (
 from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout_search import Rejection, splits_backward
 from axsparse.planner.profiled_model import ProfiledModel, copied_bytes
+from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.samo.optim.adamw import ADAMW
 
@@ -146,6 +150,46 @@ def test_the_layout_follows_from_ranks_and_settings(
     ranks: int, num_layers: int, overrides: tuple[str, ...], grid: Grid
 ) -> None:
     assert resolve_grid(configure(None, overrides), ranks, num_layers) == grid
+
+
+LAYOUTS = itertools.product(
+    *(("auto", 1, 2, 4, 6), ("auto", 1, 2, 3), (1, 2, 4), ("auto", (3, 2), (2, 2, 1))),
+    *((1, 2, 3, 4, 6, 7, 12), (2, 24)),
+)
+"""Of g_inter, g_data, g_tensor, split, ranks and the batch."""
+
+
+def test_each_way_out_of_a_layout_ends_in_a_grid() -> None:
+    tried: set[str] = set()
+    for g_inter, g_data, g_tensor, split, ranks, batch in LAYOUTS:
+        given = {"g_inter": g_inter, "g_data": g_data, "g_tensor": g_tensor, "split": split}
+        if split != "auto" and g_inter not in ("auto", len(split)):
+            continue
+        values = {f"layout.{key}": value for key, value in given.items()}
+        batches = {"batch.global_batch_size": batch, "batch.microbatch_size": 1}
+        config = Config().with_values({**values, **batches})
+        try:
+            resolve_grid(config, ranks, 5)
+            continue
+        except ConfigError as error:
+            said = str(error)
+        if " entries" in said:  # Another mistake.
+            continue
+        of_key, _, ways = said.rpartition("; ")
+        for way in ways.split(" or "):
+            start = re.search(r"start (\d+) rank", way)
+            key = re.search(r"set (layout\.\w+) to", way) or re.match(r"(\S+)", of_key)
+            numbers = re.search(r"(?:choose|set \S+ to) (?:one of )?([\d, ]+)", way)
+            assert start or numbers, said
+            assert key is not None
+            others = re.findall(r"and (layout\.\w+)", way)
+            for number in numbers[1].rstrip(", ").split(", ") if numbers else [None]:
+                changed: dict[str, object] = dict.fromkeys(others, "auto")
+                changed |= {} if number is None else {key[1]: int(number)}
+                new, count = config.with_values(changed), int(start[1]) if start else ranks
+                check_batch(new, resolve_grid(new, count, 5))
+            tried.add(re.sub(r"[\d, ]+", "N", way))
+    assert len(tried) > 5, tried
 
 
 @pytest.mark.parametrize(
