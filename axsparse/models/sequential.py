@@ -268,7 +268,7 @@ def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
     """A copy of a module on the meta device, with all that the user has set; its tensors are not
     copied for this, and neither are hooks of other objects, such as recorders. No parameter of a
     frozen one is trained."""
-    empty: dict[int, Tensor] = {
+    empty: dict[int, Any] = {
         id(parameter): like(parameter, parameter.detach().to("meta"))
         for parameter in module.parameters()
     }
@@ -279,12 +279,20 @@ def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
     return made.requires_grad_(requires_grad=False) if is_frozen else made
 
 
-def _copied(module: nn.Module, others: Mapping[int, Tensor]) -> nn.Module:
+def _copied(module: nn.Module, others: dict[int, Any]) -> nn.Module:
     """A copy of a module with other tensors, by the ids of its own, and the same hooks of other
-    objects."""
-    shared = {id(hook): hook for hook in _hooks(module) if not holds_module(hook)}
-    made: nn.Module = copy.deepcopy(module, {**others, **shared})
+    objects; `others` gets all that is copied, as `copy.deepcopy` notes it."""
+    others.update({id(hook): hook for hook in _hooks(module) if not holds_module(hook)})
+    made: nn.Module = copy.deepcopy(module, others)
     return made
+
+
+def copied_objects(module: nn.Module) -> list[object]:
+    """All but the tensors of a module that a copy of it has anew."""
+    noted: dict[int, Any] = {id(tensor): tensor for _, tensor in named_tensors(module)}
+    _copied(module, noted)
+    kept: list[object] = noted.get(id(noted), [])  # where copy.deepcopy keeps what it copies
+    return kept
 
 
 def frozen_in_training(module: nn.Module) -> set[str]:
@@ -605,7 +613,7 @@ def plain_model(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> nn.M
 
 def _filled_copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of a module with these tensors, by all names that a shared one has."""
-    filled: dict[int, Tensor] = {
+    filled: dict[int, Any] = {
         id(parameter): like(parameter, tensors[name])
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if name in tensors
