@@ -40,7 +40,7 @@ from axsparse.runtime.errors import ConfigError, check_kind
 
 
 def from_sequential(
-    modules: nn.Sequential | Iterable[nn.Module] | Mapping[str, nn.Module],
+    modules: nn.Sequential | nn.ModuleDict | Iterable[nn.Module] | Mapping[str, nn.Module],
     loss: LossFunction,
     *,
     kinds: Mapping[Any, Kind] = {},
@@ -60,7 +60,7 @@ def from_sequential(
     Raises ConfigError if two modules share a parameter or buffer, if one is compiled or on the meta
     device, and for an `nn.Sequential` that does more than to call its modules one after the other.
     """
-    if isinstance(modules, Mapping):
+    if isinstance(modules, Mapping) or type(modules) is nn.ModuleDict:
         modules = _named_modules(modules)
     if isinstance(modules, nn.Module):
         reject_unfit(modules)
@@ -99,9 +99,9 @@ def from_sequential(
     )
 
 
-def _named_modules(modules: Mapping[str, nn.Module]) -> PlainModel:
+def _named_modules(modules: Mapping[str, nn.Module] | nn.ModuleDict) -> PlainModel:
     try:
-        return PlainModel(OrderedDict(modules))
+        return PlainModel(OrderedDict(modules.items()))
     except (KeyError, TypeError) as reason:
         raise ConfigError(
             f"sequential: {reason.args[0]}; give torch.nn.Modules by names that torch takes"
@@ -229,8 +229,8 @@ def _parts(module: nn.Module) -> list[object]:
     return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
-def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Module]:
-    if not isinstance(modules, Iterable):
+def _by_name(modules: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
+    if isinstance(modules, nn.ModuleDict) or not isinstance(modules, Iterable):
         raise ConfigError(
             f"sequential: {type(modules).__name__} is no list; give a list of modules, or a module "
             "with a forward of its own to ax.Trainer, with loss= (docs/howto/own-models.md, A "
@@ -251,16 +251,21 @@ def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Modul
 
 
 def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError if two layers share a tensor."""
-    users: dict[int, str] = {}
+    """Raise ConfigError if layers share a tensor."""
+    users: dict[int, dict[str, str]] = {}
     for layer, module in layers.items():
         for name, tensor in named_tensors(module):
-            user = users.setdefault(id(tensor), layer)
-            if user != layer:
+            users.setdefault(id(tensor), {}).setdefault(layer, name)
+    for module in layers.values():
+        for _, tensor in named_tensors(module):
+            *others, last = users[id(tensor)]
+            if others:
+                is_pair, name = len(others) == 1, users[id(tensor)][last]
                 tie = ", or write the model as Layers with a Tie"
                 raise ConfigError(
-                    f"sequential: {user} and {layer} share {name}, and could stand on two stages; "
-                    f"give each its own{tie * isinstance(tensor, nn.Parameter)}"
+                    f"sequential: {', '.join(others)} and {last} share {name}, and could stand on "
+                    f"{'two' if is_pair else 'several'} stages; give each its own"
+                    f"{tie * (is_pair and isinstance(tensor, nn.Parameter))}"
                 )
 
 
