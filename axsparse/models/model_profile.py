@@ -11,7 +11,7 @@ import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
@@ -34,6 +34,7 @@ from axsparse.models.layer import (
 from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums, Tracer
 from axsparse.models.module_buffers import (
     named_tensors,
+    other_names,
     reject_aliases,
     slots,
     unfilled_attribute,
@@ -130,6 +131,8 @@ class LayerInfo:
     """Bytes of one sample's activations; None if the model has no example."""
     sums: LayerSums = NO_SUMS
     """Sums over tensor-parallel ranks while one sample passes through the layer."""
+    other_names: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Further names of parameters and buffers of the layer, each with the one that they have."""
 
     @property
     def numel(self) -> int:
@@ -160,6 +163,11 @@ class ModelProfile:
     """Sums over tensor-parallel ranks in the loss, as `LayerInfo.sums`."""
     teacher: ModelProfile | None = None
     """The contents of `Model.teacher`."""
+
+    @property
+    def other_names(self) -> dict[str, str]:
+        """`LayerInfo.other_names` of all layers."""
+        return {name: first for layer in self.layers for name, first in layer.other_names.items()}
 
     def taught(self, numbers: range) -> range:
         """The numbers of the teacher's layers next to these layers, which are consecutive: as large
@@ -453,7 +461,9 @@ def _profile_layer(
         sums = tracer.sums
     if layer.flops is not None:
         flops = float(layer.flops) * (here / numel if here != numel else 1.0)
-    return LayerInfo(layer.name, layer.kind, parameters, flops, buffers, activations, sums)
+    others = {layer.full_name(a): layer.full_name(b) for a, b in other_names(module).items()}
+    facts = parameters, flops, buffers, activations, sums, others
+    return LayerInfo(layer.name, layer.kind, *facts)
 
 
 def _sharded(

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import ConfigError
+
+T = TypeVar("T")
 
 _STATISTICS = {"running_mean": 0, "running_var": 1, "num_batches_tracked": 0}
 """Running statistics of torch's normalisations, and their start values."""
@@ -140,6 +143,23 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters of a module, then its buffers, by name."""
     yield from module.named_parameters()
     yield from ((slot.name, slot.tensor) for slot in slots(module))
+
+
+def other_names(module: nn.Module) -> dict[str, str]:
+    """The further names of the parameters and buffers that have several, each with the first."""
+    first: dict[int, str] = {}
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    firsts = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    return {name: known for name, known in firsts.items() if name != known}
+
+
+def with_other_names(tensors: Mapping[str, T], others: Mapping[str, str]) -> dict[str, T]:
+    """Tensors by name, and by `others`, names for which each is there under another one."""
+    again = {name: tensors[first] for name, first in others.items() if first in tensors}
+    return {**tensors, **{name: tensor for name, tensor in again.items() if name not in tensors}}
 
 
 def reject_aliases(where: str, tensors: Mapping[str, Tensor]) -> None:

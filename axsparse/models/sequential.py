@@ -40,7 +40,7 @@ from axsparse.runtime.errors import ConfigError, check_kind
 
 
 def from_sequential(
-    modules: nn.Sequential | Iterable[nn.Module] | Mapping[str, nn.Module],
+    modules: nn.Sequential | nn.ModuleDict | Iterable[nn.Module] | Mapping[str, nn.Module],
     loss: LossFunction,
     *,
     kinds: Mapping[Any, Kind] = {},
@@ -60,7 +60,7 @@ def from_sequential(
     Raises ConfigError if two modules share a parameter or buffer, if one is compiled or on the meta
     device, and for an `nn.Sequential` that does more than to call its modules one after the other.
     """
-    if isinstance(modules, Mapping):
+    if isinstance(modules, Mapping) or type(modules) is nn.ModuleDict:
         modules = _named_modules(modules)
     if isinstance(modules, nn.Module):
         reject_unfit(modules)
@@ -99,9 +99,9 @@ def from_sequential(
     )
 
 
-def _named_modules(modules: Mapping[str, nn.Module]) -> PlainModel:
+def _named_modules(modules: Mapping[str, nn.Module] | nn.ModuleDict) -> PlainModel:
     try:
-        return PlainModel(OrderedDict(modules))
+        return PlainModel(OrderedDict(modules.items()))
     except (KeyError, TypeError) as reason:
         raise ConfigError(
             f"sequential: {reason.args[0]}; give torch.nn.Modules by names that torch takes"
@@ -229,8 +229,8 @@ def _parts(module: nn.Module) -> list[object]:
     return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
-def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Module]:
-    if not isinstance(modules, Iterable):
+def _by_name(modules: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
+    if isinstance(modules, nn.ModuleDict) or not isinstance(modules, Iterable):
         raise ConfigError(
             f"sequential: {type(modules).__name__} is no list; give a list of modules, or a module "
             "with a forward of its own to ax.Trainer, with loss= (docs/howto/own-models.md, A "
@@ -251,16 +251,21 @@ def _by_name(modules: nn.Sequential | Iterable[nn.Module]) -> dict[str, nn.Modul
 
 
 def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError if two layers share a tensor."""
-    users: dict[int, str] = {}
+    """Raise ConfigError if layers share a tensor."""
+    users: dict[int, dict[str, str]] = {}
     for layer, module in layers.items():
         for name, tensor in named_tensors(module):
-            user = users.setdefault(id(tensor), layer)
-            if user != layer:
+            users.setdefault(id(tensor), {}).setdefault(layer, name)
+    for module in layers.values():
+        for _, tensor in named_tensors(module):
+            *others, last = users[id(tensor)]
+            if others:
+                is_pair, name = len(others) == 1, users[id(tensor)][last]
                 tie = ", or write the model as Layers with a Tie"
                 raise ConfigError(
-                    f"sequential: {user} and {layer} share {name}, and could stand on two stages; "
-                    f"give each its own{tie * isinstance(tensor, nn.Parameter)}"
+                    f"sequential: {', '.join(others)} and {last} share {name}, and could stand on "
+                    f"{'two' if is_pair else 'several'} stages; give each its own"
+                    f"{tie * (is_pair and isinstance(tensor, nn.Parameter))}"
                 )
 
 
@@ -268,7 +273,7 @@ def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
     """A copy of a module on the meta device, with all that the user has set; its tensors are not
     copied for this, and neither are hooks of other objects, such as recorders. No parameter of a
     frozen one is trained."""
-    empty: dict[int, Tensor] = {
+    empty: dict[int, Any] = {
         id(parameter): like(parameter, parameter.detach().to("meta"))
         for parameter in module.parameters()
     }
@@ -279,12 +284,20 @@ def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
     return made.requires_grad_(requires_grad=False) if is_frozen else made
 
 
-def _copied(module: nn.Module, others: Mapping[int, Tensor]) -> nn.Module:
+def _copied(module: nn.Module, others: dict[int, Any]) -> nn.Module:
     """A copy of a module with other tensors, by the ids of its own, and the same hooks of other
-    objects."""
-    shared = {id(hook): hook for hook in _hooks(module) if not holds_module(hook)}
-    made: nn.Module = copy.deepcopy(module, {**others, **shared})
+    objects; `others` gets all that is copied, as `copy.deepcopy` notes it."""
+    others.update({id(hook): hook for hook in _hooks(module) if not holds_module(hook)})
+    made: nn.Module = copy.deepcopy(module, others)
     return made
+
+
+def copied_objects(module: nn.Module) -> list[object]:
+    """All but the tensors of a module that a copy of it has anew."""
+    noted: dict[int, Any] = {id(tensor): tensor for _, tensor in named_tensors(module)}
+    _copied(module, noted)
+    kept: list[object] = noted.get(id(noted), [])  # where copy.deepcopy keeps what it copies
+    return kept
 
 
 def frozen_in_training(module: nn.Module) -> set[str]:
@@ -605,7 +618,7 @@ def plain_model(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> nn.M
 
 def _filled_copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """A copy of a module with these tensors, by all names that a shared one has."""
-    filled: dict[int, Tensor] = {
+    filled: dict[int, Any] = {
         id(parameter): like(parameter, tensors[name])
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if name in tensors

@@ -232,7 +232,8 @@ def start_from(
                 f"file of a {model.name} model"
             )
         _check_shape(file, there, name, needed[name], convert)
-    seconds = {named(second): named(first) for second, first in profiled.ties.items()}
+    again = {**profiled.other_names, **profiled.ties}
+    seconds = {named(second): named(first) for second, first in again.items()}
     _check_ties(file, seconds)
     unused = tuple(there for name in fresh if (there := _name_in(file, named, name)))
     known = {*names.values(), *seconds, *unused}

@@ -25,6 +25,9 @@ from axsparse.runtime.process import (
 )
 from axsparse.runtime.shared_segments import remove_leftovers
 
+UCX_SIGNALS = "UCX_DEBUG_SIGNO"
+"""The environment variable with the signals that UCX, below MPI, handles once it is loaded."""
+
 
 def cannot_start(reason: Exception) -> NoReturn:
     """End the job, because this rank cannot load something, such as a missing package."""
@@ -71,7 +74,8 @@ def connect() -> Transport:
     bind_early(os.environ)
     if not local_rank(os.environ):
         remove_leftovers()
-    os.environ.setdefault("UCX_DEBUG_SIGNO", "0")  # UCX would take SIGHUP for itself
+    own = dict.fromkeys({UCX_SIGNALS} - os.environ.keys(), "0")  # it would take SIGHUP for itself
+    os.environ.update(own)
     try:
         import mpi4py
 
@@ -89,6 +93,9 @@ def connect() -> Transport:
             ) from reason
         check_size(1)
         return _alone()
+    finally:
+        for name in own:  # it has been read
+            os.environ.pop(name, None)
     if is_ours:
         atexit.register(end_mpi, os.getpid())
     check_size(MPI.COMM_WORLD.size)

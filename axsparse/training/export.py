@@ -25,7 +25,7 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from pydantic import ValidationError
@@ -54,6 +54,7 @@ from axsparse.data.tokenizers import (
 )
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import ModelProfile, profile
+from axsparse.models.module_buffers import with_other_names
 from axsparse.models.stand_ins import tied_names
 from axsparse.models.start_weights import INDEX_FILE, WHOLE_FILE, open_weights
 from axsparse.models.zoo.gpt import gpt2_name, turned
@@ -86,6 +87,7 @@ from axsparse.training.checkpoint.checkpoint_folder import CHECKPOINTS, DataEntr
 from axsparse.training.checkpoint.layer_files import BUFFER, MASTER, VALUE, CheckpointFiles
 from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of, verify
 
+T = TypeVar("T")
 Form = Literal["hf", "sparse", "torch"]
 WEIGHTS = re.compile(
     r"\.(safetensors|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|ot|tflite)$|\.index\.json$"
@@ -165,7 +167,7 @@ def export(
     _reject_in_model(path, flat(checkpoint.manifest.config).get("model.from"))
     _reject_taken(path, is_folder=is_folder, force=force)
     weights = Weights(checkpoint, trained=trained)
-    tensors = weights.by_name(dtype)
+    tensors: Tensors = weights.with_other_names(weights.by_name(dtype))
     files: dict[str, bytes | Path] | None = None
     notes: Sequence[str] = ()
     if is_folder:
@@ -342,8 +344,9 @@ def load(
     `run` is a run directory, whose checkpoint of `step` is read, by default the newest, or one
     checkpoint in it; "best" has the lowest validation loss (`checkpoint.keep_best`). Values are the
     fp32 masters, with zeros at pruned positions; with `trained` they are the weights that training
-    computes with, in its precision. A tied weight is there once, under the name of its first use.
-    One process reads it all; no MPI is needed.
+    computes with, in its precision. A tied weight is there once, under the name of its first use;
+    what a layer has under several names is there under each. One process reads it all; no MPI is
+    needed.
 
     The state dict of an `nn.Sequential` that `from_sequential` made a model of has these names:
 
@@ -424,7 +427,11 @@ class Weights:
 
     def tensors(self) -> dict[str, Tensor]:
         """All parameters and buffers in memory."""
-        return {name: value() for name, (_, value) in self.by_name().items()}
+        return self.with_other_names({name: value() for name, (_, value) in self.by_name().items()})
+
+    def with_other_names(self, tensors: Mapping[str, T]) -> dict[str, T]:
+        """Tensors by name, also under the further names that the model has for them."""
+        return with_other_names(tensors, self.checkpoint.manifest.other_names)
 
 
 # -- where it appears -----------------------------------------------------------------------

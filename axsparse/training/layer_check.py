@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import re
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,9 +33,10 @@ from axsparse.models.module_buffers import (
     slots,
     start_training,
     types_of_statistics,
+    version,
 )
-from axsparse.models.sequential import given_module, is_in_evaluation
-from axsparse.models.stand_ins import are_alike
+from axsparse.models.sequential import copied_objects, given_module, is_in_evaluation
+from axsparse.models.stand_ins import PartModule, are_alike
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.layer_runner import (
     LayerRunner,
@@ -122,6 +124,7 @@ def check_layers(
     began = time.monotonic()
     chosen = _distinct(layers)
     live = [layer.module for layer in layers]
+    shared = _shared_objects(plan.model.layers)
 
     def failure_of(here: Sequence[int]) -> AxsparseError | None:
         # What is recorded is freed on return, before the next layers need memory.
@@ -143,7 +146,7 @@ def check_layers(
             # The first layer of the model is the first that its stage compares.
             is_first = plan.coords.is_first and 0 in here
             samples = batch.microbatches[0].inputs if is_first else None
-            return _first_failure(plan, pairs, samples)
+            return _first_failure(plan, pairs, samples, shared)
 
     counts = gather_numbers(transport, [len(chosen)])
     # Ranks that have no layers left to compare take part in the passes of the others.
@@ -210,10 +213,14 @@ def _recorded(
 
 
 def _first_failure(
-    plan: RunPlan, pairs: Sequence[tuple[BuiltLayer, RecordedRun]], samples: Tensors | None
+    plan: RunPlan,
+    pairs: Sequence[tuple[BuiltLayer, RecordedRun]],
+    samples: Tensors | None,
+    shared: Mapping[str, Sequence[Shared]],
 ) -> AxsparseError | None:
     """The error of the first layer that differs; `samples` are the inputs of the first pair as the
-    data set has them. Tensor-parallel ranks gather the weights of each layer together."""
+    data set has them, and `shared` the objects that a layer shares with others. Tensor-parallel
+    ranks gather the weights of each layer together."""
     model, config = plan.model, plan.config
     trains_all = is_in_evaluation(model)
     first: AxsparseError | None = None
@@ -231,6 +238,7 @@ def _first_failure(
                 child.training = modes.get(path, child.training)
             try:
                 comparison = _Comparison(plan, layer, record, module)
+                comparison.reject_shared_write(shared.get(layer.spec.name, ()))
                 comparison.reject_difference()
                 if samples is not None:
                     comparison.reject_rounded(samples)
@@ -301,6 +309,27 @@ class _Comparison:
     layer: BuiltLayer
     record: RecordedRun
     module: nn.Module
+
+    def reject_shared_write(self, shared: Sequence[Shared]) -> None:
+        """ConfigError if a forward writes to an object that another layer has as well."""
+        if not shared:
+            return
+        before, name = [_entries(value) for value, _ in shared], self.layer.spec.name
+        with suppress(Exception):  # which the comparison names
+            forward_plainly(name, self.module, self.record, self.record.leaves())
+        self._reset_buffers()
+        for (value, other), entries in zip(shared, before, strict=True):
+            now = _entries(value)
+            for key in {**entries, **now}:
+                [one, count], [later, count_later] = (at.get(key, (at, 0)) for at in (entries, now))
+                if one is not later or count != count_later:
+                    place = f"{key!r} of a " if isinstance(key, str) else "a "
+                    raise ConfigError(
+                        f"layer {name}: its forward writes to {place}{type(value).__name__} that "
+                        f"layer {other} has too, and they could stand on two stages; return it as "
+                        f"a tensor beside the output, which the layers up to {other} pass on; "
+                        f"{self._suggestion()}"
+                    )
 
     def reject_difference(self) -> None:
         """ConfigError for the first output or gradient that differs."""
@@ -473,6 +502,47 @@ def _largest(tensor: Tensor | None) -> float:
         return 0.0
     values = tensor.abs().float() if tensor.dtype.itemsize < 4 else tensor.abs()
     return float(values.nan_to_num(nan=0.0, posinf=float("inf")).max())
+
+
+# -- what layers share ---------------------------------------------------------------------
+
+Shared = tuple[object, str]
+"""An object that a layer shares with another one, and the name of that one."""
+
+
+def _entries(value: object) -> dict[object, tuple[object, int]]:
+    """The attributes and entries of an object, tensors with the number of writes to them."""
+    entries = {**getattr(value, "__dict__", {})}
+    if isinstance(value, (Mapping, list, set, deque)):
+        entries.update(value.items() if isinstance(value, Mapping) else enumerate(value))
+    return {
+        key: (one, version(one) if isinstance(one, Tensor) else 0) for key, one in entries.items()
+    }
+
+
+def _shared_objects(layers: Sequence[Layer]) -> dict[str, list[Shared]]:
+    """The objects that a user's layer shares with another one, each with one such layer, by the
+    name of the layer. The segments of a module all run its forward, and share what it writes."""
+    kept, users = dict[str, list[object]](), dict[int, list[str]]()
+    segments = set[str]()
+    for layer in layers:
+        if _module_of(layer).startswith(OWN_MODELS):
+            continue
+        given = given_module(layer)
+        if isinstance(given, PartModule) and not given.can_compile:
+            segments.add(layer.name)
+        kept[layer.name] = []
+        with suppress(Exception):  # It cannot be copied, or built on the meta device.
+            kept[layer.name] = copied_objects(on_meta(layer) if given is None else given)
+        for each in kept[layer.name]:
+            users.setdefault(id(each), []).append(layer.name)
+    shared: dict[str, list[Shared]] = {}
+    for name, objects in kept.items():
+        # What has attributes is named before the dict that they are in.
+        for each in sorted(objects, key=lambda each: not hasattr(each, "__dict__")):
+            others = [one for one in users[id(each)] if one != name and not {one, name} <= segments]
+            shared.setdefault(name, []).extend((each, one) for one in others[:1])
+    return shared
 
 
 # -- which layers are alike ---------------------------------------------------------------

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.module_buffers import named_tensors, slots
+from axsparse.models.module_buffers import named_tensors, slots, with_other_names
 from axsparse.models.sequential import PLAIN
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Collective, Op, Transport, wait
@@ -67,7 +67,7 @@ class LiveWeights:
                 copies[name] = torch.empty(shape, dtype=getattr(torch, dtype))
                 self._send(group, copies[name].view(-1).view(torch.uint8))
                 self.note_progress()
-        return copies
+        return with_other_names(copies, self.plan.profile.other_names)
 
     def may_have(self, name: str, given: Tensor) -> bool:
         """Whether a tensor has the values, perhaps rounded, that are trained under its name, or no

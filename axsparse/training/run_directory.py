@@ -204,9 +204,8 @@ def find_run(config: Config, transport: Transport, resume: str | None, locks: Ex
         left = "" if checkpoint.step < all_steps else f"; train.steps {all_steps} asks for no more"
         notes = [*notes, f"goes on from {checkpoint.path}, after step {checkpoint.step}{left}"]
         notes += _note_of_lost_best(config, checkpoint, steps)
-        if path is not None and checkpoint.step in steps and not Path(path, METRICS_FILE).exists():
-            records = f"the records until step {checkpoint.step}"
-            notes.append(f"note: {Path(path, METRICS_FILE)} is gone, and with it {records}")
+        if path is not None and checkpoint.step in steps:
+            notes += _note_of_lost_records(transport, Path(path, METRICS_FILE), checkpoint.step)
     elif path is not None:
         notes = [*notes, f"{path} has no checkpoint; starts from the beginning"]
     elif resume is not None:
@@ -224,6 +223,12 @@ def _note_of_lost_best(config: Config, checkpoint: Checkpoint, steps: Sequence[i
         f"note: the checkpoint of step {best.step}, with the lowest validation loss "
         f"{best.loss:.4f}, is gone; the best one is sought anew from here on"
     ]
+
+
+def _note_of_lost_records(transport: Transport, records: Path, step: int) -> list[str]:
+    last = value_of_first(transport, _last_recorded(records) if transport.rank == 0 else 0)
+    lacks = f"lacks the records after step {last} until step {step}"
+    return [f"note: {records} {lacks}"] if last < step else []
 
 
 def open_run_dir(
@@ -578,12 +583,22 @@ def rewind_metrics(path: Path, progress: Progress | None) -> None:
                 new.write(line)
 
 
+def _last_recorded(path: Path) -> int:
+    """The last step in metrics.jsonl; 0 if there is none."""
+    last = 0
+    with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError, AttributeError, TypeError, OverflowError):
+                last = max(last, int(json.loads(line).get("step", 0)))
+    return last
+
+
 def _is_known(line: str, progress: Progress) -> bool:
     """Whether a line of metrics.jsonl records something that had happened at that progress."""
     try:
         record = json.loads(line)
         step = int(record.get("step", 0))
-    except (ValueError, AttributeError, TypeError):
+    except (ValueError, AttributeError, TypeError, OverflowError):
         return False
     if not line.endswith("\n"):
         return False

@@ -3,6 +3,7 @@ otherwise ends it by name, and nothing else does."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Callable
@@ -241,6 +242,90 @@ def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
     judged(model, layout, far)
     with pytest.raises(ConfigError, match=r"^layer 0: output 0 differs by .* not rounded to bf16"):
         judged(model, layout, far, precision="bf16")
+
+
+def write(m: Any, x: Tensor) -> Any:
+    m.shared.scale = 1.5 * len(x)
+    return m.linear(x)
+
+
+def append(m: Any, x: Tensor) -> Any:
+    m.shared.append(1.5 * len(x))
+    return m.linear(x)
+
+
+def write_tensor(m: Any, x: Tensor) -> Any:
+    m.shared.scale.add_(1.0)
+    return m.linear(x)
+
+
+class Blocks(nn.Module):
+    """Blocks whose forward writes a number of its own inputs' shape, around them."""
+
+    def __init__(self, *blocks: nn.Module, shared: Any = None) -> None:
+        super().__init__()
+        self.blocks, self.shared = nn.ModuleList(blocks), shared
+
+    def forward(self, x: Tensor) -> Any:
+        if self.shared is not None:
+            self.shared.rows = 1000 + len(x)
+        x = x + 1
+        for block in self.blocks:
+            x = block(x)
+        return x * 2
+
+
+def renewed(module: nn.Module, shared: object) -> nn.Module:
+    """A new module for each call of a build, with one object."""
+    return copy.deepcopy(module, {id(shared): shared})
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+@pytest.mark.parametrize(
+    ("writes", "shared", "what"),
+    [
+        (write, SimpleNamespace(scale=1.0), "'scale' of a SimpleNamespace"),
+        (append, [], "a list"),
+        (write_tensor, SimpleNamespace(scale=torch.ones(())), "'scale' of a SimpleNamespace"),
+    ],
+)
+@pytest.mark.parametrize("way", ["declared", "given", "own forward"])
+def test_an_object_that_two_layers_have_and_one_writes_to_ends_the_run(
+    layout: tuple[int, int], writes: Callable[[Any, Tensor], Any], shared: Any, what: str, way: str
+) -> None:
+    shared = copy.deepcopy(shared)
+    first, last = Doing(writes, shared=shared), Doing(lambda m, x: m.linear(x), shared=shared)
+    names, loss = ["0", "2"], lambda x, y: summed_loss(x[:, :CLASSES], y)
+    if way == "given":
+        model = from_sequential([first, linear(), last], loss)
+    elif way == "declared":
+        parts = [first, linear(), last]
+        layers = [Layer(f"{n}", partial(renewed, part, shared)) for n, part in enumerate(parts)]
+        model = Model(layers, loss)
+    else:
+        names = ["blocks.0", "blocks.2"]
+        example = vector_data().read(np.arange(2))[0]
+        model = from_module(Blocks(first, linear(), last), loss, lambda _: example)
+
+    line = rf"^layer {names[0]}: its forward writes to {what} that layer {names[1]} has too"
+    with pytest.raises(ConfigError, match=line):
+        judged(model, layout)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+def test_an_object_that_layers_read_alone_or_that_one_forward_writes_is_no_mistake(
+    layout: tuple[int, int],
+) -> None:
+    shared = SimpleNamespace(scale=2.0, sizes=[1, 2])
+
+    def read() -> nn.Module:
+        return Doing(lambda m, x: m.linear(x) * m.shared.scale, shared=shared)
+
+    example = vector_data().read(np.arange(2))[0]
+    own = Blocks(read(), linear(), Doing(lambda m, x: m.linear(x)), shared=SimpleNamespace())
+
+    judged(from_sequential([read(), linear(), read(), linear(CLASSES)], summed_loss), layout)
+    judged(from_module(own, lambda x, y: summed_loss(x[:, :CLASSES], y), lambda _: example), layout)
 
 
 def test_samples_given_as_integers_reach_the_first_layer_bit_by_bit() -> None:

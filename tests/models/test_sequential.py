@@ -55,6 +55,7 @@ NAMED = "first block, norm block, relu block, second block, last head"
     [
         (sequential(), {}, NAMED),
         (sequential()._modules, {}, NAMED),
+        (nn.ModuleDict(sequential()._modules), {}, NAMED),
         (LISTED, {1: "embedding"}, "0 embedding, 1 embedding, 2 block, 3 head, 4 block"),
     ],
 )

@@ -252,6 +252,22 @@ def test_scattered_stages_and_a_second_mpi_library_are_warned_of(
     assert job.stdout.count(f"warning: this environment has {second}") == 1, str(job)
 
 
+@pytest.mark.parametrize("chosen", [None, "11"])
+def test_the_environment_is_the_programs_again_once_mpi_has_started(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that the program starts later have it as well."""
+    monkeypatch.delenv("UCX_DEBUG_SIGNO", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("UCX_DEBUG_SIGNO", chosen)
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    before = dict(os.environ)
+
+    connect()
+
+    assert dict(os.environ) == before
+
+
 def test_processes_without_an_mpi_library_do_not_start_beside_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

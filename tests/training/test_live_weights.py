@@ -148,8 +148,15 @@ def test_the_plain_module_has_the_loss_that_was_reported(
     )
 
     state, model = taken.on_first_rank()
-    assert state.keys() == modules().state_dict().keys() - {"2.second.weight"}
-    saved = ax.load(tmp_path / "run")
+    names = modules().state_dict().keys()
+    saved, file = ax.load(tmp_path / "run"), tmp_path / "weights.safetensors"
+    ax.export(tmp_path / "run", "torch", file)
+    opened = ax.open_weights(file)
+    assert state.keys() == saved.keys() == opened.shapes.keys() == names
+    assert state["2.second.weight"] is state["2.first.weight"]
+    again = ax.start_from(ax.from_sequential(modules(), summed_loss), opened).start
+    assert again is not None
+    assert torch.equal(opened.read("2.second.weight"), state["2.first.weight"])
     assert all(torch.equal(saved[name], value) for name, value in state.items())
     reported = taken.trainers[0].last_evaluation
     (inputs,), targets = validation.read(np.arange(30))

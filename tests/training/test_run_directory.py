@@ -525,12 +525,17 @@ def test_a_run_of_which_a_part_is_missing_is_neither_begun_anew_nor_changed(
 
 
 def test_records_that_somebody_removed_are_missed_in_a_note(run: Path) -> None:
-    (run / "metrics.jsonl").rename(run / "away")
-    said = f"note: {run}/metrics.jsonl is gone, and with it the records until step 5"
+    records = run / "metrics.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    said = f"note: {records} lacks the records after step {{}} until step 5"
 
-    assert opened(loaded(run)).notes[-1] == said
-    (run / "away").rename(run / "metrics.jsonl")
-    assert said not in opened(loaded(run)).notes
+    records.unlink()
+    assert opened(loaded(run)).notes[-1] == said.format(0)
+    last = next(number for number, line in enumerate(lines) if '"step": 3' in line)
+    records.write_text("".join(lines[: last + 1]))  # a backup of an earlier moment
+    assert opened(loaded(run)).notes[-1] == said.format(3)
+    records.write_text("".join(lines))
+    assert len(opened(loaded(run)).notes) == 1
 
 
 def test_a_best_checkpoint_that_somebody_removed_is_forgotten(run: Path) -> None:

@@ -81,11 +81,17 @@ def bind_early(environ: MutableMapping[str, str]) -> None:
     and MPI start.
 
     An MPI library that reads GPU memory takes the GPU that is the current one when it starts.
+    Without a GPU the environment stays as it is.
     """
-    environ.setdefault(CONNECTIONS, MOST_CONNECTIONS)
-    environ.setdefault(CONNECT_AT_ONCE, "0")
+    wanted = {CONNECTIONS: MOST_CONNECTIONS, CONNECT_AT_ONCE: "0"}
+    own = {name: value for name, value in wanted.items() if name not in environ}
+    environ.update(own)
+    if not torch.cuda.is_available():
+        for name in own:
+            del environ[name]
+        return
     local = local_rank(environ)
-    if local is not None and torch.cuda.is_available():
+    if local is not None:
         # A GPU that cannot be used is reported later, once MPI can end the other ranks, too.
         with contextlib.suppress(RuntimeError):
             torch.cuda.set_device(local % torch.cuda.device_count())

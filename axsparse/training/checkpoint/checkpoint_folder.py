@@ -107,6 +107,8 @@ class CheckpointManifest(_Strict):
     layers: dict[str, LayerEntry]
     """In model order."""
     files: dict[FileName, FileEntry]
+    other_names: dict[str, str] = Field(default_factory=dict)
+    """Further names of parameters and buffers that have several, each with the one in the files."""
 
     @property
     def pruned(self) -> dict[str, int]:

@@ -301,6 +301,7 @@ class Saver:
                 for layer in self.plan.profile.layers
             },
             files={name: FileEntry.model_validate(files[name]) for name in sorted(files)},
+            other_names=self.plan.profile.other_names,
         )
 
     def _commit(self, folder: Path, manifest: CheckpointManifest) -> None:

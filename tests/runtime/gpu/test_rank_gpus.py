@@ -72,14 +72,18 @@ def test_the_launcher_says_which_of_its_hosts_ranks_this_is(name: str) -> None:
     assert local_rank({"MPI_LOCALRANKID": "2", "SLURM_LOCALID": "0"}) == 2
 
 
-def test_cuda_and_nccl_get_their_settings_before_they_start_unless_somebody_chose() -> None:
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_cuda_and_nccl_get_their_settings_before_they_start_unless_somebody_chose(
+    has_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unset: dict[str, str] = {}
     chosen = {CONNECTIONS: "16", CONNECT_AT_ONCE: "1"}
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
 
     bind_early(unset)
     bind_early(chosen)
 
-    assert unset == SET
+    assert unset == (SET if has_gpu else {})
     assert chosen == {CONNECTIONS: "16", CONNECT_AT_ONCE: "1"}
 
 
