@@ -124,16 +124,16 @@ def chosen(order: PruneOrder) -> PruneOrder:
 def reject_full_model(config: Config) -> None:
     """ConfigError for masks that cannot be drawn for one layer after the other."""
     pruning = config.pruning
-    if (
-        pruning.method not in ONE_BY_ONE
-        or pruning.distribution == "global"
-        or pruning.mask is not None
-        or config.layout.g_tensor > 1
-    ):
+    rules = {
+        "pruning.method": pruning.method not in ONE_BY_ONE,
+        "pruning.distribution": pruning.distribution == "global",
+        "pruning.mask": pruning.mask is not None,
+        "layout.g_tensor": config.layout.g_tensor > 1,
+    }
+    if odd := [key for key, is_broken in rules.items() if is_broken]:
         raise ConfigError(
             f"prune: each layer is pruned by itself, by {', '.join(ONE_BY_ONE)}; leave "
-            "pruning.distribution, pruning.mask and layout.g_tensor out, or prune by axsparse "
-            "train with model.from, and export"
+            f"{' and '.join(odd)} out, or prune by axsparse train with model.from, and export"
         )
 
 

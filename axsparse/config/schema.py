@@ -272,9 +272,6 @@ class PruningConfig(Section):
                 "pattern",
                 f"{self.pattern!r} is not N:M with 0 < N < M; write 2:4 to keep two of every four",
             )
-        for key, why, values, source in self._misfits():
-            value, way = _as_yaml(getattr(self, key)), self._way(key, values, source)
-            yield key, f"{value}, but {why}{way}"
         method, at, rewind = self.method, self.at_step, self.rewind_step
         draws = prunes(self) and self.mask is None
         initial = self.initial_sparsity if draws else 0.0
@@ -297,6 +294,9 @@ class PruningConfig(Section):
                 "rewind_step",
                 f"{rewind} is above pruning.at_step {at}, the first pruning; choose at most that",
             )
+        for key, why, values, source in self._misfits():
+            value, way = _as_yaml(getattr(self, key)), self._way(key, values, source)
+            yield key, f"{value}, but {why}{way}"
 
     def _misfits(self) -> Iterator[tuple[str, str, Sequence[object], str]]:
         """Settings whose value does not fit another: the key, why, values that do, the other."""

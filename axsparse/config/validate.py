@@ -115,9 +115,8 @@ def _model_rules(config: Config) -> Iterator[Rule]:
     )
     yield (
         config.train.teacher is not None and fused not in (False, "auto"),
-        "train.teacher",
-        f"the loss of a teacher is not fused, and pipeline.compile is {str(fused).lower()}; "
-        "choose false",
+        "pipeline.compile",
+        f"{str(fused).lower()}, but the loss of train.teacher is not fused; choose false",
     )
 
 
@@ -133,12 +132,16 @@ def _training_rules(config: Config) -> Iterator[Rule]:
         "of them out",
     )
     if config.samo.enabled and prunes(pruning) and pruning.mask is None:
+        until = "auto" if pruning.method in ONCE else pruning.until_step
+        rounds = {"gradual": 1, "iterative": 1, "early-bird": DISTANCES}.get(pruning.method, 0)
+        last = steps // 2 if until == "auto" else min(until, steps - 1)
+        most = last - rounds * pruning.interval if rounds else steps - 1
         yield (
             pruning.at_step >= steps,
             "pruning.at_step",
-            f"{pruning.at_step} is not below train.steps {steps}; choose at most {steps - 1}",
+            f"{pruning.at_step} is not below train.steps {steps}; "
+            + (f"choose at most {most}" if most >= 0 else "raise train.steps"),
         )
-        until = "auto" if pruning.method in ONCE else pruning.until_step
         yield (
             until != "auto" and not pruning.at_step < until < steps,
             "pruning.until_step",
@@ -163,7 +166,8 @@ def _training_rules(config: Config) -> Iterator[Rule]:
     yield (
         config.checkpoint.keep_best and config.train.eval_steps == 0,
         "checkpoint.keep_best",
-        "true, but train.eval_steps 0 never evaluates; set train.eval_steps, or choose false",
+        "true, but train.eval_steps 0 never evaluates; set train.eval_steps, and give validation "
+        "data, or choose false",
     )
 
 

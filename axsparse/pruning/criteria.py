@@ -190,9 +190,12 @@ def configured_criterion(config: Config, score: Score | None) -> Criterion:
             "Trainer in Python (score=…), or choose magnitude"
         )
     if score is not None and pruning.method in ONCE and pruning.method != "custom":
+        over_time = ", or a method over time," * (
+            pruning.pattern is None and pruning.heal == "none"
+        )
         raise ConfigError(
             f"{config.where('pruning.method')}: {pruning.method} has a score already; choose "
-            "custom, or a method over time, for the one given to Trainer"
+            f"custom{over_time} for the one given to Trainer"
         )
     pattern = None if pruning.pattern is None else parse_pattern(pruning.pattern)
     if score is not None:

@@ -122,7 +122,7 @@ def find_targets(
         for parameter in layer.parameters
         if parameter.trained and parameter.name not in profiled.ties and len(parameter.shape) >= 2
     }
-    include, exclude, layers = (where(f"pruning.{key}") for key in ("include", "exclude", "layers"))
+    exclude, layers = (where(f"pruning.{key}") for key in ("exclude", "layers"))
     named = match(pruning.exclude, [*matrices, *profiled.ties], exclude, NOTHING_PRUNABLE)
     excluded = {profiled.ties.get(name, name) for name in named}
     candidates = [name for name in matrices if name not in excluded]
@@ -143,19 +143,8 @@ def find_targets(
         name: tuple(matrices[name][0].shape) for name in candidates if name in own or name in usual
     }
     if not shapes and prunes(pruning) and pruning.mask is None:
-        why = (
-            f"{include}: blocks, but no block of this model has a weight of a linear, convolution, "
-            "recurrent or attention module; choose all, name matrices in pruning.layers"
-        )
-        blocks = [layer for layer in profiled.layers if layer.kind == "block"]
-        if excluded:
-            why = f"{exclude}: no tensor is left to prune; leave some in"
-        elif any(p.multiplies and not p.trained for block in blocks for p in block.parameters):
-            why = (
-                f"{include}: blocks, but all weights of the blocks are frozen, and trained ones "
-                "alone are pruned; train some (requires_grad_), choose all"
-            )
-        raise ConfigError(f"{why}, or set samo.enabled=false")
+        why = _none_left(profiled, pruning, where, excluded)
+        raise ConfigError(f"{why} set samo.enabled=false")
     found = {name: matrices[name][0].input_dim for name in shapes}
     input_dims = {name: dim for name, dim in found.items() if dim is not None}
     sparsity = pruning.sparsity
@@ -165,6 +154,36 @@ def find_targets(
         turned = [name for name in shapes if matrices[name][0].is_transposed]
         check_pattern(shapes, n, m, input_dims, turned)
     return Targets(shapes, sparsity, pruning.distribution, own, input_dims=input_dims)
+
+
+def _none_left(
+    profiled: ModelProfile,
+    pruning: PruningConfig,
+    where: Callable[[str], str],
+    excluded: Collection[str],
+) -> str:
+    """Why nothing is pruned, and what to do, up to a last way."""
+    include = where("pruning.include")
+    blocks = [layer for layer in profiled.layers if layer.kind == "block"]
+    has_matrices = any(
+        len(p.shape) >= 2 and p.trained for layer in profiled.layers for p in layer.parameters
+    )
+    if excluded:
+        return f"{where('pruning.exclude')}: no tensor is left to prune; leave some in, or"
+    choose_all = ", choose all" * has_matrices
+    if any(p.multiplies and not p.trained for block in blocks for p in block.parameters):
+        return (
+            f"{include}: blocks, but all weights of the blocks are frozen, and trained ones alone "
+            f"are pruned; train some (requires_grad_){choose_all}, or"
+        )
+    if not has_matrices:
+        return f"{include}: no matrix of this model is trained;"
+    may_name = pruning.pattern is None and pruning.method != "zeros"
+    return (
+        f"{include}: blocks, but no block of this model has a weight of a linear, convolution, "
+        f"recurrent or attention module; choose all{', name matrices in pruning.layers' * may_name}"
+        ", or"
+    )
 
 
 def of_all_numbers(name: str) -> str:

@@ -419,16 +419,20 @@ def with_example(
 def _reject_idle(config: Config) -> None:
     """ConfigError for an evaluation that was asked for, and that has no data."""
     values, usual = config.by_key(), Config().by_key()
-    for key in ("train.eval_steps", "train.eval_first", "checkpoint.keep_best"):
+    asked = []
+    for key in ("train.eval_steps", "train.eval_first", "checkpoint.keep_best", "train.eval_every"):
         origin, value = config.origins.get(key, "configure"), values[key]
         # The config.yaml of a run has all settings, and its defaults ask for nothing.
         is_set = origin != "configure" and (value != usual[key] or ":" not in origin)
-        if value and is_set:
-            raise ConfigError(
-                f"{config.where(key)}: {show(value)} is for evaluations, and there are no "
-                "validation data; give them (data=(training, validation), data.validation), or "
-                "leave it out"
-            )
+        asked += [key] * (is_set and bool(value))
+    if asked and asked != ["train.eval_every"]:
+        key, *others = asked
+        these = " and ".join(["it", *others])
+        raise ConfigError(
+            f"{config.where(key)}: {show(values[key])} is for evaluations, and there are no "
+            "validation data; give them (data=(training, validation), data.validation), or "
+            f"leave {these} out"
+        )
 
 
 LABELLED = 4

@@ -406,6 +406,26 @@ def test_a_text_that_is_not_utf8_leaves_the_others(kind: str, tmp_path: Path) ->
     assert (found[1].place, found[1].problem) == (f"{tmp_path}/a.arrow, row 2", "not UTF-8")
 
 
+@pytest.mark.parametrize(
+    "kind", ["string", "large_string", "string_view", "binary", "large_binary", "dictionary"]
+)
+@pytest.mark.parametrize("ending", ["arrow", "parquet"])
+def test_every_type_of_text_in_a_table_is_text(kind: str, ending: str, tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
+    from pyarrow import parquet
+
+    texts = pyarrow.array(["one", "drei é", "one"])
+    column = texts.dictionary_encode() if kind == "dictionary" else texts.cast(kind)
+    table, path = pyarrow.table({"text": column}), tmp_path / f"a.{ending}"
+    if ending == "parquet":
+        parquet.write_table(table, path)
+    else:
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+
+    assert [piece.text for piece in pieces_of(path)] == ["one", "drei é", "one"]
+
+
 def test_keys_that_other_messages_have_are_not_none_in_a_table(tmp_path: Path) -> None:
     """As TRL reads tables."""
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": [2]}}]
