@@ -13,6 +13,7 @@ gradients.
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from collections import deque
@@ -365,12 +366,16 @@ class _Comparison:
             return
         self._reset_buffers()
         inputs = [tensor.to(record.inputs[0].device) for tensor in samples]
+        ours = record.outputs
         try:
-            outputs = forward_plainly(name, self.module, record, inputs)
+            try:
+                outputs = forward_plainly(name, self.module, record, inputs)
+            except Exception:  # It takes no other type than its weights have.
+                ours, outputs = (self._wide_outputs(each) for each in (record.inputs, inputs))
         except Exception:
             return
-        for number, pair in enumerate(zip(record.outputs, outputs, strict=False)):
-            found = _difference(pair[0], pair[1].detach(), TOLERANCE[self.plan.dtype])
+        for number, pair in enumerate(zip(ours, outputs, strict=False)):
+            found = _difference(pair[0].detach(), pair[1].detach(), TOLERANCE[self.plan.dtype])
             if found is not None:
                 precision = self.plan.config.precision
                 fp32 = ", or set precision: fp32" * (precision != "fp32")
@@ -379,6 +384,14 @@ class _Comparison:
                     f"entry is {found[1]:.2g}, if its inputs are not rounded to {precision} "
                     f"before; shift and scale samples in the data set{fp32}; {self._suggestion()}"
                 )
+
+    def _wide_outputs(self, inputs: Sequence[Tensor]) -> Tensors:
+        """The outputs in fp64 for some inputs."""
+        self._reset_buffers()
+        wide = copy.deepcopy(self.module).double()
+        given = [each.double() if each.is_floating_point() else each for each in inputs]
+        with torch.no_grad():
+            return forward_plainly(self.layer.spec.name, wide, self.record, given)
 
     def _changes_from_call_to_call(self, plain: Run) -> bool:
         """Whether a second forward from the same buffers and random numbers gives another

@@ -226,14 +226,19 @@ def test_what_the_user_set_on_a_module_stays_set(
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"), each_once([(1, 1), (2, 1), (1, 2)], [torch.float32, torch.float64])
+    ("layout", "dtype", "converts"),
+    each_once([(1, 1), (2, 1), (1, 2)], [torch.float32, torch.float64], [True, False]),
 )
 def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
-    layout: tuple[int, int], dtype: torch.dtype
+    layout: tuple[int, int], dtype: torch.dtype, converts: bool
 ) -> None:
+    """In plain torch a layer that converts nothing would take no wider samples."""
     torch.manual_seed(7)
-    centred = Doing(lambda m, x: m.linear((x - 1000).to(m.linear.weight.dtype)))
-    model = from_sequential([centred, linear(CLASSES)], summed_loss)
+
+    def centre(m: Any, x: Tensor, shift: float = 1e3) -> Any:
+        return m.linear((x - shift).to(m.linear.weight.dtype) if converts else x - shift)
+
+    model = from_sequential([Doing(centre), linear(CLASSES)], summed_loss)
     near, far = vector_data(), vector_data()
     near._inputs[0] = near._inputs[0].to(dtype)
     far._inputs[0] = far._inputs[0].to(dtype) + 1000
@@ -242,6 +247,11 @@ def test_samples_that_lose_by_being_rounded_before_the_first_layer_end_the_run(
     judged(model, layout, far)
     with pytest.raises(ConfigError, match=r"^layer 0: output 0 differs by .* not rounded to bf16"):
         judged(model, layout, far, precision="bf16")
+    far._inputs[0] = near._inputs[0].double() + 1e6
+    model = from_sequential([Doing(partial(centre, shift=1e6)), linear(CLASSES)], summed_loss)
+    with pytest.raises(ConfigError, match=r"^layer 0: output 0 differs by .* not rounded to fp32"):
+        judged(model, layout, far)
+    judged(from_sequential([linear(), linear(CLASSES)], summed_loss), layout, far)
 
 
 def write(m: Any, x: Tensor) -> Any:
