@@ -327,7 +327,7 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
                 locks.callback(lock.release)
                 RunMark.of(path)
                 if overwrite:
-                    _own_starts(path, where)
+                    _own_starts(path, where, newest=-1)
                 if _take(path, lock) or overwrite:
                     locks.pop_all()
                     return lock
@@ -362,23 +362,25 @@ def _reject_removed(config: Config) -> None:
             )
 
 
-def _own_starts(run_dir: Path, where: str) -> list[str]:
+def _own_starts(run_dir: Path, where: str, newest: int | None = None) -> list[str]:
     """The identifiers of a run's starts, by its mark or, where a backup has put back an older one,
     by the checkpoints since then.
 
-    OutputError for checkpoints of another run and other files of their names, which would be
-    removed.
+    OutputError for checkpoints of another run, which would be removed, and for other files by the
+    names of those to come after the `newest`, by default the run's.
     """
     if not has_mark(run_dir):
         return []
     mark, folder = RunMark.of(run_dir), run_dir / CHECKPOINTS
     starts = [] if mark.is_overwriting else mark.starts  # what is there is of the run before
-    for path in checkpoint_folder.foreign(folder):
+    steps = steps_in(run_dir)
+    newest = max(steps, default=-1) if newest is None else newest
+    for path in checkpoint_folder.foreign(folder, newest):
         raise OutputError(
             f"{where}: {path} is no checkpoint of a run, and in the place of one; put it "
             f"elsewhere, or {OTHER_RUN_DIR}"
         )
-    for step in steps_in(run_dir):
+    for step in steps:
         path = path_of(folder, step)
         its = _starts_of(path)
         if its[: len(starts)] == starts:

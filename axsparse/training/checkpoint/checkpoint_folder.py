@@ -216,9 +216,10 @@ def away(folder: Path) -> list[Path]:
     return sorted(path for path in links if step_of(path) is not None)
 
 
-def foreign(folder: Path) -> list[Path]:
-    """Folders and files by the names of checkpoints that no run has written."""
-    named = (path for path in folder.glob("*") if step_of(path) is not None and path.exists())
+def foreign(folder: Path, newest: int) -> list[Path]:
+    """Folders and files that no run has written, by names of checkpoints after the `newest`."""
+    steps = {path: step_of(path) for path in folder.glob("*") if path.exists()}
+    named = (path for path, step in steps.items() if step is not None and step > newest)
     return sorted(path for path in named if not (path.is_dir() and _may_be_checkpoint(path)))
 
 
