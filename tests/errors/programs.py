@@ -198,9 +198,9 @@ def build_with(**wrong: Any) -> None:
     on_ranks(2, lambda transport: build(Job(transport), **{**arguments, **wrong}))
 
 
-def resolved(ranks: int = 1, **sections: Any) -> RunPlan:
+def resolved(ranks: int = 1, model: Model | None = None, **sections: Any) -> RunPlan:
     config = tiny_config(**sections)
-    model = tiny_gpt(config)
+    model = tiny_gpt(config) if model is None else model
     transport: Transport = WorldTransport(LocalWorld(ranks), 0)
     profiled = model_profile.profile(model, DTYPES[config.precision])
     loaded = config.with_origins("test", {})
