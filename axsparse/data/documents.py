@@ -480,6 +480,8 @@ def _ids(number: int, ids: list[int], record: dict[str, Any]) -> Piece:
     for name, column in columns.items():
         if not isinstance(column, list) or len(column) != len(ids):
             return Piece(number, "", problem=f"{name} that do not fit the ids")
+        if None in column:
+            return Piece(number, "", problem=f"{name} with a null in place of a number")
     is_text = columns.get(PADDING, [1] * len(ids))
     labels = columns.get(LABELS, ids)
     lost = [] if columns.keys() - {PADDING} else record.get(LOSS_MASK) or []

@@ -174,6 +174,12 @@ class FromFile:
         return f"{self.file.path}: new, and not from the file: {some_of(self.new)}{left}"
 
 
+LEFT_OVER = re.compile(
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(attn|attention)\.(masked_bias|causal_mask)$"
+    r"|(^|\.)decoder\.version$|embed_positions\.weights$"
+)
+"""Names of buffers that older versions of transformers and fairseq saved."""
+
 LOAD = "load weights (model.from or model.weights; a model of a program by ax.start_from)"
 """The suggestion where a model starts from drawn values."""
 
@@ -227,9 +233,13 @@ def start_from(
             names[first] = named(second)
     for name, there in names.items():
         if there not in file.shapes:
+            way = f"take the file of a {model.name} model"
+            longer = next((one for one in file.shapes if one.endswith(f".{there}")), there)
+            prefix = longer.removesuffix(there)
+            if {f"{prefix}{one}" for one in names.values()} <= file.shapes.keys():
+                way = f"write it with names that do not begin with {prefix!r}"
             raise DataError(
-                f"{file.path}: has no tensor {there!r}, which is {name} of the model; take the "
-                f"file of a {model.name} model"
+                f"{file.path}: has no tensor {there!r}, which is {name} of the model; {way}"
             )
         _check_shape(file, there, name, needed[name], convert)
     again = {**profiled.other_names, **profiled.ties}
@@ -240,7 +250,8 @@ def start_from(
     spare = [name for name in file.shapes if name not in known and not ignored(name)]
     if spare:
         more = f" and {len(spare) - 1} more" if len(spare) > 1 else ""
-        way, layers = f"take the file of a {model.name} model", _depth_of(spare, known)
+        way = f"take the file of a {model.name} model, or write it without what it does not need"
+        layers = _depth_of(spare, known)
         if depth and layers:
             way = f"set {depth} to {layers}, the number of its layers"
         raise DataError(f"{file.path}: holds {spare[0]!r}{more}, which the model lacks; {way}")
@@ -256,7 +267,7 @@ def start_from(
 def is_left_over(shapes: Mapping[str, tuple[int, ...]], name: str) -> bool:
     """Whether a tensor of a file is one that older versions of transformers saved, and nobody
     needs, such as a mask (1, 1, S, S) that attention has as its `bias`."""
-    if re.search(r"rotary_emb\.inv_freq$|(attn|attention)\.masked_bias$", name):
+    if LEFT_OVER.search(name):
         return True
     shape = shapes[name]
     is_mask = len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3]

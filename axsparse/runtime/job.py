@@ -242,15 +242,16 @@ def _connected(stop: StopRequest | None) -> Job:
 def _end_thread(job: Job, own: Callable[..., object], hook: threading.ExceptHookArgs) -> None:
     """Call the program's own `threading.excepthook`, if it has one, and end the job after an
     exception in a thread, which `sys.exit` alone ends by itself; the main thread may be at its
-    exit. A job of one rank is ended in the middle of a run or call only."""
-    if job.transport.size == 1 and not job.in_progress and not job.calls:
+    exit. What concerns the program alone ends nothing."""
+    failure = hook.exc_value or hook.exc_type()
+    if _is_of_program(job, failure):
         own(hook)
         return
     if own is not threading.__excepthook__:
         _call_own("threading.excepthook", own, hook)
     if not issubclass(hook.exc_type, SystemExit):
-        job.left = hook.exc_value or hook.exc_type()
-        _last_words(job, job.left)
+        job.left = failure
+        _last_words(job, failure)
 
 
 def _forget(job: Job, hooks: tuple[Callable[..., object], Callable[..., object]]) -> None:

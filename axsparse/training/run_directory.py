@@ -331,6 +331,8 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
                 if _take(path, lock) or overwrite:
                     locks.pop_all()
                     return lock
+        elif is_marked(path):  # One in use can be neither gone on with nor begun anew.
+            RunLock(path).release()
     raise InUseError(
         f"{where}: {path} holds another run's records or checkpoints, which would be mixed up; "
         f"choose {ANOTHER_RUN_DIR}, or go on with that run by {RESUME_AUTO}, "

@@ -238,6 +238,13 @@ threading.Thread(target=trainer.train, args=[wait], daemon=True).start()
 began.wait()
 sys.exit()
 """
+FAILS_IN_A_THREAD = """
+def fail(step, result):
+    raise ValueError("bad")
+thread = threading.Thread(target=trainer.train, args=[fail])
+thread.start()
+thread.join()
+"""
 SKIPPED = """
 try:
     trainer.train(lambda *_: 1 / 0)
@@ -262,6 +269,7 @@ ax.Trainer(module, lambda: sys.exit(0), loss=nn.MSELoss(reduction="sum"), quiet=
 
 
 OTHER_TRAINS = left(0, "the main thread has ended, and another one trains; join it")
+FAILED = "rank 0 (stage 0, replica 0): on_step after step 1: ValueError: bad"
 GO_ON = ", with resume='auto' to go on"
 LARGER = ", with resume='auto' and a larger train.steps to go on"
 CLOSED = "rank 0 (stage 0, replica 0): {}: the trainer is closed; make another one"
@@ -349,6 +357,7 @@ OF_ONE_RANK = [
     ("callback", "0", ABORT.format(""), left(0, "MPI's Abort(0)")),
     ("callback", "0", IN_A_THREAD, left(0, "os._exit(0)")),
     ("before", "0", IN_A_DAEMON, OTHER_TRAINS),
+    ("before", "0", FAILS_IN_A_THREAD, (70, FAILED)),
     ("before", "0", "trainer.close(); trainer.step()", (78, CLOSED.format("step"))),
 ]
 

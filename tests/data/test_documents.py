@@ -260,6 +260,10 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({**IDS, "loss_mask": [0, 1, 1, 1, 1]}, Unusable("loss_mask with zeros")),
     ({**IDS, "attention_mask": [0] * 5}, Unusable("empty")),
     ({**IDS, "completion_mask": [1]}, Unusable("completion_mask that do not fit the ids")),
+    (
+        {**IDS, "attention_mask": [1, None, *[1] * (len(IDS["input_ids"]) - 2)]},
+        Unusable("attention_mask with a null in place of a number"),
+    ),
     ({**IDS, "labels": [1] * 5}, Unusable("labels that do not fit the ids")),
     ({**IDS, "position_ids": [0, 1, 2, 3, 4], "seq_lengths": [5]}, [5, 6, 7, 8, 9]),
     ({**IDS, "position_ids": [0, 1, 0, 1, 2]}, Unusable(PACKED)),

@@ -21,7 +21,13 @@ from support.runs import on_ranks, tiny_config, token_data
 from axsparse.config.load import configure
 from axsparse.config.schema import CheckpointConfig, Config
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, OutputError
+from axsparse.runtime.errors import (
+    ConfigError,
+    DataError,
+    InUseError,
+    MissingInputError,
+    OutputError,
+)
 from axsparse.runtime.files.run_folder import RunLock, RunMark
 from axsparse.training.checkpoint import checkpoint_folder
 from axsparse.training.checkpoint.verification import checkpoint_of, open_checkpoint, steps_in
@@ -165,6 +171,8 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(
     lock = RunLock(run)
     with pytest.raises(OutputError, match=rf"^{run}: is in use by a Trainer of this"):
         make_run_dir(loaded(run), overwrite=True)
+    with pytest.raises(InUseError, match="is in use by a Trainer of this program; close"):
+        make_run_dir(loaded(run))  # which names neither a resume nor overwrite=True
     lock.release()
 
     found = opened(loaded(run), None, overwrite=True)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -295,6 +296,10 @@ def empty_model(theirs: Mapping[str, Any]) -> Any:
         head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
         text.tie_word_embeddings = head.weight is embedding.weight
     causal = TextModel(whole) if is_headless(text) else _made(AutoModelForCausalLM, text)
+    if whole is not None and not _score_alike(causal, whole):
+        causal = TextModel(whole)
+        if not _score_alike(causal, whole):
+            raise unfit("its logits are not those of its text model")
     _with_buffers(causal)
     vars(causal)[SURROUNDING] = whole  # no child, whose parameters would be the model's
     return causal
@@ -324,6 +329,44 @@ class TextModel(nn.Module):
     def forward(self, **given: Any) -> SimpleNamespace:
         """The logits, (B, S, V), as an attribute."""
         return SimpleNamespace(logits=self.lm_head(self.model(**given).last_hidden_state))
+
+
+class _Outputs(OrderedDict[str, Any]):
+    """Outputs of a model's layers without values: its first one is a hidden state on the meta
+    device."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(last_hidden_state=torch.empty(1, 1, width, device="meta"))
+
+    def __getitem__(self, key: Any) -> Any:
+        return super().__getitem__("last_hidden_state" if key == 0 else key)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
+
+
+def _scores(model: Any) -> Tensor | None:
+    """The logits that a language model makes of fixed outputs of its head, which some scale or cap;
+    None if the layers and the head belong to a model in it."""
+    head, base = model.get_output_embeddings(), getattr(model, model.base_model_prefix, model)
+    if base is model:
+        return None
+    given = _Outputs(head.weight.shape[1])
+    base.forward = lambda *_, **__: given
+    hook = head.register_forward_hook(lambda *_: torch.linspace(-50, 50, 8).view(1, 1, 8))
+    try:
+        logits: Tensor = model(input_ids=torch.zeros(1, 1, dtype=torch.long, device="meta")).logits
+        return logits
+    finally:
+        hook.remove()
+        del base.forward
+
+
+def _score_alike(causal: Any, whole: Any) -> bool:
+    """Whether a text model makes the same logits as the model around it of what its head puts out,
+    or that model leaves them to it."""
+    ours, wanted = _scores(causal), _scores(whole)
+    return wanted is None or (ours is not None and torch.equal(ours, wanted))
 
 
 def full_model(theirs: Mapping[str, Any]) -> Any:

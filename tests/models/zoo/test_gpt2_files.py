@@ -243,3 +243,18 @@ def test_what_older_versions_saved_is_ignored() -> None:
     assert [is_left_over(given.shapes, name) for name in given.shapes] == [True, True, False, True]
     given.shapes[f"{attention}.bias"] = (12,)  # of a layer, and trained
     assert not is_left_over(given.shapes, f"{attention}.bias")
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [
+        ("transformer.h.0.attn.causal_mask", True),
+        ("model.layers.0.self_attn.rotary_emb.cos_cached", True),
+        ("decoder.version", True),
+        ("model.embed_positions.weights", True),
+        ("model.embed_positions.weight", False),
+        ("v_head.summary.weight", False),
+    ],
+)
+def test_buffers_of_older_versions_are_known_by_their_names(name: str, is_known: bool) -> None:
+    assert is_left_over({name: (3, 4)}, name) == is_known

@@ -305,7 +305,7 @@ def test_frequencies_that_older_versions_saved_change_nothing(tmp_path: Path) ->
 # -- start values and costs -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", by_default(["gemma3"], FAMILIES["pictures"]))
+@pytest.mark.parametrize("family", by_default(["gemma3", "llava_next"], FAMILIES["pictures"]))
 def test_texts_mean_to_a_text_model_what_they_mean_to_the_model_around_it(
     transformers: Any, family: str, tmp_path: Path
 ) -> None:
