@@ -35,7 +35,7 @@ from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
 from axsparse.data.token_file import read_sidecar
 from axsparse.data.tokenizers import ANOTHER_TOKENIZER
-from axsparse.models.layer import StartValues
+from axsparse.models.layer import Model, StartValues
 from axsparse.models.start_weights import FromFile
 from axsparse.models.teacher import with_teacher
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
@@ -49,7 +49,7 @@ from axsparse.runtime.files.atomic import new_path
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.job import Job
-from axsparse.training.build import PrunedLayers, owl_sparsities, prune_layers
+from axsparse.training.build import PrunedLayers, check_fits, owl_sparsities, prune_layers
 from axsparse.training.checkpoint.verification import checkpoint_of
 from axsparse.training.export import Weights, export, export_folder, with_card
 from axsparse.training.plan import RunPlan
@@ -278,7 +278,7 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     is_first, path = transport.rank == 0, order.work / FACTS
     page = partial(card, order, asked)
     if not together(transport, lambda: path.exists() and (order.work / PRUNED).exists()):
-        together(transport, partial(_check_teacher, order, asked))
+        _check_training(job, order, asked)
         found = _pruned(job, order, asked)
 
         def keep() -> None:
@@ -339,11 +339,19 @@ def _write_trained(
     return facts
 
 
-def _check_teacher(order: PruneOrder, asked: Config) -> None:
-    """The errors of a teacher that does not fit, before layers are pruned."""
-    config = order.configured(f"data.sequence_length={order.length(asked)}")
-    if config.train.teacher is not None:
-        with_teacher(model_without_weights(config), config, reads_weights=False)
+def _check_training(job: Job, order: PruneOrder, asked: Config) -> None:
+    """The errors of a training that cannot begin, before layers are pruned, on all ranks alike: of
+    a teacher that does not fit, and of a model that does not fit the memory."""
+    length = f"data.sequence_length={order.length(asked)}"
+    config = order.configured(length, "pruning.heal=none", "pruning.method=magnitude")
+
+    def model() -> Model:
+        model = model_without_weights(config)
+        if config.train.teacher is None:
+            return model
+        return with_teacher(model, config, reads_weights=False)
+
+    check_fits(job, together(job.transport, model), config)
 
 
 def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:

@@ -87,8 +87,10 @@ def _set_malloc(setting: int, value: int) -> bool:
 
 
 def host_memory_bytes(cgroup: Path = CGROUP, own: Path = OWN) -> int:
-    """Bytes of memory of this machine, or the limit of its container or job."""
+    """Bytes of memory of this machine, or the limit of its container, job or process."""
     whole = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`
+    whole = whole if limit == resource.RLIM_INFINITY else min(whole, limit)
     files = product(_groups("memory", cgroup, own), LIMITS)
     texts = [_text(folder / name) for folder, name in files]
     return min([whole, *(int(text) for text in texts if text.isdigit())])

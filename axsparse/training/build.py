@@ -29,7 +29,7 @@ from axsparse.models.model_profile import ModelProfile, costs_of, profile, with_
 from axsparse.models.module_buffers import start_training, switch_mode
 from axsparse.models.sequential import frozen_in_training, is_in_evaluation
 from axsparse.observe.metrics import reject_missing_packages
-from axsparse.observe.out_of_memory import with_advice
+from axsparse.observe.out_of_memory import with_advice, with_host_advice
 from axsparse.observe.phases import Phases
 from axsparse.observe.watchdog.watchdog import watched
 from axsparse.pipeline.layer_runner import LayerRunner
@@ -73,7 +73,13 @@ from axsparse.training.checkpoint.verification import (
     reject_other_teacher,
 )
 from axsparse.training.placement import Placement, bind_rank
-from axsparse.training.plan import RunPlan, decided_precision, plan_run, reject_mismatching_rank
+from axsparse.training.plan import (
+    RunPlan,
+    decided_precision,
+    found_budget,
+    plan_run,
+    reject_mismatching_rank,
+)
 from axsparse.training.run_directory import RunDir, open_run_dir
 from axsparse.training.run_sources import Data, RunSources, open_data
 
@@ -194,6 +200,20 @@ def _prepared_calibration(
     options = _state_options(plan, _replicas(plan, transport), placement)
     own = [model.layers[number] for number in plan.stages[plan.coords.stage]]
     return plan, data, _calibration(plan, own, options, transport, data, held_out), count
+
+
+def check_fits(job: Job, model: Model, config: Config) -> None:
+    """Raise on all ranks alike what a training of this model on these ranks would raise before it
+    builds anything, such as ConfigError where no number of stages fits the memory."""
+    check_settings(job, config, model)
+    placement, config = placed(job, config)
+    transport, on_host = placement.transport, placement.gpu is None
+    profiled = profile_together(model, config, transport)
+    budget = found_budget(config, transport, placement.memory)
+    together(
+        transport,
+        lambda: plan_run(config, model, profiled, transport, on_host=on_host, budget=budget),
+    )
 
 
 # -- settings -----------------------------------------------------------------------------
@@ -530,12 +550,16 @@ def _watched_calibration(
     plan: RunPlan, calibration: Calibration, folder: Path | None, reworded: Callable[[str], str]
 ) -> Iterator[Calibration]:
     """The calibration under a watchdog, whose report is in the folder."""
-    with watched(
-        *("calibration", plan.config.watchdog, folder),
-        coords=calibration.coords,
-        transport=calibration.transport,
-        reworded=reworded,
-    ) as beats:
+    way = "start more ranks, each of which has some of the layers, or take a larger machine"
+    with (
+        watched(
+            *("calibration", plan.config.watchdog, folder),
+            coords=calibration.coords,
+            transport=calibration.transport,
+            reworded=reworded,
+        ) as beats,
+        with_host_advice(lambda: f"the calibration of {plan.coords}", way),
+    ):
         yield replace(calibration, beats=beats)
 
 

@@ -347,6 +347,20 @@ def test_a_teacher_that_does_not_fit_is_rejected_before_layers_are_pruned(
     assert not (tmp_path / "out.run" / "layers").exists()
 
 
+def test_a_training_that_does_not_fit_is_rejected_before_layers_are_pruned(
+    transformers: Any, tmp_path: Path
+) -> None:
+    del transformers
+    write_folder(tmp_path / "model")
+
+    words = ["-m", "axsparse", "prune", *FEW, "--out", "out", "--steps", "2"]
+    done = run_alone([*words, "--set", "layout.memory_per_rank=0.1"], cwd=tmp_path)
+
+    assert done.returncode == EXIT_CONFIG
+    assert "auto finds no number of stages of 1 rank that fits 100 MB a rank" in done.stderr
+    assert not (tmp_path / "out.run" / "layers").exists()
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("heal", ["none", "blocks", "train", "taught"])
 def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_path: Path) -> None:

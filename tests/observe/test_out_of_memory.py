@@ -1,4 +1,4 @@
-"""The error when a GPU's memory runs out."""
+"""The error when the memory of a GPU or of the machine runs out."""
 
 from __future__ import annotations
 
@@ -66,3 +66,31 @@ def test_state_and_steps_that_do_not_fit_say_so_and_what_was_predicted(
 def test_other_failures_pass_as_they_are() -> None:
     with pytest.raises(RuntimeError, match="another"), with_advice(str, lambda: STATE, None):
         raise RuntimeError("another")
+
+
+@pytest.mark.parametrize(
+    ("raised", "more"),
+    [
+        (
+            RuntimeError(
+                "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate "
+                "memory: you tried to allocate 4202692608 bytes. Error code 12"
+            ),
+            ": 4.2 GB more were wanted",
+        ),
+        (MemoryError(), ""),
+    ],
+)
+def test_a_process_that_gets_no_more_memory_says_where_and_how_much(
+    raised: Exception, more: str
+) -> None:
+    with (
+        pytest.raises(TrainingError) as caught,
+        with_advice(lambda: "B3 of step 12", lambda: STATE, None),
+    ):
+        raise raised
+    assert str(caught.value) == (
+        f"memory ran out in B3 of step 12{more}; raise layout.g_inter, lower "
+        "batch.microbatch_size, or set pipeline.checkpoint_activations"
+    )
+    assert caught.value.__cause__ is raised

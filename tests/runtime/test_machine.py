@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import resource
 import time
 from pathlib import Path
 
@@ -100,6 +101,13 @@ def test_holes_between_blocks_are_given_back_once_they_may_be_large(told: list[s
 
 def test_the_peak_stands_in_where_the_system_does_not_say(tmp_path: Path) -> None:
     assert resident_memory_bytes(tmp_path / "none") == peak_memory_bytes()
+
+
+def test_a_process_has_no_more_than_its_own_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: {resource.RLIMIT_AS: (10**8, -1)}[kind])
+    assert host_memory_bytes(tmp_path) == 10**8
 
 
 def test_a_container_has_what_its_cgroup_leaves(tmp_path: Path) -> None:
