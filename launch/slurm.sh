@@ -61,5 +61,5 @@ while [ "$SECONDS" -lt "$save_at" ]; do
 done
 [ -z "$cancelled" ] || exit "$code"
 [ -n "$progress" ] || { echo "axsparse: error: no new checkpoint in this job, so none follows it" >&2; exit 70; }
-submit || { sleep "$pause"; submit; } || echo "axsparse: error: saved, but $script cannot be submitted from here; submit it by hand" >&2
+[ -e "$script" ] || cp -- "$0" "$script"; submit || { sleep "$pause"; submit; } || echo "axsparse: error: saved, but $script cannot be submitted from here; submit it by hand" >&2
 exit 75

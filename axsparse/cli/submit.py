@@ -30,7 +30,7 @@ from axsparse.cli.parser import (
 from axsparse.config.load import configure, packaged_folder
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
-from axsparse.runtime.errors import ConfigError, MissingInputError, writing
+from axsparse.runtime.errors import ConfigError, MissingInputError, reading, writing
 from axsparse.runtime.files.paths import reject_foreign
 from axsparse.runtime.files.run_folder import automatic_run_dirs
 
@@ -179,6 +179,13 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
     if job.setup is not None:
         if not job.setup.is_file():
             raise MissingInputError(f"--setup: {str(job.setup)!r} is no file; name an existing one")
+        with reading(f"--setup: {job.setup}", "name another file"):
+            has_returns = b"\r\n" in job.setup.read_bytes()
+        if has_returns:
+            raise ConfigError(
+                f"--setup: {job.setup} has lines that end in CRLF, which a shell reads as a part of "
+                f"their last words; remove them: sed -i 's/\\r$//' {shlex.quote(str(job.setup))}"
+            )
         setup = (
             "trap 'code=$?; echo \"axsparse: error: --setup ends the job: it has an exit, or its "
             "last command failed\" >&2; exit $((code ? code : 78))' EXIT; "

@@ -306,6 +306,12 @@ def _claim(path: Path, where: str, *, overwrite: bool = False) -> RunLock:
     gets it later, once the first has ended, it looks again at what the first has recorded.
     """
     with writing(f"{where}: {path}", OTHER_RUN_DIR):
+        for folder in (path.resolve(), *path.resolve().parents):
+            if folder.name == CHECKPOINTS and has_mark(folder.parent):
+                raise ConfigError(
+                    f"{where}: {path} is of the checkpoints of another run, which it removes in "
+                    f"time; choose {ANOTHER_RUN_DIR}"
+                )
         try:
             _reject_broken_link(path, where)
             path.mkdir(parents=True, exist_ok=True)

@@ -411,6 +411,21 @@ def test_a_job_that_cannot_begin_does_not_try_again(here: Path, submit: Axsparse
     assert re.fullmatch(r"axsparse: error: config 'gone.yaml': .*\n66", found)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_a_script_that_was_removed_while_its_job_ran_is_there_again_for_the_next(
+    name: str, here: Path, submit: Axsparse
+) -> None:
+    words = [f"--{name}", *SLURM[1:]]
+    script = submit(*words, "--run-dir", "r")[1]
+    end = f'rm -f "{here}/r.sh"; save_at=0; wait "$pid";'
+    assert script.count('wait "$pid";') == 1
+
+    found = job(here, script.replace('wait "$pid";', end), "137 2")
+
+    assert found.endswith("submitted again\n75")
+    assert (here / "r.sh").read_text() == (here / "job.sh").read_text()
+
+
 def test_a_run_directory_that_is_away_is_no_progress(here: Path, submit: Axsparse) -> None:
     (here / "r" / "checkpoints" / "step-3").mkdir(parents=True)
     (here / "r" / "checkpoints" / "step-3" / "manifest.json").touch()
