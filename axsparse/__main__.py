@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         run_command(CommandParser(lambda _: say(f"axsparse {__version__}")), [])
     nearest = get_close_matches(word[:60], COMMANDS, n=1)
     suggestion = f"did you mean {nearest[0]}? " if nearest else ""
+    if word.startswith("-"):
+        suggestion = f"name one before it, such as axsparse train {word}; "
     reject(f"no command {word!r}; {suggestion}see axsparse --help")
 
 

@@ -174,6 +174,12 @@ class OwnValues:
         """`tensors` has all tensors of the modules, by global name; `written` names numbers and
         texts that forwards of the modules write."""
         reject_aliases("model", tensors)
+        for name, tensor in tensors.items():
+            if tensor.layout != torch.strided:
+                raise ConfigError(
+                    f"model: {name} is {tensor.layout}, which cannot be saved; keep what it is "
+                    "made of as dense buffers, and join them in forward"
+                )
         self.tensors, self.written = tensors, frozenset(written)
         self._container = modules if isinstance(modules, nn.Module) else nn.ModuleList(modules)
         self._parts = _parts(self._container)

@@ -236,6 +236,11 @@ def try_layouts(request: SearchRequest) -> tuple[list[Candidate], list[Rejection
     return rows, rejected
 
 
+def _has_a_grid(size: int, most_stages: int, batch: int) -> bool:
+    """Whether some number of stages leaves each replica a sample of the batch."""
+    return any(n <= most_stages and size // n <= batch for n in divisors(size))
+
+
 def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list[Rejection]]:
     """The microbatch sizes at which this grid fits, and the sizes at which it does not."""
     rows: list[Candidate] = []
@@ -246,6 +251,10 @@ def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list
         if grid.g_inter > most:
             why = f"the model can be cut into {most} stages at most"
             way = "choose fewer stages (layout.g_inter)"
+        of_stages = grid.g_inter * grid.g_data
+        if not _has_a_grid(of_stages, most, batch):
+            fewer = next(n for n in range(of_stages, 0, -1) if _has_a_grid(n, most, batch))
+            way = f"take {fewer * grid.g_tensor} devices, or a larger batch"
         return rows, [Rejection(grid.g_inter, grid.g_data, None, why, way)]
     rejected: list[Rejection] = []
     for size in request.sizes(grid.g_data):

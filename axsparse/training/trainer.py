@@ -238,7 +238,7 @@ class Trainer:
             learning_rate=given.learning_rate,
         )
         self.plan = plan = together(transport, deciding)
-        self.coords, self.profile, self.config = plan.coords, plan.profile, plan.config
+        self.coords, self.profile = plan.coords, plan.profile
         coords, resolved = self.coords, self.config
         self._exported_config = with_absolute_paths(resolved)
         table = (*self.placement.table, *launch_warnings(plan, transport), *notes)
@@ -400,6 +400,11 @@ class Trainer:
     def steps_done(self) -> int:
         """Steps since the run began, including steps before it was resumed."""
         return self.progress.step
+
+    @property
+    def config(self) -> Config:
+        """The configuration that is trained by, with every `auto` decided."""
+        return self.plan.config
 
     @property
     def _is_over(self) -> bool:
