@@ -183,7 +183,7 @@ def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
             has_returns = b"\r\n" in job.setup.read_bytes()
         if has_returns:
             raise ConfigError(
-                f"--setup: {job.setup} has lines that end in CRLF, which a shell reads as a part of "
+                f"--setup: {job.setup} has lines that end in CRLF, which a shell reads as part of "
                 f"their last words; remove them: sed -i 's/\\r$//' {shlex.quote(str(job.setup))}"
             )
         setup = (
