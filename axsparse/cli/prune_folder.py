@@ -419,6 +419,8 @@ ZEROS_ALONE = ("pruning.layers=[]", "pruning.distribution=uniform", "pruning.hea
 """The settings of pruning that method zeros takes at these values alone, where a configuration of
 the user's may have others."""
 
+TRAINED_BY = ("data.sequence_length=", "batch.")
+"""The settings of samples and batches, by which a user trains on as the folder was made."""
 WHICH = ("pruning.include=", "pruning.exclude=")
 """The settings that say which matrices are pruned."""
 
@@ -438,6 +440,7 @@ def card(order: PruneOrder, config: Config, facts: Facts) -> str:
         "pruning.method=zeros",
         f"pruning.sparsity={removed:.4f}",
         *(ZEROS_ALONE if str(order.config) != bundled_source() else ()),
+        *(each for each in order.settings if each.startswith(TRAINED_BY)),
         *(facts.which or (each for each in order.settings if each.startswith(WHICH))),
     )
     train = ["axsparse", "train", "--config", order.config, "--run-dir", f"{order.out}.trained"]

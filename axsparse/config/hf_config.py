@@ -237,7 +237,7 @@ QUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 """The kinds of quantized folders of which transformers makes ones of real numbers, by its class."""
 IN_BF16 = (
     "AutoModelForCausalLM.from_pretrained(FOLDER, quantization_config={}(dequantize=True))"
-    ".save_pretrained(OTHER, save_original_format=False), of transformers"
+    ".save_pretrained(OTHER, save_original_format=False), of transformers with accelerate"
 )
 """The call that does so; in the original format it would keep the names of quantized weights."""
 BEFORE = "take the checkpoint before it was quantized, if there is one"

@@ -48,7 +48,12 @@ class MegatronIds:
         stem = path.with_suffix("") if path.suffix in ENDINGS else path
         self._index, data, self._where = Path(f"{stem}.idx"), Path(f"{stem}.bin"), where
         suggestion = "copy both files again, or make them again"
-        with reading(f"{where}: {self._index}", suggestion), self._index.open("rb") as file:
+        raw = (
+            f"{suggestion}; ids in a file alone are for ax.TokenDataset in Python, by np.memmap"
+            if data.exists()
+            else suggestion
+        )
+        with reading(f"{where}: {self._index}", raw), self._index.open("rb") as file:
             header, size = file.read(HEADER.size), self._index.stat().st_size
         with reading(f"{where}: {data}", suggestion):
             total = data.stat().st_size

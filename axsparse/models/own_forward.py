@@ -934,10 +934,14 @@ def _above(name: str) -> str:
 
 
 def by_folder(module: nn.Module) -> str:
-    """The way to train a model of transformers from its folder, which knows no frozen ones."""
+    """The way to train a model of transformers from its folder, which knows no frozen ones; empty
+    for another model, and for one with modules of other origin in it, which no folder has."""
+    of_libraries = {type(each).__module__.partition(".")[0] for each in module.modules()}
+    if not hasattr(module, "save_pretrained") or not of_libraries <= {"torch", "transformers"}:
+        return ""
     frozen = [name for name, each in module.named_parameters() if not each.requires_grad]
     also = f', with learning_rates=["{frozen[0]}=0", …] for what is frozen' if frozen else ""
-    return f"save it by save_pretrained(FOLDER), and give ax.hf(FOLDER){also}"
+    return f"save it by save_pretrained(FOLDER), and give ax.hf(FOLDER) without loss={also}"
 
 
 def _unfit(module: nn.Module, why: str, way: str = BY_HAND) -> ConfigError:
@@ -947,6 +951,6 @@ def _unfit(module: nn.Module, why: str, way: str = BY_HAND) -> ConfigError:
         way = "give it as it was before it was quantized (torch.ao), or " + way
     if isinstance(module, nn.ModuleList):
         way = "give nn.Sequential(*modules) if each gets the result of the one before it"
-    if hasattr(module, "save_pretrained"):
-        way = f"if it predicts next tokens, {by_folder(module)} without loss=; else {way}"
+    if folder := by_folder(module):
+        way = f"if it predicts next tokens, {folder}; else {way}"
     return ConfigError(f"model: {type(module).__name__} cannot be cut into layers: {why}; {way}")

@@ -74,8 +74,8 @@ class StopRequest:
         return self.reason is not None
 
     def listen(self) -> None:
-        """Take the signals from now on, but those for which the program has a handler (Ctrl-C is
-        taken from it unless it is ignored); in another thread than the main one, do nothing.
+        """Take the signals from now on, but those for which the program has a handler of its own;
+        in another thread than the main one, do nothing.
 
         A second call takes again what `rest` has given back.
         """
@@ -108,7 +108,10 @@ class StopRequest:
         if handler == signal.SIG_IGN:
             return number not in STAY_IGNORED
         is_own = isinstance(getattr(handler, "__self__", None), StopRequest)
-        return handler in (signal.SIG_DFL, interrupt) or number == signal.SIGINT or is_own
+        # asyncio's, which cancels what has not begun, would let a first Ctrl-C pass.
+        is_loop = getattr(getattr(handler, "func", None), "__module__", None) == "asyncio.runners"
+        usual = (signal.SIG_DFL, signal.default_int_handler, interrupt)
+        return handler in usual or is_own or is_loop
 
     def release(self) -> None:
         """Give the signals back to the handlers that they had before. What came stays noted for the

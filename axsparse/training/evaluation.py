@@ -180,7 +180,10 @@ def evaluate_saved(
 
 
 def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
-    way = "evaluate on data of a program by ax.Trainer(…, resume=RUN).evaluate()"
+    way = (
+        "evaluate on data of a program by ax.Trainer(…, resume=RUN).evaluate(), with "
+        "train.eval_steps"
+    )
     facts, words = facts_of(datasets), saved.model.vocab_size
     checked_entry(saved.config, words, facts, saved.checkpoint, way)
     if datasets.validation is None:

@@ -90,7 +90,7 @@ from axsparse.training.checkpoint.verification import Checkpoint, checkpoint_of,
 T = TypeVar("T")
 Form = Literal["hf", "sparse", "torch"]
 WEIGHTS = re.compile(
-    r"\.(safetensors|pt|pth|ckpt|gguf|h5|msgpack|onnx|onnx_data|ot|tflite)$|\.index\.json$"
+    r"\.(safetensors|pt|pth|ckpt|gguf|h5|msgpack|distcp|keras|nemo|onnx|onnx_data|ot|tflite)$|\.index\.json$"
     r"|^(?!.*(vocab|tokenizer|merges|bpe|spm)).*\.(bin|npz)$"
 )
 """Finds the names of files of weights, in whatever format, but for vocabularies: next to exported
@@ -487,7 +487,8 @@ def configured_model(
         raise ConfigError(
             f"{where}: is of a model of your own, not of the {config.model.name} of its "
             "configuration; take its weights by ax.load, trainer.state_dict() or axsparse export "
-            "--to torch, and evaluate it by ax.Trainer(…, resume=RUN).evaluate()"
+            "--to torch, and evaluate it by ax.Trainer(…, resume=RUN).evaluate(), with "
+            "train.eval_steps"
         )
     return model, profiled
 

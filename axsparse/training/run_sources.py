@@ -142,8 +142,8 @@ def run_sources(
     kind = type(model).__name__
     if isinstance(model, nn.Module) and loss is None:
         way = "give loss=, which returns the summed loss of the outputs and the targets"
-        if hasattr(model, "save_pretrained") and re.search("CausalLM|LMHead", kind):
-            way = by_folder(model)
+        if re.search("CausalLM|LMHead", kind):
+            way = by_folder(model) or way
         raise ConfigError(f"Trainer: {kind} has no loss; {way}")
     if loss is not None and not isinstance(model, nn.Module):
         raise ConfigError(

@@ -786,9 +786,9 @@ class Trainer:
         """Loss and metrics over `train.eval_steps` global batches of validation data.
 
         All ranks call this together, before, between or after steps; the training state does not
-        change. None if there is no validation data. ConfigError on all ranks if one makes another
-        call meanwhile, and after a failed step; StoppedError if a signal came and no run
-        is in progress.
+        change. None if there is no validation data, or if `train.eval_steps` is 0. ConfigError on
+        all ranks if one makes another call meanwhile, and after a failed step; StoppedError if a
+        signal came and no run is in progress.
         """
         if self._failed:
             self._reject_closed("evaluate")

@@ -58,8 +58,8 @@ def test_a_signal_that_ends_it_says_how_to_go_on(number: signal.Signals, tmp_pat
         cwd=tmp_path,
         stderr=subprocess.PIPE,
         text=True,
-        # A test run in the background of a shell would hand down that SIGINT is ignored.
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+        # A test run in the background of a shell, or under nohup, hands down that one is ignored.
+        preexec_fn=partial(signal.signal, number, signal.SIG_DFL),
     )
     try:
         # Opening the other end waits until the command has opened its own.

@@ -184,11 +184,23 @@ def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c(segment: Pa
     process.stderr.close()
 
 
+def test_asyncio_leaves_ctrl_c_to_a_run(stop: StopRequest) -> None:
+    async def train() -> None:
+        stop.listen()
+        os.kill(os.getpid(), signal.SIGINT)
+        wait_for(stop)
+        stop.release()
+
+    asyncio.run(train())
+    assert stop.reason == "SIGINT"
+
+
 @pytest.mark.parametrize(
     ("number", "handler"),
     [
         (signal.SIGTERM, lambda *_: None),
         (signal.SIGHUP, signal.SIG_IGN),  # as nohup ignores it
+        (signal.SIGINT, lambda *_: None),
         (signal.SIGINT, signal.SIG_IGN),  # as a script ignores it for its jobs in the background
     ],
 )
