@@ -101,7 +101,7 @@ def parser() -> CommandParser:
         "train.teacher=FOLDER"
     )
     add("--teacher", metavar="FOLDER", nargs="?", const=SOURCE, help=text)
-    text = "owl leaves layers with more outliers denser (default: owl above 0.85)"
+    text = "owl leaves layers with more outliers denser (default: owl above 0.65)"
     add("--distribution", choices=("uniform", "owl"), help=text)
     add("--out", metavar="FOLDER", type=Path, help="the folder to write")
     add_configuration(add)

@@ -176,7 +176,7 @@ class FromFile:
 
 LEFT_OVER = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$|(attn|attention)\.(masked_bias|causal_mask)$"
-    r"|(^|\.)decoder\.version$|embed_positions\.weights$"
+    r"|(^|\.)(decoder\.version|position_ids)$|embed_positions\.weights$"
 )
 """Names of buffers that older versions of transformers and fairseq saved."""
 

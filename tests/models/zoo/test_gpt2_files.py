@@ -251,6 +251,7 @@ def test_what_older_versions_saved_is_ignored() -> None:
         ("transformer.h.0.attn.causal_mask", True),
         ("model.layers.0.self_attn.rotary_emb.cos_cached", True),
         ("decoder.version", True),
+        ("model.vision_tower.embeddings.position_ids", True),
         ("model.embed_positions.weights", True),
         ("model.embed_positions.weight", False),
         ("v_head.summary.weight", False),

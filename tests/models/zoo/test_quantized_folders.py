@@ -91,7 +91,9 @@ def test_the_call_of_the_refusal_makes_a_folder_that_trains(
 
     with pytest.raises(DataError) as refused:
         config_from(folder)
-    call = re.search("write one in bf16: (.*), of transformers$", str(refused.value))
+    call = re.search(
+        "write one in bf16: (.*), of transformers with accelerate$", str(refused.value)
+    )
     assert call is not None, refused.value
     # Asked for by transformers before it reads eight bits, and not used here.
     quantizer = transformers.quantizers.quantizer_finegrained_fp8
