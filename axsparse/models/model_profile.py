@@ -33,6 +33,7 @@ from axsparse.models.layer import (
 )
 from axsparse.models.layer_cost import NO_SUMS, SAMPLES, Activations, LayerSums, Tracer
 from axsparse.models.module_buffers import (
+    NOT_DENSE,
     named_tensors,
     other_names,
     reject_aliases,
@@ -575,8 +576,7 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
         is_dense = tensor.layout == torch.strided
         if not is_dense or (slot.persists and not can_be_stored(tensor)):
             raise ConfigError(
-                f"{where} is {tensor.dtype if is_dense else tensor.layout}, which cannot be saved; "
-                "keep what it is made of as dense buffers, and join them in forward"
+                f"{where} is {tensor.dtype if is_dense else tensor.layout}, {NOT_DENSE}"
             )
 
 

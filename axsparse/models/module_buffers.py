@@ -162,6 +162,12 @@ def with_other_names(tensors: Mapping[str, T], others: Mapping[str, str]) -> dic
     return {**tensors, **{name: tensor for name, tensor in again.items() if name not in tensors}}
 
 
+NOT_DENSE = (
+    "which cannot be saved; keep what it is made of as dense buffers, and join them in forward"
+)
+"""The error, and the suggestion, for a buffer of another layout than torch's strided one."""
+
+
 def reject_aliases(where: str, tensors: Mapping[str, Tensor]) -> None:
     """ConfigError for a trained parameter in the memory of another tensor, as an assignment to
     `.data` leaves it: in plain torch one follows the updates of the other, and copies do not."""

@@ -26,6 +26,7 @@ from axsparse.models.layer import (
     takes,
 )
 from axsparse.models.module_buffers import (
+    NOT_DENSE,
     has_own_train,
     named_tensors,
     reject_aliases,
@@ -176,10 +177,7 @@ class OwnValues:
         reject_aliases("model", tensors)
         for name, tensor in tensors.items():
             if tensor.layout != torch.strided:
-                raise ConfigError(
-                    f"model: {name} is {tensor.layout}, which cannot be saved; keep what it is "
-                    "made of as dense buffers, and join them in forward"
-                )
+                raise ConfigError(f"model: {name} is {tensor.layout}, {NOT_DENSE}")
         self.tensors, self.written = tensors, frozenset(written)
         self._container = modules if isinstance(modules, nn.Module) else nn.ModuleList(modules)
         self._parts = _parts(self._container)

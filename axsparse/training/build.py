@@ -35,7 +35,7 @@ from axsparse.observe.watchdog.watchdog import watched
 from axsparse.pipeline.layer_runner import LayerRunner
 from axsparse.pipeline.stage import Stage, StageTeacher
 from axsparse.pipeline.weight_gradients import StageProducts
-from axsparse.planner.stage_memory import is_recomputed
+from axsparse.planner.stage_memory import UNLIMITED, is_recomputed
 from axsparse.pruning.calibration import Calibration
 from axsparse.pruning.healing import HealedLayers, Reconstruction
 from axsparse.pruning.input_statistics import METHODS
@@ -179,14 +179,8 @@ def _prepared_calibration(
 ) -> tuple[RunPlan, Data, Calibration, int]:
     """The plan of a model that is pruned one layer at a time, its data, the calibration of this
     rank, and the number of validation samples of which it gives the losses."""
-    check_settings(job, config, model)
-    placement, config = placed(job, config)
+    plan, placement = _planned(job, model, config, is_limited=False)
     transport = placement.transport
-    profiled = profile_together(model, config, transport)
-    on_host = placement.gpu is None
-    plan = together(
-        transport, lambda: plan_run(config, model, profiled, transport, on_host=on_host)
-    )
     prepare_process(job, plan, transport)
     if plan.on_host:
         keep_freed_blocks()  # A layer reuses the memory of the one before: 16 % of healing's time.
@@ -205,15 +199,23 @@ def _prepared_calibration(
 def check_fits(job: Job, model: Model, config: Config) -> None:
     """Raise on all ranks alike what a training of this model on these ranks would raise before it
     builds anything, such as ConfigError where no number of stages fits the memory."""
+    _planned(job, model, config, is_limited=True)
+
+
+def _planned(
+    job: Job, model: Model, config: Config, *, is_limited: bool
+) -> tuple[RunPlan, Placement]:
+    """The plan of a run, in the memory of a rank or in any, and the place of this rank."""
     check_settings(job, config, model)
     placement, config = placed(job, config)
     transport, on_host = placement.transport, placement.gpu is None
     profiled = profile_together(model, config, transport)
-    budget = found_budget(config, transport, placement.memory)
-    together(
+    budget = found_budget(config, transport, placement.memory) if is_limited else UNLIMITED
+    plan = together(
         transport,
         lambda: plan_run(config, model, profiled, transport, on_host=on_host, budget=budget),
     )
+    return plan, placement
 
 
 # -- settings -----------------------------------------------------------------------------

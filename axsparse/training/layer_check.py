@@ -328,7 +328,7 @@ class _Comparison:
                     raise ConfigError(
                         f"layer {name}: its forward writes to {place}{type(value).__name__} that "
                         f"layer {other} has too, and they could stand on two stages; return it as "
-                        f"a tensor beside the output, which the layers up to {other} pass on; "
+                        f"a tensor with the output, which the layers up to {other} pass on; "
                         f"{self._suggestion()}"
                     )
 

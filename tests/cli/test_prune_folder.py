@@ -98,6 +98,7 @@ def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path
     said = (tmp_path / out / "README.md").read_text()
     assert re.search(r"\| 8 validation samples \| before \| after \|", said)
     assert re.search(r"\| perplexity \| \d+\.\d+ \| \d+\.\d+ \|", said)
+    assert " --set batch.global_batch_size=4" in said.partition("axsparse train")[2]
     assert "model, pruned by axsparse: wanda to 50 %; blocks are healed.\n50.0 % of the" in said
     assert "Data: texts; 8 samples of calibration; seed 1234.\n" in said
     again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out], cwd=tmp_path)

@@ -186,11 +186,16 @@ def test_a_second_signal_ends_a_process_whose_main_thread_waits_in_c(segment: Pa
 
 def test_asyncio_leaves_ctrl_c_to_a_run(stop: StopRequest) -> None:
     async def train() -> None:
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         stop.listen()
+        assert getattr(signal.getsignal(signal.SIGINT), "__self__", None) is stop
         os.kill(os.getpid(), signal.SIGINT)
         wait_for(stop)
         stop.release()
 
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # in place of which asyncio has its own
     asyncio.run(train())
     assert stop.reason == "SIGINT"
 

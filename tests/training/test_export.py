@@ -306,7 +306,8 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     (start / "onnx" / "again").symlink_to(start, target_is_directory=True)
     others = ("flax_model.msgpack", "mm_projector.bin", "model.safetensors.index.json")
     states = "checkpoint-5/global_step5/mp_rank_00_model_states.pt"
-    for name in (*left, *others, "pytorch_model-00001-of-00002.bin", states):
+    shard = "checkpoint-5/__0_0.distcp"  # of torch.distributed.checkpoint
+    for name in (*left, *others, shard, "pytorch_model-00001-of-00002.bin", states):
         (start / name).write_text("{}")
     config = config_of(
         model={**SMALL_LLAMA, "hf": settings, "from": str(start)},

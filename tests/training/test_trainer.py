@@ -237,6 +237,17 @@ def test_data_that_end_within_a_loop_do_not_end_it_as_its_last_step_does() -> No
         [trainer.step() for _ in trainer]
 
 
+def test_settings_of_a_trainer_are_not_replaced() -> None:
+    trainer = ax.Trainer(
+        mlp(), vector_data(), {"train.steps": 1, "batch.global_batch_size": 6}, quiet=True
+    )
+
+    with pytest.raises(AttributeError):
+        trainer.config = trainer.config  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        trainer.learning_rate = 0.0  # type: ignore[misc]
+
+
 def test_a_step_after_the_last_one_is_refused_once_the_last_one_is_saved(tmp_path: Path) -> None:
     config = tiny_config(train={"steps": 2}, run_dir=str(tmp_path / "run"))
     trainer = alone(mlp(), config, vector_data(), quiet=False)

@@ -229,7 +229,7 @@ def _may_be_checkpoint(path: Path) -> bool:
     try:
         own = own_files(path, _OWN_FILE)
         return len(own) == len([*path.iterdir()]) or any(one.name != MANIFEST_FILE for one in own)
-    except OSError:  # it cannot be told
+    except OSError:  # nobody knows
         return True
 
 
