@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -98,9 +99,29 @@ class CommandParser(argparse.ArgumentParser):
         file = re.fullmatch(r"unrecognized arguments: (\S+\.ya?ml)", shown)
         if file is not None and "--config" in self._option_string_actions:
             reject(f"{shown}; write --config {file[1]}")
+        unknown = re.match(r"unrecognized arguments: (\S+)", shown)
+        if unknown is not None and (instead := self._instead_of(unknown[1])):
+            reject(f"{shown}; {instead}")
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", shown)
         near = nearest_choice(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
         reject(f"{shown}{near or '; see --help'}" if is_argparse else shown)
+
+    def _instead_of(self, given: str) -> str:
+        """The suggestion for an argument that is no option: the nearest one, or the setting that
+        has its name; empty if there is none."""
+        from axsparse.config.load import full_key
+        from axsparse.config.messages import FOREIGN_KEYS, NEARNESS
+
+        option, own = given.partition("=")[0], self._option_string_actions
+        name = option.lstrip("-").replace("-", "_")
+        if "--set" in own and not option.startswith("-") and "=" in given:
+            return f"write --set {given}"
+        if "--set" in own and name != option:
+            with suppress(ConfigError):
+                key, comma, unit = FOREIGN_KEYS.get(name, name).partition(",")
+                return f"write --set {full_key(key)}=VALUE{comma}{unit}"
+        near = get_close_matches(option, own, 1, NEARNESS)
+        return f"did you mean {near[0]}?" if near else ""
 
     def print_help(self, file: Any = None) -> None:
         del file  # argparse names none

@@ -23,6 +23,10 @@ BUNDLED = "prune_llama.yaml"
 """The bundled configuration of a model of a folder."""
 FROM = "model.from"
 HF = "model.hf"
+NO_KIND = (
+    "has no model_type; name a folder of Hugging Face (model.from, in Python ax.hf(FOLDER)), or "
+    "write the settings of a config.json: hf: {model_type: llama, …}"
+)
 
 
 def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
@@ -57,9 +61,10 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
         return settings  # pydantic refuses other values
     adapter = path.with_name("adapter_config.json")
     if adapter.is_file():
+        way = ", or remove it" if path.is_file() else ""
         raise ConfigError(
             f"{FROM}: {adapter} is of an adapter, which transformers adds to the weights and "
-            "axsparse would leave out; save what merge_and_unload of peft returns, or remove it"
+            f"axsparse would leave out; save what merge_and_unload of peft returns{way}"
         )
     if not path.is_file():
         raise no_folder(FROM, named.value)
@@ -272,6 +277,8 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
     model of real numbers.
     """
     kind = theirs.get("model_type")
+    if not theirs and not isinstance(where, Path):
+        raise ConfigError(f"{where}: {NO_KIND}")
     anew = "get it anew" if isinstance(where, Path) else "correct it there"
     configs, causal, images, version = _transformers()
     quantized = theirs.get("quantization_config")
@@ -297,10 +304,10 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
                 )
     if not isinstance(kind, str) or not (kind in causal or kind in images):
         own_code = " (code of a folder is never run)" if "auto_map" in theirs else ""
+        newer = "" if isinstance(kind, str) and kind in configs else ", or a newer transformers"
         raise DataError(
             f"{where}: model_type is {shown(kind)}, which is no causal language model of the "
-            f"installed transformers {version}{own_code}; take a checkpoint of another model, or a "
-            "newer transformers"
+            f"installed transformers {version}{own_code}; take a checkpoint of another model{newer}"
         )
     try:
         # A file has infinities as {"__float__": "Infinity"}, which from_dict leaves as they are.

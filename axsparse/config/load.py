@@ -22,6 +22,7 @@ from yaml.reader import ReaderError
 
 from axsparse.config.hf_config import BUNDLED, HF, with_folder
 from axsparse.config.messages import (
+    FOREIGN_ARGUMENTS,
     Setting,
     instead_of_nested,
     is_nested,
@@ -162,6 +163,11 @@ def load_settings(
     else:
         settings, name = _read(source, "config")
     for given in above:
+        for key in given.keys() & FOREIGN_ARGUMENTS.keys():
+            if key != "validation" or not isinstance(given[key], str | Path | NoneType):
+                raise ConfigError(
+                    f"{key} (Trainer): unknown argument; give {FOREIGN_ARGUMENTS[key]}"
+                )
         said = ((full_key(key), Setting(value, "Trainer")) for key, value in given.items())
         settings.update(_once(said))
     return _validated(settings, name)

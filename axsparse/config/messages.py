@@ -70,7 +70,11 @@ pipeline.checkpoint_activations, 1 for all layers: gradient_checkpointing
   activation_checkpointing recompute
 precision: dtype torch_dtype
 precision, such as bf16: bf16 fp16 amp
-run_dir: output_dir save_dir out_dir
+run_dir: output_dir save_dir out_dir save_path
+run_dir, whose checkpoints/ has them: checkpoint_dir ckpt_dir checkpoint_path checkpoint.dir
+  checkpoint.path
+optimizer.weight_decays, a list of rules such as ["*bias=0"]: no_decay no_weight_decay
+  optimizer.no_decay optimizer.no_weight_decay weight_decay_exclude
 checkpoint.every: save_every save_steps save_interval checkpoint.steps checkpoint.interval
 watchdog.timeout, 0 for none: watchdog.enabled
 layout.g_tensor: tensor_parallel tensor_parallel_size tp_size tp
@@ -81,17 +85,38 @@ seed: random_seed manual_seed
 """A row is a key, and names that other libraries have for the setting and that look like no key of
 ours; with a section where they mean it there alone. What follows the key says what its value is,
 where other libraries have another unit or meaning."""
+OTHER_ARGUMENTS = """
+data=(TRAINING, VALIDATION): val_data validation_data valid_data eval_data val_dataset
+  validation_dataset valid_dataset eval_dataset validation validation_set val_set eval_set
+  eval_dataloader val_dataloader val_loader
+data=DATASET, of torch's by ax.from_torch: train_data train_dataset training_data train_set dataset
+  datasets dataloader train_dataloader train_loader training_dataset
+loss=FUNCTION, whose result is a sum over the microbatch: loss_fn loss_function criterion
+metrics={"NAME": FUNCTION}, whose results are counts: compute_metrics
+settings by their names, or config={…}: args training_args
+trainer.train(on_step=FUNCTION), which is called after each step: callbacks callback
+optimizer=, an instance of ax.Optimizer, or config={"optimizer.name": "adamw"}: optimizers
+resume="auto" or the path of a run: resume_from_checkpoint resume_from
+"""
+"""A row is an argument of `ax.Trainer` or of a method, and names of it in other libraries."""
 GENERAL = (
     *("name", "path", "source", "from", "new", "weights", "layers", "split", "schedule", "method"),
     *("enabled", "steps", "every", "interval", "initial", "threshold", "gradient", "decay"),
 )
 """Last words of keys that mean something else in another section."""
-FOREIGN_KEYS = {
-    name: key
-    for row in re.split(r"\n(?! )", OTHER_NAMES.strip())
-    for key, _, names in [row.partition(": ")]
-    for name in names.split()
-}
+
+
+def _by_foreign_name(table: str) -> dict[str, str]:
+    return {
+        name: own
+        for row in re.split(r"\n(?! )", table.strip())
+        for own, _, names in [row.rpartition(": ")]
+        for name in names.split()
+    }
+
+
+FOREIGN_KEYS = _by_foreign_name(OTHER_NAMES)
+FOREIGN_ARGUMENTS = _by_foreign_name(OTHER_ARGUMENTS)
 OFF = ("null", "false", "'none'", "'off'", "0", "-1")
 """Values by which other libraries switch something off."""
 SWITCHES_OFF = re.compile(r"[.;]\s((?:0|null)\s[a-z][^.;(]*)")
@@ -294,6 +319,8 @@ def unknown_key(key: str, origin: str) -> ConfigError:
         suggestion = "write a list in brackets, such as [1, 2], and 1,000 as 1000"
     elif near:
         suggestion = f"did you mean {near[0]}?"
+    elif origin == "Trainer":
+        suggestion = "leave it out"
     else:
         suggestion = f"choose one of {', '.join(SECTIONS.get(section, Config.model_fields))}"
     shown = key if key.isprintable() else repr(key)

@@ -6,7 +6,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Iterator
 
-from axsparse.config.hf_config import unused_dropout
+from axsparse.config.hf_config import NO_KIND, unused_dropout
 from axsparse.config.messages import show
 from axsparse.config.model_config import HfConfig
 from axsparse.config.schema import ONCE, Config, final_sparsity, num_microbatches, prunes
@@ -91,8 +91,7 @@ def _model_rules(config: Config) -> Iterator[Rule]:
         yield (
             "model_type" not in model.hf,
             "model.hf",
-            "has no model_type; name a folder of Hugging Face (model.from), or write the settings "
-            "of a config.json: hf: {model_type: llama, …}",
+            NO_KIND,
         )
         yield (
             fused is True,

@@ -133,12 +133,17 @@ class ArrayDataset:
         ignore_index: int | None = IGNORED,
     ) -> None:
         tensors = (*(inputs if isinstance(inputs, tuple) else (inputs,)), targets)
+        given: Any
         for given in tensors:
             if not isinstance(given, Tensor):
+                way = "make a tensor of it by torch.as_tensor"
+                if isinstance(given, list) and all(isinstance(one, Tensor) for one in given):
+                    way = "make one of samples by torch.stack, and a tuple of several inputs"
+                elif hasattr(given, "to_numpy"):  # a table of pandas or polars
+                    way = "make a tensor of it by torch.as_tensor(TABLE.to_numpy())"
                 raise DataError(
                     f"dataset ({name}): inputs and targets are tensors, not "
-                    f"{type(given).__name__}; give several inputs as a tuple of tensors, and turn "
-                    "numbers into one by torch.as_tensor"
+                    f"{type(given).__name__}; {way}"
                 )
             if given.layout != torch.strided or given.is_nested or given.is_meta:
                 kind = "nested" if given.is_nested else str(given.layout).removeprefix("torch.")

@@ -258,6 +258,12 @@ def given_tokenizer(path: Path) -> GivenTokenizer:
         text: str = loaded.backend_tokenizer.to_str(pretty=True) if known else "{}"
         split = bool(loaded.split_special_tokens)
         ours = import_tokenizers().Tokenizer.from_str(text) if known else None
+        knows_words = loaded.get_vocab().keys() - loaded.get_added_vocab().keys()
+    if not knows_words:  # as transformers makes one where a folder has no file of any
+        raise DataError(
+            f"--tokenizer: {folder} has no tokenizer, but special tokens alone; put its "
+            f"{TOKENIZER} and {SETTINGS} there, or {ANOTHER_TOKENIZER}"
+        )
     if ours is not None:
         ours.encode_special_tokens = split
     if ours is None or ours.encode(probe).ids != theirs:

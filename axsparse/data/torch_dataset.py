@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -212,6 +212,8 @@ def advice_for(given: object) -> str:
             "torch.manual_seed(0), "
             f"ax.from_torch(torch.utils.data.Subset(loader.dataset, {numbers}){collate})"
         )
+    if isinstance(given, Mapping):  # such as a DatasetDict
+        return f"give one of its data sets by ax.from_torch(splits[{next(iter(given), 'train')!r}])"
     if hasattr(given, "__iter__") and not _has_numbers(given):
         return "make one of what it yields by ax.from_torch([*dataset])"
     return (

@@ -47,10 +47,7 @@ from axsparse.runtime.files.safetensors import can_be_stored
 from axsparse.runtime.seeds import preserved_rng
 
 EXAMPLE = "give a function of a number of samples, such as lambda n: (inputs[:n],)"
-COPIABLE = (
-    "give a module that copy.deepcopy can copy; if it has hooks of weight_norm, call "
-    "remove_weight_norm before"
-)
+COPIABLE = "give a module that copy.deepcopy can copy"
 FLOPS_PER_BYTE = 100
 """Flops in the time that it takes to move one byte; weighs pooling and norms against matrix
 products. Assumed: between a CPU with matrix units (60) and a data-centre GPU (200)."""
@@ -565,11 +562,16 @@ def _check_module(layer: Layer, module: nn.Module) -> None:
             or parameter.dtype == torch.float64
             or not can_be_stored(parameter)
         ):
-            kind = parameter.dtype if parameter.layout == torch.strided else parameter.layout
+            is_dense = parameter.layout == torch.strided
+            way = "give its module .float()"
+            if not is_dense:
+                way = "make it an nn.Parameter of .to_dense()"
+            elif not parameter.is_floating_point():
+                way = "make it an nn.Parameter of two parts (torch.view_as_real), or a buffer"
             raise ConfigError(
-                f"layer {layer.name}: parameter {name!r} is {kind}; parameters are dense, of "
-                "real numbers of 8 to 32 bits: convert it (module.float(), to_dense, "
-                "torch.view_as_real), or make it a buffer"
+                f"layer {layer.name}: parameter {name!r} is "
+                f"{parameter.dtype if is_dense else parameter.layout}, and parameters are dense, "
+                f"of real numbers of 8 to 32 bits; {way}"
             )
     for slot in slots(module):
         where, tensor = f"layer {layer.name}: buffer {slot.name!r}", slot.tensor

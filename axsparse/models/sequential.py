@@ -13,6 +13,8 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from axsparse.models.layer import (
     Kind,
@@ -291,7 +293,7 @@ def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
 def _copied(module: nn.Module, others: dict[int, Any]) -> nn.Module:
     """A copy of a module with other tensors, by the ids of its own, and the same hooks of other
     objects; `others` gets all that is copied, as `copy.deepcopy` notes it."""
-    others.update({id(hook): hook for hook in _hooks(module) if not holds_module(hook)})
+    others.update({id(hook): hook for hook in hooks_of(module) if not holds_module(hook)})
     made: nn.Module = copy.deepcopy(module, others)
     return made
 
@@ -370,7 +372,8 @@ def reject_uneven_hooks(names: Sequence[str], parameter: nn.Parameter) -> None:
             )
 
 
-def _hooks(module: nn.Module) -> Iterator[object]:
+def hooks_of(module: nn.Module) -> Iterator[object]:
+    """The hooks of a module and of its submodules."""
     for child in module.modules():
         for kind in ("_forward", "_forward_pre", "_backward", "_backward_pre"):
             yield from vars(child)[f"{kind}_hooks"].values()
@@ -392,11 +395,14 @@ def is_compiled(module: object) -> bool:
 
 
 def _masked_share(module: nn.Module) -> float:
-    """The share of the entries of trained matrices that masks of torch.nn.utils.prune remove."""
-    matrices = [each for each in module.parameters() if each.requires_grad and each.ndim >= 2]
-    masks = [mask for name, mask in module.named_buffers() if name.endswith("_mask")]
-    masked = sum(int((mask == 0).sum()) for mask in masks if mask.ndim >= 2)
-    return masked / (sum(each.numel() for each in matrices) or 1)  # all may be frozen
+    """The share of the entries of trained matrices that are zero, or that masks of
+    torch.nn.utils.prune remove."""
+    matrices = {n: p for n, p in module.named_parameters() if p.requires_grad and p.ndim >= 2}
+    masks = dict(module.named_buffers())
+    zeros = 0
+    for name, matrix in matrices.items():
+        zeros += int((masks.get(f"{name.removesuffix('_orig')}_mask", matrix) == 0).sum())
+    return zeros / (sum(each.numel() for each in matrices.values()) or 1)  # all may be frozen
 
 
 def reject_unfit(module: nn.Module) -> None:
@@ -415,13 +421,33 @@ def reject_unfit(module: nn.Module) -> None:
                 "checkpoints keep tensors only; put it into a buffer, and leave get_extra_state out"
             )
         for hook in child._forward_pre_hooks.values():
+            if isinstance(hook, (WeightNorm, SpectralNorm)):
+                kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+                raise ConfigError(
+                    f"model: {type(child).__name__} has a hook of torch.nn.utils.{kind}, which "
+                    f"computes its {hook.name} before each forward; make it by torch.nn.utils."
+                    f"parametrizations.{kind}, or call torch.nn.utils.remove_{kind}(MODULE) before"
+                )
             if isinstance(hook, BasePruningMethod):
+                is_matrix = getattr(child, hook._tensor_name).ndim >= 2
+                stay = (
+                    "its zeros stay by pruning.method: zeros, pruning.include: all and "
+                    f"pruning.sparsity: {_masked_share(module):.3f}"
+                )
                 raise ConfigError(
                     f"model: {type(child).__name__} has a hook of torch.nn.utils.prune, which "
                     f"replaces its {hook._tensor_name} before each forward; call prune.remove("
-                    f'MODULE, "{hook._tensor_name}") before; its zeros stay by pruning.method: '
-                    f"zeros, pruning.include: all and pruning.sparsity: {_masked_share(module):.3f}"
+                    f'MODULE, "{hook._tensor_name}") before; '
+                    f"{stay if is_matrix else 'its zeros are trained, as of all vectors'}"
                 )
+        for name, value in vars(child).items():
+            for each in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(each, Tensor) and each.grad_fn is not None:
+                    raise ConfigError(
+                        f"model: {name!r} of {type(child).__name__} is a tensor that a forward or "
+                        "another computation with weights has left, which cannot be copied; set it "
+                        "to None before, or keep it detached (.detach())"
+                    )
     if any(tensor.is_meta for _, tensor in named_tensors(module)):
         raise ConfigError(
             f"model: {type(module).__name__} is on the meta device, where nothing has values; "
@@ -618,6 +644,16 @@ def plain_model(model: Model, ties: Ties, tensors: Mapping[str, Tensor]) -> nn.M
     plain = PlainModel(OrderedDict(filled_modules(model, ties, tensors)))
     plain.training = False  # as the modules are
     return plain
+
+
+def with_numbers(module: nn.Module, numbers: Mapping[str, object]) -> nn.Module:
+    """The module, with these numbers and texts of its submodules, by path and attribute."""
+    children = dict(module.named_modules())
+    for name, value in numbers.items():
+        path, _, key = name.rpartition(".")
+        if path in children:
+            children[path].__dict__[key] = value
+    return module
 
 
 def _filled_copy(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -73,6 +73,10 @@ class WeightFile(Protocol):
         Called several times for a name, and only for tensors of the rank's own stage; hence
         nothing large is kept between calls.
         """
+
+
+MOST_LISTED = 8
+"""Names and patterns that a suggestion lists at most."""
 
 
 def open_weights(path: str | Path) -> WeightFile:
@@ -231,17 +235,20 @@ def start_from(
     for second, first in profiled.ties.items():  # a file may hold one of the names, either of them
         if first in names and names[first] not in file.shapes and named(second) in file.shapes:
             names[first] = named(second)
-    for name, there in names.items():
-        if there not in file.shapes:
-            way = f"take the file of a {model.name} model"
-            longer = next((one for one in file.shapes if one.endswith(f".{there}")), there)
-            prefix = longer.removesuffix(there)
-            if {f"{prefix}{one}" for one in names.values()} <= file.shapes.keys():
-                way = f"write it with names that do not begin with {prefix!r}"
-            raise DataError(
-                f"{file.path}: has no tensor {there!r}, which is {name} of the model; {way}"
-            )
-        _check_shape(file, there, name, needed[name], convert)
+    lacking = [name for name, there in names.items() if there not in file.shapes]
+    if lacking:
+        there, way = names[lacking[0]], f"take the file of a {model.name} model"
+        longer = next((one for one in file.shapes if one.endswith(f".{there}")), there)
+        prefix = longer.removesuffix(there)
+        if {f"{prefix}{one}" for one in names.values()} <= file.shapes.keys():
+            way = f"write it with names that do not begin with {prefix!r}"
+        elif len(lacking) < len(names):
+            way += _or_anew(lacking, needed)
+        raise DataError(
+            f"{file.path}: has no tensor {there!r}, which is {lacking[0]} of the model"
+            f"{_and_more(lacking)}; {way}"
+        )
+    _check_shapes(file, names, needed, convert)
     again = {**profiled.other_names, **profiled.ties}
     seconds = {named(second): named(first) for second, first in again.items()}
     _check_ties(file, seconds)
@@ -297,18 +304,45 @@ def _name_in(file: WeightFile, named: Callable[[str], str], name: str) -> str:
     return there if there in file.shapes else ""
 
 
-def _check_shape(
-    file: WeightFile, there: str, name: str, wanted: tuple[int, ...], convert: Convert
+def _check_shapes(
+    file: WeightFile,
+    names: Mapping[str, str],
+    needed: Mapping[str, tuple[int, ...]],
+    convert: Convert,
 ) -> None:
-    """Raise DataError if a converted tensor has not the shape that the model wants."""
-    shape = tuple(convert(name, torch.empty(file.shapes[there], device="meta")).shape)
-    if shape != wanted:
-        turned = "" if shape == file.shapes[there] else f", which is read as {shape}"
+    """Raise DataError if converted tensors have not the shapes that the model wants."""
+    found = {
+        name: tuple(convert(name, torch.empty(file.shapes[there], device="meta")).shape)
+        for name, there in names.items()
+    }
+    others = [name for name, shape in found.items() if shape != needed[name]]
+    for name in others[:1]:
+        there = names[name]
+        turned = f", which is read as {found[name]}" * (found[name] != file.shapes[there])
         raise DataError(
             f"{file.path}: {there!r} has shape {file.shapes[there]}{turned}, {name} of the model "
-            f"has {wanted}; make the model's settings those of the file, or let it begin anew "
-            f"(model.new: [{name}], in Python new=)"
+            f"has {needed[name]}{_and_more(others)}; make the model's settings those of the file"
+            f"{_or_anew(others, needed)}"
         )
+
+
+def _or_anew(names: Sequence[str], needed: Iterable[str]) -> str:
+    """How these tensors, of those needed, begin as without a file, with patterns for all of a
+    module; empty where that is no short list."""
+    patterns = []
+    for name in names:
+        module = name.rpartition(".")[0]
+        of_module = {one for one in needed if one.startswith(f"{module}.")}
+        patterns.append(f'"{module}.*"' if of_module - {name} and of_module <= {*names} else name)
+    listed = [*dict.fromkeys(patterns)]
+    if len(listed) > MOST_LISTED:
+        return ""
+    which = "them" if len(names) > 1 else "it"
+    return f", or let {which} begin anew (model.new: [{', '.join(listed)}], in Python new=)"
+
+
+def _and_more(names: Sequence[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:

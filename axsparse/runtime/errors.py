@@ -15,7 +15,9 @@ invariants are asserts, not members of this tree.
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import NoneType
@@ -94,6 +96,19 @@ def everywhere(error: Error) -> Error:
     return error
 
 
+NO_LACK = (
+    errno.EEXIST,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EROFS,
+    errno.ELOOP,
+)
+"""Errors of files that have nothing to do with the space on a disk."""
+_FREEING = re.compile(r"^free (the disk|space [a-z ]+),? or |, or free the disk$")
+
+
 @contextmanager
 def _using(error: type[AxsparseError], what: str, suggestion: str) -> Iterator[None]:
     """Raise `error` in place of an OSError of the code within, and of what Python raises for a name
@@ -103,6 +118,8 @@ def _using(error: type[AxsparseError], what: str, suggestion: str) -> Iterator[N
     except (OSError, ValueError) as reason:
         if isinstance(reason, OSError):
             why = reason.strerror or str(reason)
+            if reason.errno in NO_LACK:
+                suggestion = _FREEING.sub("", suggestion)
         elif isinstance(reason, UnicodeEncodeError) or "embedded null" in str(reason):
             why = "its name has characters that no file name can have"
         else:

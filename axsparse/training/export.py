@@ -95,6 +95,8 @@ WEIGHTS = re.compile(
 )
 """Finds the names of files of weights, in whatever format, but for vocabularies: next to exported
 weights, earlier ones would be taken for them."""
+MODULES = "modules.json"
+"""Names the folders of the modules that sentence-transformers runs behind the model."""
 CARD = "README.md"
 TEXT_CONFIG = "text_config"
 """The section of a config.json that has the settings of the text model among others."""
@@ -623,15 +625,21 @@ def _typed(theirs: Mapping[str, Any], named: str) -> dict[str, Any]:
 
 def _companions(source: Path) -> dict[str, bytes | Path]:
     """The files of a folder that are neither weights nor the settings of the model, by their paths
-    there, at any depth; hidden folders are none of it."""
+    there, at any depth, and all of further modules of sentence-transformers; hidden folders are
+    none of it."""
     found: dict[str, bytes | Path] = {}
+    further: set[object] = set()
+    with suppress(OSError, ValueError, TypeError, AttributeError):  # of another form: none
+        modules = json.loads((source / MODULES).read_bytes())
+        further = {module.get("path") for module in modules} - {""}
     for folder, subfolders, names in os.walk(source, followlinks=True):
         at = Path(folder)
         around = (at.resolve(), *at.resolve().parents)  # a link to these would have no end
         subfolders[:] = [
             name for name in subfolders if name[0] != "." and (at / name).resolve() not in around
         ]
-        for one in (at / name for name in names if WEIGHTS.search(name) is None):
+        is_further = str(at.relative_to(source)) in further
+        for one in (at / name for name in names if is_further or WEIGHTS.search(name) is None):
             if one.is_file():
                 found[one.relative_to(source).as_posix()] = one
     found.pop(CONFIG_FILE, None)

@@ -188,6 +188,12 @@ def _first_run(plan: RunPlan, inputs: Tensors) -> Iterator[None]:
                 kinds = ", ".join(str(tensor.dtype).removeprefix("torch.") for tensor in inputs)
                 way = f"its samples are in {kinds}: give real numbers, by .float()"
                 raise ConfigError(f"{where}: {one_line(reason)}; {way}") from reason
+        elif about_targets := re.search(r"target.*(Long\b|probabilities)", str(reason)):
+            by = ".long()" if "be Long" in about_targets[0] else ".float()"
+            raise ConfigError(
+                f"{where}: {one_line(reason)}; convert the targets by {by}, in the data or for the "
+                "loss"
+            ) from reason
         fp32 = ", or set precision: fp32" * (precision != "fp32")
         raise ConfigError(f"{where}: {one_line(reason)}; {way}{fp32}") from reason
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 
 import torch
@@ -32,6 +32,10 @@ class LiveWeights:
     transport: Transport
     note_progress: Callable[[], object]
     """Called for each tensor."""
+    _numbers_at_first: dict[str, object] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._numbers_at_first = dict(self._numbers())
 
     def collect(self, *, caches: bool) -> dict[str, Tensor] | None:
         """All fp32 masters and buffers by global name, dense and on the CPU; None but on rank 0.
@@ -68,6 +72,21 @@ class LiveWeights:
                 self._send(group, copies[name].view(-1).view(torch.uint8))
                 self.note_progress()
         return with_other_names(copies, self.plan.profile.other_names)
+
+    def set_numbers(self) -> dict[str, object] | None:
+        """The numbers and texts by global name that programs or forwards have set in the layers of
+        the first replica since the start, on rank 0; None on the others. All ranks call this
+        together."""
+        first = self._numbers_at_first
+        own = {name: value for name, value in self._numbers() if first.get(name) != value}
+        of_all = gather_values(self.transport, own)
+        if self.transport.rank:
+            return None
+        grid = self.plan.coords.grid
+        found: dict[str, object] = {}
+        for stage in range(grid.g_inter):
+            found |= of_all[grid.rank(stage, 0)]
+        return found
 
     def may_have(self, name: str, given: Tensor) -> bool:
         """Whether a tensor has the values, perhaps rounded, that are trained under its name, or no
@@ -114,6 +133,14 @@ class LiveWeights:
                 at = f".get_submodule({path!r})" if path else ""
                 return f"trainer.layers[{number}].module{at}.{key}"
         return ""
+
+    def _numbers(self) -> Iterator[tuple[str, object]]:
+        """The numbers and texts of the layers by global name, without modes."""
+        for layer in self.layers:
+            for path, module in layer.module.named_modules():
+                for key, value in vars(module).items():
+                    if key != "training" and isinstance(value, PLAIN):
+                        yield layer.spec.full_name(f"{path}.{key}" if path else key), value
 
     def _own(
         self, *, caches: bool

@@ -138,6 +138,7 @@ class RunDir:
         else:
             began_from = self.checkpoint and str(self.checkpoint.path.resolve())
             facts |= {"saved": False, "from": began_from, "name": config.name, "starts": []}
+            facts["from_run"] = self.checkpoint and self.checkpoint.manifest.run
             if self.overwrites:
                 facts["began"] = uuid.uuid4().hex
         mark.note(**facts)
@@ -547,15 +548,22 @@ def _finish_replacing(run_dir: Path) -> None:
 def _began_from(run_dir: Path) -> str:
     """The checkpoint of another run that a run without one began from; empty if it has none.
 
-    MissingInputError if that is gone, or if the run has saved checkpoints and has none any more.
+    MissingInputError if that is gone or another's, or if the run has saved checkpoints and has
+    none any more.
     """
     mark = RunMark.of(run_dir)
     if mark.has_saved:
         raise MissingInputError(f"{without_saved(run_dir)}, or start anew in {ANOTHER_RUN_DIR}")
-    origin = mark.began_from or ""
+    origin, why = mark.began_from or "", ""
     if origin and not Path(origin).is_dir():
+        why = "is gone"
+    elif origin and mark.began_from_run:
+        starts, its = mark.began_from_run.split(), _starts_of(Path(origin))
+        if its and its[: len(starts)] != starts:
+            why = "is another run's now"
+    if why:
         raise MissingInputError(
-            f"{run_dir} has saved no checkpoint yet and began from {origin}, which is gone; put it "
+            f"{run_dir} has saved no checkpoint yet and began from {origin}, which {why}; put it "
             f"back, or start anew in {ANOTHER_RUN_DIR}"
         )
     return origin
@@ -563,11 +571,12 @@ def _began_from(run_dir: Path) -> str:
 
 def _reject_older(run_dir: Path, named: Path) -> None:
     """ConfigError if the run has later checkpoints, whose steps would be done again."""
-    step = step_of(named)
-    if named.resolve().parent != (run_dir / CHECKPOINTS).resolve() or step is None:
+    newest = max(steps_in(run_dir), default=0)
+    try:
+        step = checkpoint_folder.read_manifest(named).progress.step  # it may have any name
+    except AxsparseError:  # of which the verification says more
         return
-    newest = steps_in(run_dir)[0] if steps_in(run_dir) else step
-    if newest > step:
+    if named.resolve().parent == (run_dir / CHECKPOINTS).resolve() and newest > step:
         raise ConfigError(
             f"resume: {named}: the run has a later checkpoint, step-{newest}; give this one "
             f"{ANOTHER_RUN_DIR}, or remove the later ones"

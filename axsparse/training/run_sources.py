@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -20,7 +22,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from axsparse.config.load import load_settings
-from axsparse.config.messages import show
+from axsparse.config.messages import NEARNESS, show
+from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_data
 from axsparse.data.batches import Batches, integer_of
@@ -32,7 +35,14 @@ from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.losses import linear_cross_entropy, summed_cross_entropy
 from axsparse.models.module_buffers import replaced, same_attributes, slots
 from axsparse.models.own_forward import by_folder, from_module
-from axsparse.models.sequential import OwnValues, from_sequential, runs_in_order
+from axsparse.models.reached_objects import reaches, shares_with_hooks
+from axsparse.models.sequential import (
+    OwnValues,
+    PlainModel,
+    from_sequential,
+    given_module,
+    runs_in_order,
+)
 from axsparse.models.watched_forward import tensors_of
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.criteria import Score
@@ -87,6 +97,17 @@ def tokens(
     return Tokens(settings)
 
 
+def _reject_no_name(model: str) -> None:
+    """ConfigError for a text, as the model, that is like no name of a model."""
+    if not get_close_matches(model.lower(), FAMILIES, 1, NEARNESS):
+        names = ", ".join(f'"{name}"' for name in FAMILIES if name != "hf")
+        folder = repr(model) if Path(model).is_dir() else "FOLDER"
+        raise ConfigError(
+            f"Trainer: model is {show(model)}, and the models with a name are {names}; give "
+            f"ax.hf({folder}) for the model of a Hugging Face folder, or an nn.Module and loss="
+        )
+
+
 ModelSource = Model | nn.Module | Hf | str | None
 """A model, a module, `ax.hf(folder)`, the name of a model such as "gpt", or None for the settings'
 model."""
@@ -129,6 +150,7 @@ def run_sources(
     if isinstance(model, Hf):
         of_model = model.settings
     elif isinstance(model, str):
+        _reject_no_name(model)
         of_model = {"model.name": model}
     check_kind(
         "Trainer: model",
@@ -159,20 +181,28 @@ def run_sources(
     is_needed = isinstance(model, Model | nn.Module)
     if is_needed and (isinstance(given, type) or not callable(given)):
         shown = given.__name__ if isinstance(given, type) else repr(given)
+        of_torch = getattr(given, "__module__", "") == nn.modules.loss.__name__
         raise ConfigError(
             f"Trainer: loss is {shown}, which is no function of outputs and targets; give one that "
-            'returns the sum over a microbatch, such as torch.nn.MSELoss(reduction="sum")'
+            "returns the sum over a microbatch, such as torch.nn."
+            f'{shown if of_torch else "MSELoss"}(reduction="sum")'
         )
-    opener = cache(_opener(data, whole)) if isinstance(model, nn.Module) else _opener(data, whole)
+    opener = _opener(data, whole)
+    separate = whole.data.intra_document_attention
     has_data = data is not None and not isinstance(data, Tokens)
     if isinstance(model, Model):
         made = replace(model, metrics={**model.metrics, **metrics}) if metrics else model
         if isinstance(model.start, OwnValues):
             model.start.reject_replaced()
+        modules = [module for layer in model.layers if (module := given_module(layer)) is not None]
+        chain = PlainModel(OrderedDict((str(n), each) for n, each in enumerate(modules)))
+        if len(modules) == len(model.layers) and _can_read(model.loss, chain):
+            opener = cache(opener)
+            _reject_reading_loss(chain, model.loss, *_first_samples(opener, separate))
     elif isinstance(model, nn.Module):
         assert loss is not None
-        separate = whole.data.intra_document_attention
-        made = _model_of(model, loss, metrics, lambda: _open(opener, separate))
+        opener = cache(opener)
+        made = _model_of(model, loss, metrics, partial(_first_samples, opener, separate))
     else:
         made = named_model(whole)
     if has_data and made.loss in (linear_cross_entropy, summed_cross_entropy):
@@ -187,17 +217,32 @@ def _model_of(
     module: nn.Module,
     loss: LossFunction,
     metrics: Mapping[str, MetricFunction],
-    open_datasets: Callable[[], Datasets],
+    first_samples: Callable[[], tuple[tuple[Tensor, ...], Tensor]],
 ) -> Model:
     """The model of a module, cut where the first samples pass from layer to layer."""
     if isinstance(module, nn.Sequential) and runs_in_order(module):
-        return from_sequential(module, loss, metrics=metrics)
-    training = open_datasets().training
-    with preserved_rng():
-        inputs, targets = training.read(np.arange(min(2, len(training))))
+        model = from_sequential(module, loss, metrics=metrics)
+        if _can_read(loss, module):
+            _reject_reading_loss(module, loss, *first_samples())
+        return model
+    inputs, targets = first_samples()
     model = from_module(module, loss, lambda _: inputs, metrics=metrics)
     _reject_reading_loss(module, loss, inputs, targets)
     return replace(model, example=None)
+
+
+def _can_read(loss: LossFunction, module: nn.Module) -> bool:
+    """Whether a loss can read what a forward of a module leaves."""
+    return reaches(loss, module.modules()) or shares_with_hooks(loss, module)
+
+
+def _first_samples(
+    open_datasets: Callable[[], object], separate: bool
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    training = _open(open_datasets, separate).training
+    with preserved_rng():
+        inputs, targets = training.read(np.arange(min(2, len(training))))
+    return tuple(inputs), targets
 
 
 @torch.no_grad()
@@ -221,14 +266,17 @@ def _reject_reading_loss(
         ]
 
     buffers = [(slot, slot.tensor.clone()) for slot in slots(module)]
+    shares = shares_with_hooks(loss, module)
     outputs: list[Tensor] = []
     try:
         with preserved_rng(), same_attributes([module]), replaced(buffers):
             before = contents()
             outputs += tensors_of(module(*(each.clone() for each in inputs)))
-            if contents() == before:
+            if contents() == before and not shares:
                 return
             behind, again = summed(), summed()
+            if shares:  # what hooks keep is now of another batch
+                module(*(each[:1].clone() for each in inputs))
     except Exception:  # the loss may work for microbatches of one size or precision only
         return
     if not isinstance(behind, Tensor) or not torch.equal(behind, again):
@@ -240,7 +288,8 @@ def _reject_reading_loss(
     if not is_same:
         raise ConfigError(
             "loss: gives another value once the module's forward has run, so it reads what that "
-            "leaves on the module; return it from the forward, as another output for the loss"
+            f"leaves {'in an object of a hook' if shares else 'on the module'}; return it from the "
+            "forward, as another output for the loss"
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import shlex
 import sys
 import threading
@@ -28,7 +29,13 @@ from axsparse.data_parallel.gradient_sync import GradientSync, WeightGather
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.data_parallel.step_consensus import NOTHING, Flags, StepResult
 from axsparse.models.layer import LossFunction, MetricFunction, Model
-from axsparse.models.sequential import OwnValues, Snapshot, plain_model, reject_dotted_names
+from axsparse.models.sequential import (
+    OwnValues,
+    Snapshot,
+    plain_model,
+    reject_dotted_names,
+    with_numbers,
+)
 from axsparse.models.teacher import with_teacher
 from axsparse.observe.metrics import MaskRecord
 from axsparse.observe.out_of_memory import with_advice
@@ -190,6 +197,8 @@ class Trainer:
         self._job, job.left, self._under_way, self._closed = job, None, "", True
         self._thread = threading.get_ident()
         """The thread that made this trainer, or that trains it."""
+        self._process = os.getpid()
+        """The process of this trainer; a fork of it has none of its threads."""
         threads = torch.get_num_threads()
         try:
             with ExitStack() as locks, _without_autocast():
@@ -511,11 +520,12 @@ class Trainer:
     def _call(self, what: str, *, in_callbacks: bool = True, meets: bool = True) -> Iterator[None]:
         """One call of all ranks together, in the threads of the settings; the watchdog watches.
 
-        ConfigError in another call of this trainer, or in a callback unless `in_callbacks`; and on
-        all ranks if one makes another call, unless they have met. At the program's exit, where
+        ConfigError in a fork, in another call, or in a callback unless `in_callbacks`; and on all
+        ranks if one makes another call, unless they have met. At the program's exit, where
         Python ignores exceptions, it ends with a line.
         """
         job, outer = self._job, self._under_way
+        self._reject_fork(what)
         if job.is_over:
             write_line(f"error: {what}: the job has ended; call it before the program's exit")
             flush_streams()
@@ -555,7 +565,11 @@ class Trainer:
             _use_threads(threads)
             # Between its calls a run of several ranks is watched, since one may wait for another.
             is_alone = not outer and self.transport.size == 1
-            if self._watchdog is not None and (is_alone or self not in job.in_progress):
+            if (
+                self._watchdog is not None
+                and not self._is_fork
+                and (is_alone or self not in job.in_progress)
+            ):
                 self._watchdog.close()
             self._rest()
 
@@ -563,6 +577,18 @@ class Trainer:
         """Give Ctrl-C back to the program, unless a call or the loop of a trainer is under way."""
         if not self._under_way and all(run.is_idle for run in self._job.in_progress):
             self._job.stop.rest()
+
+    @property
+    def _is_fork(self) -> bool:
+        """Whether this process is a fork of the trainer's, in whose calls it was made."""
+        return os.getpid() != self._process
+
+    def _reject_fork(self, what: str) -> None:
+        if self._is_fork:
+            raise ConfigError(
+                f"{what}: this process is a fork of the rank's, without its threads; call it in "
+                "the rank, and end the fork by os._exit()"
+            )
 
     def _reject_closed(self, what: str) -> None:
         if self._closed:
@@ -632,6 +658,8 @@ class Trainer:
             ):
                 yield
         except BaseException as failure:
+            if self._is_fork:
+                raise
             self._failed = type(failure).__name__
             try:
                 # Every rank raises such an error, so the checkpoint under way is still finished.
@@ -670,6 +698,8 @@ class Trainer:
         it. It is safe to call this twice.
         StoppedError on all ranks if a signal came, once all is saved; ConfigError in a callback.
         """
+        if self._is_fork:  # whose rank closes it
+            return
         raised = sys.exc_info()[1]
         is_failing = self.transport.size > 1 and raised not in (None, self._handled)
         is_in_progress = self in self._job.in_progress and not is_failing
@@ -874,17 +904,20 @@ class Trainer:
         If the model was made from a module of a user's class, the result is of that class, with all
         attributes that the user has set; a model of transformers has transformers' class.
 
-        Its weights are copies of the fp32 masters, zero where pruned. It is in evaluation mode, and
-        its state dict has the global names. All ranks call this together, before, between or after
-        steps; rank 0 needs memory for the full model. ConfigError for a layer that has a dot in its
-        name.
+        Its weights are copies of the fp32 masters, zero where pruned, and its numbers those that
+        the layers have. It is in evaluation mode, and its state dict has the global names. All
+        ranks call this together, before, between or after steps; rank 0 needs memory for the full
+        model. ConfigError for a layer that has a dot in its name.
         """
         model = self.plan.model
         if model.container is None:
             reject_dotted_names(model)
         with self._call("model"):
             tensors = self._collected(caches=True)
-        return None if tensors is None else plain_model(model, self.profile.ties, tensors)
+            numbers = self._live_weights.set_numbers()
+        if tensors is None or numbers is None:
+            return None
+        return with_numbers(plain_model(model, self.profile.ties, tensors), numbers)
 
     def state_bytes(self) -> StateBytes:
         """Bytes of this rank's live model state, the weights of a teacher included."""
@@ -973,6 +1006,7 @@ class Trainer:
             # A callback may switch gradients off: the end of the block switches them on again.
             with note_errors(f"{name} {when} {step}"), torch.enable_grad(), self._within(name):
                 answer = callback(step, value)
+                self._reject_fork(name)
                 self._follow_program()
             kind = str(getattr(answer, "dtype", type(answer).__name__))
             ends = kind in ("bool", "torch.bool") and bool(answer)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import socket
+import sys
 import time
 from pathlib import Path
 
@@ -261,6 +263,15 @@ assert (trainer.run_dir / "checkpoints" / "step-3").exists()
 """
 
 
+FORKED = """
+child = os.fork()
+if child:
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == {}, code
+else:
+    trainer._saver.close = lambda: os._exit(9)  # waits for a thread that no fork has
+    {}
+"""
 OF_A_MODULE = """
 from torch import nn
 module = nn.Sequential(nn.Linear(16, 5))
@@ -379,6 +390,34 @@ def test_what_is_over_is_over_and_every_way_out_is_clean(
     assert job.errors == [f"axsparse: error: {line}"] * bool(line), str(job)
     if not (returncode or line):
         assert job.stdout.count("end\n") == (1 if where == "after" else 2), str(job)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "where", "code", "way"),
+    by_default(
+        [(1, "callback", 0, "sys.exit(0)")],
+        [
+            (1, "callback", 0, "sys.exit(0)"),
+            (2, "callback", 0, "sys.exit(0)"),
+            (2, "callback", 1, "pass"),
+            (1, "loop", 1, "trainer.step()"),
+            (1, "loop", 3, "trainer.close(); sys.exit(3)"),
+        ],
+    ),
+)
+def test_a_fork_of_a_rank_ends_by_itself_and_changes_nothing(
+    ranks: int, where: str, code: int, way: str, tmp_path: Path
+) -> None:
+    act = FORKED.format(code, way)
+    command = ["-c", ENDS, str(ranks), where, "all", act]
+    # A process that starts as a fork ends MPI by itself.
+    job = run_mpirun(ranks, command, cwd=tmp_path, timeout=100, python=sys.executable)
+
+    assert (job.returncode, job.errors) == (0, []), str(job)
+    assert job.stdout.count("end\n") == ranks, str(job)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [record["step"] for record in map(json.loads, lines) if "loss" in record]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.fault(18)

@@ -131,6 +131,7 @@ def test_what_transformers_has_not_or_we_do_not_compute_is_refused_by_name(
 
     said = refusal(path, kind=DataError).replace(transformers.__version__, "VERSION")
     assert said.startswith(f"config.json: {told}")
+    assert "newer transformers" not in said.removeprefix(f"config.json: {told}")
 
 
 def test_settings_of_a_file_may_be_nested(tmp_path: Path) -> None:

@@ -309,6 +309,10 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
     shard = "checkpoint-5/__0_0.distcp"  # of torch.distributed.checkpoint
     for name in (*left, *others, shard, "pytorch_model-00001-of-00002.bin", states):
         (start / name).write_text("{}")
+    modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}]  # sentence-transformers'
+    (start / "modules.json").write_text(json.dumps(modules))
+    (start / "2_Dense").mkdir()
+    (start / "2_Dense" / "model.safetensors").write_text("of the module")
     config = config_of(
         model={**SMALL_LLAMA, "hf": settings, "from": str(start)},
         optimizer={"learning_rate": 1e-30, "weight_decay": 0.0},
@@ -322,12 +326,20 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
         return sorted(path.name for path in out.iterdir())
 
     templates = "additional_chat_templates"
-    there = [".gitattributes", "LICENSE", "README.md", templates, "assets", "checkpoint-5"]
-    there += ["config.json", "model.safetensors", "modeling_own.py", "onnx"]
+    there = [".gitattributes", "2_Dense", "LICENSE", "README.md", templates, "assets"]
+    there += [
+        "checkpoint-5",
+        "config.json",
+        "model.safetensors",
+        "modeling_own.py",
+        "modules.json",
+        "onnx",
+    ]
     there += ["tokenizer.json", "vocab.bin", "vocab.txt"]
     assert written() == there
     below = {path.name for path in (*out.glob("checkpoint-5/**/*"), *out.glob("onnx/**/*"))}
     assert below == {"config.json", "deep.txt", "global_step5", "trainer_state.json"}
+    assert (out / "2_Dense" / "model.safetensors").read_text() == "of the module"
     assert (out / templates / "tool_use.jinja").read_text() == "{{ tools }}"
     assert (out / "assets" / "a.png").read_text() == "copies have to carry it"
     assert not (out / "assets" / "a.png").is_symlink()

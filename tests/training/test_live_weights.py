@@ -168,6 +168,73 @@ def test_the_plain_module_has_the_loss_that_was_reported(
     assert set(model.named(inputs)) <= set("vwxyz")
 
 
+class Scaled(nn.Module):
+    """Has a list of layers, and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(16, 24), Cooled(), nn.Linear(24, 24), Cooled()])
+        self.head = nn.Linear(24, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        made: Tensor = self.head(x)
+        return made
+
+
+class Cooled(nn.Module):
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.still = nn.Dropout(0.25), nn.Dropout(0.0).eval()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.drop(x) / self.temperature
+        return made
+
+
+def own_forward(config: Config) -> Model:
+    del config
+    return ax.from_module(Scaled(), summed_loss, example=lambda n: (torch.zeros(n, 16),))
+
+
+def listed(config: Config) -> Model:
+    del config
+    given = Scaled()
+    return ax.from_sequential([*given.layers, given.head], summed_loss)
+
+
+@pytest.mark.parametrize(("made", "prefix"), [(own_forward, "layers."), (listed, "")])
+@pytest.mark.parametrize("layout", [(1, 1), (2, 2)])
+def test_numbers_that_a_program_sets_in_layers_are_those_of_the_plain_module(
+    layout: tuple[int, int], made: Callable[[Config], Model], prefix: str, tmp_path: Path
+) -> None:
+    taken, data = Taken(), vector_data()
+
+    def cool(trainer: ax.Trainer, result: object) -> None:
+        for module in (m for layer in trainer.layers for m in layer.module.modules()):
+            if isinstance(module, Cooled):
+                module.temperature, module.drop.p = 2.5, 0.125
+                module.still.train()
+        taken.take(trainer, result)
+
+    def look(trainer: ax.Trainer) -> None:
+        around_step(after=cool)(trainer)
+
+    ran(layout, config_of(), tmp_path / "run", model=made, data=data, look=look)
+
+    _, model = taken.on_first_rank()
+    for number in "13":
+        cooled = model.get_submodule(prefix + number)
+        assert isinstance(cooled, Cooled)
+        assert (cooled.temperature, cooled.drop.p, cooled.calls) == (2.5, 0.125, 0)
+        assert not (cooled.training or cooled.still.training)
+
+
 def test_frozen_weights_come_back_as_they_were_given(tmp_path: Path) -> None:
     def frozen() -> nn.Linear:
         torch.manual_seed(0)

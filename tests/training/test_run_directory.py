@@ -370,8 +370,20 @@ def test_a_branch_begins_again_where_it_began_until_it_has_a_checkpoint(
     assert (named.path, named.checkpoint) == (branch, found[0].checkpoint)
     other = opened(loaded(tmp_path / "other"), str(branch))
     assert (other.path, other.checkpoint) == (tmp_path / "other", found[0].checkpoint)
+    manifest = checkpoint(run, 4) / "manifest.json"
+    written = manifest.read_bytes()
+    write_run(checkpoint(run, 4), "another")
+    for way, where in (("auto", config), (str(branch), configure(branch / "config.yaml"))):
+        with pytest.raises(MissingInputError, match="step-4, which is another run's now; put it"):
+            opened(where, way)
+    manifest.write_bytes(written)
+    assert opened(config).checkpoint == found[0].checkpoint
     checkpoint(run, 4).rename(tmp_path / "away")
-    with pytest.raises(MissingInputError, match=rf"began from {checkpoint(run, 4)}, which is gone"):
+    gone = (
+        f"{branch} has saved no checkpoint yet and began from {checkpoint(run, 4)}, which is gone; "
+        "put it back, or start anew in another"
+    )
+    with pytest.raises(MissingInputError, match=f"^{gone}"):
         opened(config)
 
     mark = RunMark.of(branch)
@@ -390,6 +402,20 @@ def test_a_branch_begins_again_where_it_began_until_it_has_a_checkpoint(
     assert RunMark.of(branch).began_from is None
     with pytest.raises(MissingInputError, match=", or start anew in another"):
         opened(config)
+
+
+@pytest.mark.parametrize("name", ["step-4", "latest", "copy", "elsewhere"])
+def test_a_checkpoint_before_others_is_no_way_on_in_its_run_by_whatever_name(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    there = tmp_path / name if name == "elsewhere" else run / "checkpoints" / name
+    if name == "copy":
+        shutil.copytree(checkpoint(run, 4), there)
+    elif name != "step-4":
+        there.symlink_to(checkpoint(run, 4))
+
+    with pytest.raises(ConfigError, match="the run has a later checkpoint, step-5"):
+        opened(loaded(run), str(there))
 
 
 @pytest.mark.parametrize("how", ["copied", "moved"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import re
 from collections.abc import Callable
@@ -143,8 +145,90 @@ def test_a_loss_may_draw_and_not_read_what_a_forward_leaves(is_read: bool) -> No
         run_sources(Leaving(nn.Linear(16, 5), leaves=False), DATA, None, {}, unread)
         calls = itertools.count()  # such as a loss that keeps state, which the run refuses
         run_sources(net, DATA, None, {}, lambda *_: torch.tensor(float(next(calls))))
-        run_sources(nn.Sequential(*net, nn.Identity()), unread, None, {}, loss)
+        run_sources(nn.Sequential(*net, nn.Identity()), unread, None, {}, F.cross_entropy)
         assert not hasattr(net, "spread")
+
+
+class Router(nn.Linear):
+    """Leaves a number for the loss, or has one."""
+
+    balance = 0.5
+
+    def __init__(self, *, leaves: bool) -> None:
+        super().__init__(16, 5)
+        self.leaves = leaves
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = super().forward(x)
+        if self.leaves:
+            self.balance = float(made.detach().square().sum())
+        return made
+
+
+class Balanced(nn.Module):
+    """A loss that reads a router's number."""
+
+    def __init__(self, router: Router) -> None:
+        super().__init__()
+        self.routers = {"first": [router]}
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets, reduction="sum") + self.routers["first"][0].balance
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+@pytest.mark.parametrize("gives_model", [False, True])
+def test_a_loss_that_reads_what_a_layer_of_a_list_leaves_is_refused(
+    leaves: bool, gives_model: bool
+) -> None:
+    router = Router(leaves=leaves)
+    net = nn.Sequential(nn.Sequential(router), nn.Identity())
+
+    def closed(out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets, reduction="sum") + router.balance
+
+    for loss in (closed, Balanced(router), Balanced(router).forward, functools.partial(closed)):
+        model = ax.from_sequential([*net], loss) if gives_model else net
+        refused = pytest.raises(ConfigError, match="reads what that leaves") if leaves else None
+        with refused or contextlib.nullcontext():
+            run_sources(model, DATA, None, {}, None if gives_model else loss)
+    assert router.balance == 0.5
+
+
+class Probed(nn.Module):
+    """Runs its layers one after the other."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("form", ["sequential", "model", "module"])
+def test_a_loss_that_reads_what_a_hook_keeps_of_a_layer_is_refused(
+    form: str, is_read: bool
+) -> None:
+    kept: dict[str, Tensor] = {}
+    layers = [nn.Linear(16, 8), nn.Linear(8, 5)]
+    layers[0].register_forward_hook(lambda _, __, out: kept.update(out=out))
+
+    def loss(out: Tensor, targets: Tensor) -> Tensor:
+        summed = F.cross_entropy(out, targets, reduction="sum")
+        kept["loss"] = summed
+        return summed + kept["out"].square().sum() if is_read else summed
+
+    model: Any = nn.Sequential(*layers) if form == "sequential" else Probed(*layers)
+    given = None if form == "model" else loss
+    if form == "model":
+        model = ax.from_sequential(layers, loss)
+    refused = pytest.raises(ConfigError, match="leaves in an object of a hook") if is_read else None
+    with refused or contextlib.nullcontext():
+        run_sources(model, DATA, None, {}, given)
 
 
 def test_metrics_of_the_call_join_those_of_a_model() -> None:

@@ -242,10 +242,9 @@ def test_settings_of_a_trainer_are_not_replaced() -> None:
         mlp(), vector_data(), {"train.steps": 1, "batch.global_batch_size": 6}, quiet=True
     )
 
-    with pytest.raises(AttributeError):
-        trainer.config = trainer.config  # type: ignore[misc]
-    with pytest.raises(AttributeError):
-        trainer.learning_rate = 0.0  # type: ignore[misc]
+    for name in ("config", "learning_rate"):
+        with pytest.raises(AttributeError):
+            setattr(trainer, name, getattr(trainer, name))
 
 
 def test_a_step_after_the_last_one_is_refused_once_the_last_one_is_saved(tmp_path: Path) -> None:

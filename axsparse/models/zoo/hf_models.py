@@ -284,18 +284,22 @@ class SplitModel:
                 raise unfit(f"{name} is neither in its layers, before or behind them, nor a head")
 
 
-def empty_model(theirs: Mapping[str, Any]) -> Any:
+def empty_model(theirs: Mapping[str, Any], dtype: torch.dtype | None = torch.float32) -> Any:
     """transformers' language model of some settings on the meta device; buffers that no file has
-    are computed on the CPU. `surrounding` gives the model whose text model it is."""
+    are computed on the CPU. `surrounding` gives the model whose text model it is.
+
+    `dtype` is the type of these buffers, such as a scale of embeddings; None takes the type in
+    the settings.
+    """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     settings = folder_settings("model.hf", theirs)
     text, whole = settings.get_text_config(), None
     if has_others(settings):
-        whole = _made(AutoModelForImageTextToText, settings)
+        whole = _made(AutoModelForImageTextToText, settings, dtype)
         head, embedding = whole.get_output_embeddings(), whole.get_input_embeddings()
         text.tie_word_embeddings = head.weight is embedding.weight
-    causal = TextModel(whole) if is_headless(text) else _made(AutoModelForCausalLM, text)
+    causal = TextModel(whole) if is_headless(text) else _made(AutoModelForCausalLM, text, dtype)
     if whole is not None and not _score_alike(causal, whole):
         causal = TextModel(whole)
         if not _score_alike(causal, whole):
@@ -371,13 +375,13 @@ def _score_alike(causal: Any, whole: Any) -> bool:
 
 def full_model(theirs: Mapping[str, Any]) -> Any:
     """transformers' model of all that a folder with these settings holds, on the meta device, such
-    as a language model with the encoder of its pictures."""
+    as a language model with the encoder of its pictures, in their type."""
     from transformers import AutoModelForImageTextToText
 
     settings = folder_settings("model.hf", theirs)
     if not has_others(settings):
-        return empty_model(theirs)
-    return _with_buffers(_made(AutoModelForImageTextToText, settings))
+        return empty_model(theirs, None)
+    return _with_buffers(_made(AutoModelForImageTextToText, settings, None))
 
 
 def _with_buffers(model: Any) -> Any:
@@ -428,9 +432,10 @@ def _nearest_model(model: Any, path: str) -> Any:
     return found
 
 
-def _made(kind: Any, settings: Any) -> Any:
+def _made(kind: Any, settings: Any, dtype: torch.dtype | None) -> Any:
+    given = {} if dtype is None else {"dtype": dtype}
     try:
-        return on_meta(Layer("hf", partial(kind.from_config, settings)))
+        return on_meta(Layer("hf", partial(kind.from_config, settings, **given)))
     except ImportError as reason:  # of its encoder of pictures
         raise MissingInputError(
             f"model.hf: transformers lacks a library for this model ({one_line(reason)[:200]}); "

@@ -190,6 +190,11 @@ class RunMark:
         """The absolute path of the checkpoint of another run that the run began from, if any."""
         return self._content.get("from")
 
+    @property
+    def began_from_run(self) -> str | None:
+        """The identifiers of the starts of that checkpoint's run, with blanks between them."""
+        return self._content.get("from_run")
+
     def check(self) -> None:
         """Read again what was noted; OutputError if the directory was moved, removed or replaced
         since the run began."""

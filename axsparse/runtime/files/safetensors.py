@@ -68,6 +68,8 @@ if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7 and newer
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+TORCH_SAVED = b"PK\x03\x04"
+"""Begins a file of torch.save, which is a zip archive."""
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """The errors of reading a JSON text that does not have the form of a header or an index."""
 
@@ -96,8 +98,15 @@ class SafetensorsFile:
         self.path: Path = path
         self.files: Sequence[Path] = (path,)
         with open_regular(path) as file:
-            length = int.from_bytes(file.read(8), "little")
+            first = file.read(8)
+            length = int.from_bytes(first, "little")
             size = os.fstat(file.fileno()).st_size
+            if first.startswith(TORCH_SAVED):
+                raise DataError(
+                    f"{path}: no safetensors file, but an archive as torch.save writes them; write "
+                    f"its tensors anew by safetensors.torch.save_file(torch.load({str(path)!r}), "
+                    '"NEW.safetensors")'
+                )
             if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
                 raise DataError(f"{path}: no safetensors file, or cut short; get it anew")
             text = file.read(length)

@@ -309,7 +309,9 @@ def test_frequencies_that_older_versions_saved_change_nothing(tmp_path: Path) ->
 def test_texts_mean_to_a_text_model_what_they_mean_to_the_model_around_it(
     transformers: Any, family: str, tmp_path: Path
 ) -> None:
-    theirs = saved_with_pictures(transformers, family, tmp_path).float()
+    saved_with_pictures(transformers, family, tmp_path)
+    kind = transformers.AutoModelForImageTextToText
+    theirs = kind.from_pretrained(tmp_path, dtype=torch.float32).eval()
     config = config_from(tmp_path)
 
     for stages in (1, 2):
@@ -336,6 +338,22 @@ def test_a_folder_in_the_names_of_the_model_goes_out_in_them(
         open_weights(tmp_path / one).shapes for one in ("published", "start", "ours")
     )
     assert ours == start != published
+
+
+def test_what_a_model_computes_of_its_settings_is_rounded_in_no_run_in_fp32(
+    transformers: Any, tmp_path: Path
+) -> None:
+    """Such as the scale of Gemma's embedding, of a folder in bf16."""
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12}
+    settings = transformers.AutoConfig.for_model("gemma", **sizes, **heads)
+    saved_model(transformers, settings, tmp_path, torch.bfloat16)
+
+    for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        config = config_from(tmp_path, precision=precision)
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).eval()
+        ours = our_logits(named_model(config), config, tokens())
+        assert torch.equal(ours, hf_logits(theirs).to(ours.dtype)), precision
 
 
 def test_layers_that_share_keys_and_values_are_refused(transformers: Any, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
+from axsparse.runtime.errors import OutputError, writing
 from axsparse.runtime.files.atomic import UNFINISHED, new_path, write_new
 
 
@@ -97,3 +99,43 @@ def test_a_new_file_is_on_the_disk_whole(
     with pytest.raises(FileExistsError):
         write_new(path, b"other")
     assert path.read_bytes() == b"content"
+
+
+@pytest.mark.parametrize(
+    ("what", "advice", "code", "said"),
+    [
+        (
+            "a/out:",
+            "free the disk, or choose another place",
+            errno.ENOSPC,
+            "a/out: cannot be written (No space left on device); free the disk, or choose another "
+            "place",
+        ),
+        (
+            "--out: ids",
+            "free the disk, or choose another place",
+            errno.ENOSPC,
+            "--out: ids cannot be written (No space left on device); free the disk, or choose "
+            "another place",
+        ),
+        (
+            "--out: ids",
+            "free the disk, or choose another place",
+            errno.EEXIST,
+            "--out: ids cannot be written (File exists); choose another place",
+        ),
+        (
+            "--out: order.json",
+            "free the disk",
+            errno.ENOSPC,
+            "--out: order.json cannot be written (No space left on device); free the disk",
+        ),
+    ],
+)
+def test_to_free_a_disk_is_advised_where_that_can_help(
+    what: str, advice: str, code: int, said: str
+) -> None:
+    with pytest.raises(OutputError) as caught, writing(what, advice):
+        raise OSError(code, os.strerror(code))
+
+    assert str(caught.value) == said
