@@ -249,8 +249,13 @@ BEFORE = "take the checkpoint before it was quantized, if there is one"
 NOT_DONE = {
     "layerdrop": "by which training leaves layers out, and here each is run; set layerdrop to 0.0",
     "output_router_logits": "but routers are not balanced by a loss here; set it to false",
+    "use_bidirectional_attention": "and the loss is of next tokens, which such attention sees; take "
+    "a checkpoint of a causal model",
 }
-"""Settings of trainings by transformers that have no effect here, each with the reason."""
+"""Settings of transformers by which its model is another than the one that is trained here, each
+with the reason."""
+OF_IMAGES = "vision"
+"""The value of `use_bidirectional_attention` by which only tokens of images see later ones."""
 HEADLESS = ("qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text", "qwen3_vl_moe_text")
 """Text models of which transformers has no causal language model; the models around them multiply
 their hidden states by a head, and that is all."""
@@ -326,8 +331,8 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
             f"({shown(text_kind)}); {way}"
         )
     for key, why in NOT_DONE.items():
-        if getattr(text, key, False):
-            raise DataError(f"{where}: {key} is {shown(getattr(text, key))}, {why}")
+        if (value := getattr(text, key, False)) and value != OF_IMAGES:
+            raise DataError(f"{where}: {key} is {shown(value)}, {why}")
     return settings
 
 

@@ -377,7 +377,9 @@ def entries(
     `check(key, origin)` rejects.
     """
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{here}: not a mapping; write `key: value` lines")
+        own = SECTIONS.get(prefix.rstrip("."), ())
+        below = f" below it, of {', '.join(own)}" if own else ""
+        raise ConfigError(f"{here}: not a mapping; write `key: value` lines{below}")
     _reject_tag(node, here)
     lines: dict[str, int] = {}
     for key_node, value in node.value:

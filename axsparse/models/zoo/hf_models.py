@@ -529,9 +529,14 @@ class HfFile:
             *(self._model._keys_to_ignore_on_load_unexpected or ()),
             *_drafting(causal.config),
         ]
+        decoder, modules = self._model.get_decoder(), self._model.named_modules()
+        text = next(path for path, module in modules if module is decoder)
         for to, sources in self._sources.items():
             made = self._made(to, self._empty)
-            is_ignored = to not in known and any(re.search(each, to) for each in ignored)
+            is_ignored = to not in known and (
+                any(re.search(each, to) for each in ignored)
+                or (not to.startswith(text) and is_left_over(file.shapes, sources[0][0]))
+            )
             if is_ignored or (not own.keys() & made and known.keys() >= made.keys()):
                 self.others += [name for name, _ in sources]
                 continue

@@ -203,8 +203,8 @@ def own_learning_rate(function: LearningRate, step: int) -> float:
         rate = float(function(step))
     except Exception as reason:  # whatever it is, it is the user's
         raise ConfigError(
-            f"learning_rate: the function failed for step {step} ({one_line(reason)}); return a "
-            "finite number of at least 0"
+            f"learning_rate: the function failed for step {step} ({one_line(reason)}); give one of "
+            "the step alone that returns a finite number of at least 0"
         ) from reason
     if not 0 <= rate < math.inf:
         raise ConfigError(
