@@ -146,7 +146,11 @@ def integer(least: int = 1, most: int = MOST) -> Callable[[str], int]:
 
 
 def path(text: str) -> Path:
-    """The `type` of all options that are a `Path`."""
+    """The `type` of all options that are a `Path`; an empty one would be the current folder."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no path; name one, such as . for this folder"
+        )
     try:
         return Path(expanded(text))
     except ConfigError as reason:

@@ -249,8 +249,8 @@ BEFORE = "take the checkpoint before it was quantized, if there is one"
 NOT_DONE = {
     "layerdrop": "by which training leaves layers out, and here each is run; set layerdrop to 0.0",
     "output_router_logits": "but routers are not balanced by a loss here; set it to false",
-    "use_bidirectional_attention": "and the loss is of next tokens, which such attention sees; take "
-    "a checkpoint of a causal model",
+    "use_bidirectional_attention": "and the loss is of next tokens, which such attention sees; "
+    "take a checkpoint of a causal model",
 }
 """Settings of transformers by which its model is another than the one that is trained here, each
 with the reason."""

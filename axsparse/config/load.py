@@ -245,7 +245,7 @@ def _read_dictionaries(source: Mapping[str, Any], origin: str) -> Iterator[tuple
         for leaf, value in given.items() if nested else [("", given)]:
             key = f"{section}.{leaf}" if leaf else section
             if key not in FIELDS:
-                raise unknown_key(key, origin)
+                raise unknown_key(str(key), origin)
             yield key, Setting(value, origin)
 
 
@@ -349,6 +349,7 @@ def _read_file(path: Path) -> Iterator[tuple[str, Setting]]:
 
 
 def _read_override(override: str) -> tuple[str, Setting]:
+    check_kind("configure: an override", override, (str,), "write key=value")
     key, equals, text = override.partition("=")
     key = key.strip()
     if key.startswith("-"):  # of a script's own arguments, since commands know their options

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import FIELDS, SECTIONS, Config
 from axsparse.config.section import BrokenRule
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, printable
 
 
 @dataclass(frozen=True)
@@ -189,6 +189,8 @@ def _suggestion(kind: str, value: object, key: str, setting: Setting) -> str:
         text = value[1:-1] if is_list else value
         if not takes_texts(key) and not all(map(NUMBER.fullmatch, _entries(text))):
             return ""
+        if example and "=" in example[1] and not all("=" in each for each in _entries(text)):
+            return f' such as ["{example[1]}"]'
         listed = _as_list(key, text)
         in_file = "it without quotes" if is_list else listed
         return f"; write {argument(key, listed) if by_option else in_file}"
@@ -338,7 +340,7 @@ def show(value: object) -> str:
     """A value as YAML writes it, in at most 60 characters."""
     if value is None:
         return "null"
-    return shorten(str(value).lower() if isinstance(value, bool) else repr(value))
+    return shorten(str(value).lower() if isinstance(value, bool) else printable(repr(value)))
 
 
 def shorten(text: str) -> str:

@@ -6,10 +6,19 @@ To add a family: write its section here and add it to `ModelConfig`, then its la
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Discriminator, Field, SerializerFunctionWrapHandler, Tag, model_serializer
+from pydantic import (
+    Discriminator,
+    Field,
+    SerializerFunctionWrapHandler,
+    Tag,
+    field_validator,
+    model_serializer,
+)
+from pydantic_core import PydanticCustomError
 
 from axsparse.config.section import Few, FromList, PathText, Rate, Section, Width, divisors, one_of
 
@@ -84,6 +93,17 @@ class HfConfig(Family):
     hf: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
     """The settings of the model as in its `config.json`, `model_type` among them. With `model.from`
     they come from the folder, and `sequence_length` and `vocab_size` come from them."""
+
+    @field_validator("hf", mode="before")
+    @classmethod
+    def _as_in_a_file(cls, given: object) -> object:
+        try:
+            return json.loads(json.dumps(given))
+        except (TypeError, ValueError):
+            raise PydanticCustomError(
+                "hf",
+                "Input should be a dict of texts and numbers, such as CONFIG.to_dict()",
+            ) from None
 
 
 def family_of(given: object) -> str | None:

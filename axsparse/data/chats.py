@@ -12,8 +12,10 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain, groupby
 from typing import Any, NamedTuple
 
+from axsparse.data.token_file import TOKENIZER
 from axsparse.data.tokenizers import GivenTokenizer
 from axsparse.runtime.errors import ConfigError, one_line
 
@@ -123,8 +125,17 @@ def _before_first(message: dict[str, Any], alone: str, text: Callable[..., str])
     a chat without messages: the words that ask for an answer come after one."""
     asking = text([message], add_generation_prompt=True)
     asking = asking[common_prefix(asking, alone) :]
-    head, found, _ = alone.partition(asking or str(message.get("content")).strip() or alone)
+    first = next(iter(_words(message)), alone)
+    head, found, _ = alone.partition(asking or first)
     return head + (asking or ("" if found else "no such place"))
+
+
+def _words(message: dict[str, Any]) -> list[str]:
+    """The texts of a message, of its parts if it has several; an answer of calls alone has none."""
+    content = message.get("content") or ""
+    parts = content if isinstance(content, list) else [content]
+    texts = (str(part.get("text", "") if isinstance(part, dict) else part) for part in parts)
+    return [text.strip() for text in texts if text.strip()]
 
 
 def _turn(
@@ -149,7 +160,7 @@ def _turn(
     asked = begin == len(before) or (
         number
         and begin >= common_prefix(before, text(messages[:number]))
-        and str(messages[number].get("content")).strip() in after[begin:end]
+        and all(words in after[begin:end] for words in _words(messages[number]))
     )
     ended = end == len(after) or text([ANY_CHAT]).endswith(after[end:])
     return (begin, end) if asked and ended and begin <= end else None
@@ -161,6 +172,24 @@ class Encoded(NamedTuple):
     ids: list[int]
     counts: list[bool]
     """Whether a token belongs to the assistant's words, so that the loss counts it."""
+
+
+def _without_idle(encoded: Encoded, messages: Messages) -> Encoded | str:
+    """A chat whose template marks each answer, without the targets in answers of weight 0; a text
+    says why that is impossible."""
+    answers = [message for message in messages if message["role"] == ASSISTANT]
+    runs = [(counts, [*run]) for counts, run in groupby(encoded.counts)]
+    if sum(counts for counts, _ in runs) != len(answers):
+        return (
+            f"a chat with a {WEIGHT} of 0 and answers that the template marks in other parts than "
+            f"messages (leave {WEIGHT} out, or make the messages up to that answer the prompt)"
+        )
+    left = iter(answers)
+    kept = (
+        run if not counts or next(left).get(WEIGHT) != 0 else [False] * len(run)
+        for counts, run in runs
+    )
+    return Encoded(encoded.ids, [*chain.from_iterable(kept)])
 
 
 class ChatTemplate:
@@ -176,9 +205,10 @@ class ChatTemplate:
         self._folder, self._tokenizer = given.folder, given.loaded
         templates = getattr(given.loaded, "chat_template", None)
         if not templates:
+            called = "" if (given.folder / TOKENIZER).is_file() else f", next to a {TOKENIZER}"
             raise ConfigError(
                 f"--tokenizer: {given.folder} has no chat template, which chats need; name the "
-                "folder of a model for chats, or put its chat_template.jinja there"
+                f"folder of a model for chats, or put its chat_template.jinja there{called}"
             )
         self._tokenizer.model_max_length = sys.maxsize  # Samples are cut later: no warning here.
         self.templates: str | dict[str, str] = templates
@@ -233,14 +263,17 @@ class ChatTemplate:
                 f"one of them default, or name one as {TEMPLATE} in {KWARGS} of each record"
             ) from None
         apply = partial(self._tokenizer.apply_chat_template, **arguments)
-        weights = [message.get(WEIGHT) for message in chat.messages]
+        # Words of the prompt are no targets, whatever they weigh.
+        weights = [message.get(WEIGHT) for message in chat.messages[chat.prompt or 0 :]]
         if any(weight not in (None, 0, 1) for weight in weights):
             return f"a {WEIGHT} of a message that is neither 0 nor 1"
         try:
             encoded = self._encoded(chat, apply, template)
             if 0 not in weights or isinstance(encoded, str):
                 return encoded
-            idle = self._by_turns(chat.messages, partial(apply, tokenize=False), (0,))
+            if chat.prompt is None and MARKS.search(template):
+                return _without_idle(encoded, chat.messages)
+            idle = self._by_turns(chat.messages, partial(apply, tokenize=False), (0,), chat.prompt)
             if isinstance(idle, str):
                 return idle
             pairs = zip(encoded.counts, idle.counts, strict=True)
@@ -289,11 +322,15 @@ class ChatTemplate:
         return None
 
     def _by_turns(
-        self, messages: Messages, text: Callable[..., str], weights: Sequence[int | None]
+        self,
+        messages: Messages,
+        text: Callable[..., str],
+        weights: Sequence[int | None],
+        prompt: int | None = None,
     ) -> Encoded | str:
-        """The chat with the tokens that each message of the assistant of these weights adds to the
-        text before it, and to the words that ask for an answer, as targets; a text says why that is
-        impossible."""
+        """The chat with the tokens that each message of the assistant of these weights, behind a
+        number of messages of a prompt, adds to the text before it, and to the words that ask for an
+        answer, as targets; a text says why that is impossible."""
         whole, turns = text(messages), []
         encoded = self._tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, places = encoded["input_ids"], encoded["offset_mapping"]
@@ -305,7 +342,8 @@ class ChatTemplate:
             return places[same - 1][1] if same else 0
 
         for number, message in enumerate(messages):
-            if message["role"] != ASSISTANT or message.get(WEIGHT) not in weights:
+            is_asked = message["role"] == ASSISTANT and number >= (prompt or 0)
+            if not is_asked or message.get(WEIGHT) not in weights:
                 continue
             why = "is another when others follow, or with the words that ask for it"
             try:
@@ -313,9 +351,10 @@ class ChatTemplate:
             except Exception as reason:  # The template renders the whole, and not a part of it.
                 turn, why = None, f"fails without those after it: {one_line(reason)[:WHY]}"
             if turn is None:
+                each = "answer" if number else "answer after it"  # a prompt has messages
                 return (
                     f"a chat that the template rewrites (message {number + 1} {why}; make a record "
-                    "of each answer, of the messages before it as prompt and [the answer] as "
+                    f"of each {each}, of the messages before it as prompt and [the answer] as "
                     "completion, or mark answers by {% generation %} in the template)"
                 )
             turns.append(turn)

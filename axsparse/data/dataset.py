@@ -151,7 +151,7 @@ class ArrayDataset:
                     f"dataset ({name}): a tensor is {kind} on {given.device}; give dense tensors "
                     "of real numbers in CPU memory, samples first"
                 )
-        check_kinds("dataset", locals(), name="text")
+        check_kinds("dataset", locals(), name="text", ignore_index="whole number or None")
         # A 0-dimensional tensor has no first dimension: its () differs from every (n,).
         lengths = {tuple(tensor.shape[:1]) for tensor in tensors}
         if len(lengths) > 1 or not any(lengths.pop()):

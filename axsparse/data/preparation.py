@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from axsparse.data.chats import ASSISTANT, WHY, Chat, ChatTemplate, common_prefix
+from axsparse.data.chats import ASSISTANT, WEIGHT, WHY, Chat, ChatTemplate, common_prefix
 from axsparse.data.documents import (
     READERS,
     STRETCH,
@@ -560,6 +560,8 @@ class _Encoder:
                 return encoded
             ids, counts = np.array(encoded.ids, np.int64), np.array(encoded.counts, np.bool_)
             if not counts.any():
+                if any(one.get(WEIGHT) == 0 for one in content.messages):
+                    return f"a chat whose answers have a {WEIGHT} of 0"
                 roles = dict.fromkeys(repr(one.get("role")) for one in content.messages)
                 found = ", ".join(roles)[:WHY]
                 return f"a chat without words of role {ASSISTANT!r} (its roles: {found})"
@@ -725,19 +727,24 @@ def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, 
 def _reject_empty(progress: PreparationProgress, request: Request) -> None:
     """Raise DataError if there is no document, or none in named validation files."""
     documents = sum(progress.documents.values())
+    why, way = progress.reasons or "there is none", ""
+    if progress.examples:
+        why, way = f"{why}; the first: {progress.examples[0]}", "correct it"
     if documents == 0:
-        why = progress.reasons or "there is none"
-        way = "name UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
-        if progress.examples:
-            why += f"; the first: {progress.examples[0]}"
-            way = "correct it"
+        way = way or "name UTF-8 text files, or JSONL, Parquet or Arrow files with --jsonl-field"
         raise DataError(f"input: no document can be used ({why}); {way}")
     for split, count in progress.documents.items():
         if count == 0 and request.validation:
-            raise DataError(
-                f"{split}: none of the {_count(documents, 'document')} is of it; name files by "
-                "--validation that have documents, and others than those that are trained on"
+            left = f", and others cannot be used ({why})" if way else ""
+            way = way or (
+                "name files by --validation that have documents, and others than those that are "
+                "trained on"
             )
+            raise DataError(
+                f"{split}: none of the {_count(documents, 'document')} is of it{left}; {way}"
+            )
+    if documents and sum(progress.tokens.values()) < 2:
+        raise DataError("input: a single token is in it, which has no next one; name more texts")
 
 
 def _write_file(path: Path, content: bytes) -> None:

@@ -191,6 +191,8 @@ class Blend:
         parts = [part for pair in zip(datasets, weights, strict=True) for part in _parts(*pair)]
         datasets, weights = [one for one, _ in parts], [weight for _, weight in parts]
         names = [dataset.name for dataset in datasets]
+        for weight in weights:
+            check_kinds("blend", {"a weight": weight}, **{"a weight": "number"})
         is_sound = all(0 < weight < float("inf") for weight in weights)
         places = places_of(weights) if is_sound else ()
         if not all(places) or not is_sound:

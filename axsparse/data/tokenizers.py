@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -489,11 +490,20 @@ def check_tokenizers(config: Config) -> None:
             if words[id_] != theirs[id_]:
                 way = "name one that has the same"
                 if key not in named and (first / TOKENIZER).is_file():
-                    way = f"prepare it by `axsparse data prepare --tokenizer {first}`"
+                    way = f"prepare it by `axsparse data prepare --tokenizer {_options(first)}`"
                 raise ConfigError(
                     f"{config.where(key)}: {folder} has another tokenizer than {first} (token "
                     f"{id_} is {theirs[id_]!r} here and {words[id_]!r} there); {way}"
                 )
+
+
+def _options(folder: Path) -> str:
+    """The argument of `--tokenizer` for a folder, and its separator if it is one of tokens."""
+    with suppress(OSError, DataError, MissingInputError):
+        separator = str(read_sidecar(folder, WHERE).settings.get("separator", SEPARATOR))
+        if separator != SEPARATOR:
+            return f"{folder} --separator {shlex.quote(separator)}"
+    return f"{folder}"
 
 
 def _tokenizer_text(folder: Path) -> bytes | None:

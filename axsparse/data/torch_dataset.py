@@ -94,8 +94,7 @@ def from_torch(
     name = type(dataset).__name__ if name is None else name
     optional = {"vocab_size": "whole number or None", "count_targets": "function or None"}
     check_kinds("from_torch", locals(), name="text", **optional)
-    if isinstance(dataset, DataLoader):
-        raise DataError(f"from_torch ({name}): a DataLoader makes batches; {advice_for(dataset)}")
+    _reject_others(dataset, name)
     length = _length_of(dataset, name)
     samples = TorchSamples(
         name, "", vocab_size, None, None, dataset, length, collate_fn, count_targets, seed
@@ -119,6 +118,15 @@ def from_torch(
         targets_per_sample=per_sample,
         targets_of_first=of_first,
     )
+
+
+def _reject_others(given: object, name: str) -> None:
+    """DataError for a loader, data sets by name, and a data set of axsparse."""
+    for kind, why in ((DataLoader, "makes batches"), (Mapping, "is no data set")):
+        if isinstance(given, kind):
+            raise DataError(f"from_torch ({name}): a {kind.__name__} {why}; {advice_for(given)}")
+    if hasattr(given, "fingerprint") and hasattr(given, "read"):
+        raise DataError(f"from_torch ({name}): it is a Dataset of axsparse; give it as it is")
 
 
 def _has_numbers(dataset: object) -> bool:
@@ -212,6 +220,8 @@ def advice_for(given: object) -> str:
             "torch.manual_seed(0), "
             f"ax.from_torch(torch.utils.data.Subset(loader.dataset, {numbers}){collate})"
         )
+    if isinstance(given, Mapping) and any(isinstance(one, Tensor) for one in given.values()):
+        return "give its inputs and targets by ax.ArrayDataset(INPUTS, TARGETS)"
     if isinstance(given, Mapping):  # such as a DatasetDict
         return f"give one of its data sets by ax.from_torch(splits[{next(iter(given), 'train')!r}])"
     if hasattr(given, "__iter__") and not _has_numbers(given):

@@ -78,6 +78,57 @@ def test_a_message_of_weight_0_is_no_target(kind: str, prompt: int | None, tmp_p
     assert odd == "a weight of a message that is neither 0 nor 1"
 
 
+def test_the_weight_of_a_message_of_the_prompt_changes_nothing(tmp_path: Path) -> None:
+    """Also where the template says other words once further messages follow."""
+    template = ChatTemplate(given_tokenizer(folder_of("forgets", tmp_path)))
+    first, *others = [*CHATS[0], *CHATS[0]]
+    told: list[dict[str, Any]] = [first, {**others[0], "weight": 0}, *others[1:]]
+
+    encoded, whole = (template.encode(Chat([*chat], prompt=3)) for chat in (told, [first, *others]))
+
+    assert isinstance(whole, Encoded)
+    assert encoded == whole
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_marks_of_messages_of_weight_0_count_for_nothing(parts: int, tmp_path: Path) -> None:
+    """Where the template says other words once further messages follow, and where it marks another
+    number of parts than messages."""
+    mark = "{% generation %}{{ m['content'] }}{% endgeneration %}"
+    rest = "" if parts == 1 else "{% generation %}!{% endgeneration %}"
+    turn = f"{{% if m['role'] == 'assistant' %}}{mark}-{rest}{{% else %}}{TURN}{{% endif %}}"
+    turn += "{{ '?' if loop.last and m['role'] == 'assistant' else '' }}"
+    folder = folder_of("none", tmp_path, chat_template=template_of(turn))
+    user, answer = CHATS[0]
+    chat: list[dict[str, Any]] = [user, {**answer, "weight": 0}, user, answer]
+
+    encoded = ChatTemplate(given_tokenizer(folder)).encode(Chat(chat))
+
+    if parts == 2:
+        assert str(encoded).startswith("a chat with a weight of 0 and answers that the template ma")
+        return
+    assert isinstance(encoded, Encoded)
+    said = [id_ for id_, counts in zip(encoded.ids, encoded.counts, strict=True) if counts]
+    assert bytes(said).decode() == answer["content"]
+
+
+@pytest.mark.parametrize("content", ["", None, [], [{"type": "text", "text": ""}]])
+def test_an_answer_of_calls_alone_is_a_target(content: Any, tmp_path: Path) -> None:
+    """Also behind words that ask for reasoning, which the answer lacks."""
+    turn = "<|im_start|>{{ m['role'] + '\n' }}{% if m['content'] is string %}{{ m['content'] }}"
+    turn += "{% endif %}{% for c in m.tool_calls or [] %}{{ c['function']['name'] }}{% endfor %}"
+    template = template_of(f"{turn}<|im_end|>").replace("assistant\n", "assistant\n<think>")
+    folder = folder_of("none", tmp_path, chat_template=template)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    chat = [CHATS[0][0], {"role": "assistant", "content": content, "tool_calls": [call]}]
+
+    encoded = ChatTemplate(given_tokenizer(folder)).encode(Chat(chat))
+
+    assert isinstance(encoded, Encoded), encoded
+    said = [id_ for id_, counts in zip(encoded.ids, encoded.counts, strict=True) if counts]
+    assert said == [ord("f"), 257]
+
+
 def test_labels_are_those_of_trls_collator(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path / "ids.jsonl", TRL["collator"]["records"])
 
