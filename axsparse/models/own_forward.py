@@ -89,8 +89,8 @@ def from_module(
     metrics: Mapping[str, MetricFunction] = {},
 ) -> Model:
     """A model whose layers are the members of the module's lists, and what its forward does around
-    them; `loss`, `metrics` and `example` are as in `Model`. An `nn.Sequential` with a forward of
-    its own is such a list itself.
+    them; `loss`, `metrics` and `example` are as in `Model`. An `nn.Sequential` or `nn.ModuleList`
+    with a forward of its own is such a list itself.
 
     The forward runs the members of one or more `nn.ModuleList` or `nn.Sequential` one after the
     other, each once. It is watched on `example(2)`, in its own mode. Global names are the module's
@@ -245,7 +245,8 @@ def _reject_shared_changes(
 
 def _lists(module: nn.Module) -> dict[str, nn.Module]:
     """The lists whose members may be layers, by path."""
-    if isinstance(module, nn.Sequential):
+    is_list = isinstance(module, nn.Sequential | nn.ModuleList)
+    if is_list and not any(isinstance(member, nn.ModuleList) for member in module.children()):
         return {"": module}
     outermost = outermost_lists(module, nn.ModuleList, nn.Sequential)
     return {

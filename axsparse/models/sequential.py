@@ -61,16 +61,17 @@ def from_sequential(
     The model starts at the values of the modules, which are not changed by training.
 
     Raises ConfigError if two modules share a parameter or buffer, if one is compiled or on the meta
-    device, and for an `nn.Sequential` that does more than to call its modules one after the other.
+    device, and for a module that does more than to call its modules one after the other.
     """
+    given = modules
     if isinstance(modules, Mapping) or type(modules) is nn.ModuleDict:
         modules = _named_modules(modules)
     if isinstance(modules, nn.Module):
         reject_unfit(modules)
         start_training(modules)
-    if isinstance(modules, nn.Sequential):
-        _reject_more(modules)
     layers = _by_name(modules)
+    if isinstance(given, nn.Module):
+        _reject_more(given)
     for module in layers.values():
         reject_unfit(module)
         start_training(module)
@@ -131,7 +132,7 @@ def _words_of(first: nn.Module) -> int | None:
     return None if is_changed else first.num_embeddings
 
 
-def _reject_more(modules: nn.Sequential) -> None:
+def _reject_more(modules: nn.Module) -> None:
     """ConfigError for code that no stage would run, since stages have the children alone."""
     tensors = {**modules._parameters, **modules._buffers}
     hooks = (
@@ -139,6 +140,7 @@ def _reject_more(modules: nn.Sequential) -> None:
         *(modules._backward_hooks, modules._backward_pre_hooks),
     )
     more = {
+        "a __call__ of its own": type(modules).__call__ is not nn.Module.__call__,
         "a forward of its own": not runs_in_order(modules) or "forward" in vars(modules),
         f"a parameter or buffer of its own ({', '.join(tensors)})": bool(tensors),
         "hooks of its own": any(hooks),
@@ -148,15 +150,18 @@ def _reject_more(modules: nn.Sequential) -> None:
             way = "give it to ax.from_module, which cuts it"
             if runs_in_order(modules):
                 way = "move it into a module (docs/howto/own-models.md cuts a forward)"
+            has_names = isinstance(modules, nn.ModuleDict)
+            without = "dict(modules)" if has_names else "nn.Sequential(*modules)"
             raise ConfigError(
                 f"sequential: {type(modules).__name__} has {what}, and stages have its modules "
-                f"alone; {way}, or give list(modules) to leave it out"
+                f"alone; {way}, or give {without} to leave it out"
             )
 
 
-def runs_in_order(modules: nn.Sequential) -> bool:
-    """Whether its class has no forward of its own."""
-    return type(modules).forward in (nn.Sequential.forward, PlainModel.forward)
+def runs_in_order(modules: nn.Module) -> bool:
+    """Whether its class has no forward of its own, and no `__call__`."""
+    of_lists = (nn.Module.forward, nn.Sequential.forward, PlainModel.forward)
+    return type(modules).forward in of_lists and type(modules).__call__ is nn.Module.__call__
 
 
 def _container(modules: object) -> nn.Sequential | None:
@@ -236,7 +241,8 @@ def _parts(module: nn.Module) -> list[object]:
 
 
 def _by_name(modules: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
-    if isinstance(modules, nn.ModuleDict) or not isinstance(modules, Iterable):
+    is_other = not isinstance(modules, nn.Sequential | nn.ModuleList)
+    if (is_other and isinstance(modules, nn.Module)) or not isinstance(modules, Iterable):
         raise ConfigError(
             f"sequential: {type(modules).__name__} is no list; give a list of modules, or a module "
             "with a forward of its own to ax.Trainer, with loss= (docs/howto/own-models.md, A "
