@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -32,6 +33,14 @@ from axsparse.runtime.seeds import preserved_rng
 
 SAMPLES = 2
 """Samples in the run. More than one, since batch normalisation refuses a single sample."""
+
+
+LACKING = re.compile(
+    "for '(BFloat16|Half)'|Low precision|(Unsupported dtype|type:) (BFloat16|Half)"
+    "|[Ff]loat or [Dd]ouble"
+)
+"""An error of torch for an operation that half precision lacks."""
+IN_FLOAT = "compute it in .float() and convert back, or set precision: fp32"
 
 
 class CostError(ConfigError):
@@ -341,7 +350,9 @@ class Tracer:
             return CostError(
                 f"layer {name}: on the meta device, where its cost is found, {what}; {suggestion}"
             )
-        if self._dtype != torch.float32 and " Float" in what:
+        if self._dtype != torch.float32 and LACKING.search(what):
+            given += f"; {IN_FLOAT}"
+        elif self._dtype != torch.float32 and " Float" in what:
             half = str(self._dtype).removeprefix("torch.")
             given += f" in {half}; set precision: fp32 for an operation that takes nothing else"
         return CostError(f"layer {name}: on the first samples of the data, {what}; it gets {given}")

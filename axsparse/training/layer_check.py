@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from axsparse.data.batches import Batch
 from axsparse.models.layer import Layer, Model, on_meta
+from axsparse.models.layer_cost import IN_FLOAT, LACKING
 from axsparse.models.module_buffers import (
     replaced,
     same_attributes,
@@ -172,6 +173,8 @@ def _first_run(plan: RunPlan, inputs: Tensors) -> Iterator[None]:
         yield
     except RuntimeError as reason:
         where = ", ".join(getattr(reason, "__notes__", ()))
+        if precision != "fp32" and LACKING.search(str(reason)) and where:
+            raise ConfigError(f"{where}: {one_line(reason)}; {IN_FLOAT}") from reason
         if "type" not in str(reason) or not TYPE_NAME.search(str(reason)) or not where:
             raise
         way = (
