@@ -7,6 +7,7 @@ names, shapes and costs.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import re
 import warnings
@@ -239,22 +240,7 @@ def profile(
     fit: duplicate names, layers that cannot be built, parameters that cannot be trained, ties
     between different shapes.
     """
-    optional = {"loss_logits": "function or None", "vocab_size": "whole number or None"}
-    check_kinds("model", vars(model), layers="list", ties="list", name="text", **optional)
-    way = "give what ax.start_from sets, or a class with the members of ax.StartValues"
-    check_kind("model: start", model.start, StartValues | None, way)
-    if not model.layers:
-        raise ConfigError("model: no layers; a model is a list of at least one")
-    for number, given in enumerate(model.layers):
-        where, way = f"model: layer {number}", "make it Layer(name, build), or use from_sequential"
-        check_kind(where, given, Layer, way)
-        optional = {"init": "function or None", "flops": "number or None"}
-        check_kinds(where, vars(given), name="text", prefix="text or None", **optional)
-        if isinstance(given.build, nn.Module):
-            raise ConfigError(
-                f"{where}: build is a module; give a function that makes one (lambda: "
-                f"{type(given.build).__name__}(...))"
-            )
+    check_members(model)
     tracer = None
     if model.example is not None:
         example = example_of(model.example, samples)
@@ -284,6 +270,32 @@ def profile(
     return ModelProfile(layers, ties, start, model.loss_logits, teacher=teacher)
 
 
+def check_members(model: Model) -> None:
+    """ConfigError for members of a model, or of its layers, of other types than they are to be."""
+    optional = {"loss_logits": "function or None", "vocab_size": "whole number or None"}
+    check_kinds("model", vars(model), name="text", **optional)
+    for name, given in {"layers": model.layers, "ties": model.ties}.items():
+        check_kind(f"model: {name}", given, Sequence, "give a list")
+    way = "give what ax.start_from sets, or a class with the members of ax.StartValues"
+    check_kind("model: start", model.start, StartValues | None, way)
+    if not model.layers:
+        raise ConfigError("model: no layers; a model is a list of at least one")
+    for number, given in enumerate(model.layers):
+        where, way = f"model: layer {number}", "make it Layer(name, build), or use from_sequential"
+        check_kind(where, given, Layer, way)
+        optional = {"init": "function or None", "flops": "number or None"}
+        check_kinds(where, vars(given), name="text", prefix="text or None", **optional)
+        if isinstance(given.build, nn.Module):
+            raise ConfigError(
+                f"{where}: build is a module; give a function that makes one (lambda: "
+                f"{type(given.build).__name__}(...))"
+            )
+        if given.flops is not None and not 0 <= float(given.flops) < math.inf:
+            raise ConfigError(
+                f"{where}: flops is {given.flops}; give a number from 0 on, or None to count them"
+            )
+
+
 def _by_name(layers: Sequence[LayerInfo]) -> dict[str, ParameterInfo]:
     """The parameters of all layers by name; ConfigError for names used twice or unfit for files."""
     parameters: dict[str, ParameterInfo] = {}
@@ -306,14 +318,22 @@ def _by_name(layers: Sequence[LayerInfo]) -> dict[str, ParameterInfo]:
     return parameters
 
 
-def example_of(make: Callable[[int], tuple[Tensor, ...]], samples: int) -> tuple[Tensor, ...]:
-    """The inputs that `Model.example` makes; ConfigError if these are not tensors."""
-    check_kind("Model.example", make, Callable, EXAMPLE)
+def example_of(
+    make: Callable[[int], tuple[Tensor, ...]], samples: int, where: str = "Model.example"
+) -> tuple[Tensor, ...]:
+    """The inputs that an example makes; ConfigError, with the place, if these are not tensors."""
+    check_kind(where, make, Callable, EXAMPLE)
+    try:
+        inspect.signature(make).bind(samples)
+    except TypeError as reason:
+        raise ConfigError(f"{where}: takes other arguments ({reason}); {EXAMPLE}") from reason
+    except ValueError:  # The signature is unknown.
+        pass
     inputs = make(samples)
     if not isinstance(inputs, tuple) or not all(isinstance(tensor, Tensor) for tensor in inputs):
         raise ConfigError(
-            f"Model.example: returned {type(inputs).__name__}; return a tuple of tensors, what the "
-            "first layer gets"
+            f"{where}: returned {type(inputs).__name__}; return a tuple of tensors, what the first "
+            "layer gets"
         )
     return inputs
 

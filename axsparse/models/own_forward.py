@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from axsparse.models.layer import Kind, Layer, LossFunction, MetricFunction, Model, Tie, as_tuple
-from axsparse.models.model_profile import COPIABLE, EXAMPLE
+from axsparse.models.model_profile import COPIABLE, example_of
 from axsparse.models.module_buffers import (
     BufferSlot,
     named_tensors,
@@ -99,10 +99,9 @@ def from_module(
     Raises ConfigError for a module that has no such forward.
     """
     check_kind("from_module: module", module, nn.Module, "give an nn.Module")
-    check_kind("from_module: example", example, Callable, EXAMPLE)
     reject_unfit(module)
     start_training(module)
-    inputs = _as_wide(example(2), module)
+    inputs = _as_wide(example_of(example, 2, "from_module: example"), module)
     cut, written = _cut(module, inputs)
     tensors = {
         layer.full_name(name): tensor
@@ -289,7 +288,7 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> Watch:
             given = given.replace("torch.", "")
             why = f"its forward fails on two samples, {given} ({one_line(reason)})"
             raise _unfit(
-                module, why, "give samples that it takes (data=), or correct it"
+                module, why, "give samples that it takes (data= or example), or correct it"
             ) from reason
     for call, is_read in zip(watch.calls, watch.exists[1:], strict=True):
         if is_read and call.has_gradients and not call.is_direct:
@@ -300,9 +299,11 @@ def _watched(module: nn.Module, inputs: Sequence[Tensor]) -> Watch:
     own = outermost_lists(module, nn.Sequential)
     if own:
         raise _unfit(module, f"{', '.join(own)} has a forward of its own, and runs as one")
+    seen = {*module.modules()}
     for path, child in module.named_modules():
         for name, value in vars(child).items():
-            if isinstance(value, list) and any(isinstance(each, nn.Module) for each in value):
+            listed = value if isinstance(value, list) else []
+            if any(isinstance(each, nn.Module) and each not in seen for each in listed):
                 full = f"{path}.{name}".lstrip(".")
                 way = f"make it nn.ModuleList({name})"
                 raise _unfit(module, f"{full} is a list, whose parameters torch does not see", way)

@@ -429,10 +429,11 @@ def reject_unfit(module: nn.Module) -> None:
         for hook in child._forward_pre_hooks.values():
             if isinstance(hook, (WeightNorm, SpectralNorm)):
                 kind = "weight_norm" if isinstance(hook, WeightNorm) else "spectral_norm"
+                given = "MODULE" if hook.name == "weight" else f'MODULE, "{hook.name}"'
                 raise ConfigError(
                     f"model: {type(child).__name__} has a hook of torch.nn.utils.{kind}, which "
                     f"computes its {hook.name} before each forward; make it by torch.nn.utils."
-                    f"parametrizations.{kind}, or call torch.nn.utils.remove_{kind}(MODULE) before"
+                    f"parametrizations.{kind}, or call torch.nn.utils.remove_{kind}({given}) before"
                 )
             if isinstance(hook, BasePruningMethod):
                 is_matrix = getattr(child, hook._tensor_name).ndim >= 2
