@@ -215,8 +215,8 @@ class Tracer:
         """Start values of layers that really run, which replace the layers' initialisation."""
         self.sums = NO_SUMS
         """Sums over tensor-parallel ranks in the last layer that was run."""
-        self.returns_tuple = False
-        """Whether the last layer that was run returns a tuple."""
+        self.result_type: type = Tensor
+        """The type of what the last layer that was run returns."""
 
     @property
     def shapes(self) -> list[tuple[torch.Size, torch.dtype]]:
@@ -262,7 +262,7 @@ class Tracer:
                 raise  # it says what does not fit a shard
             raise self._fails(name, reason, module) from reason
         given = as_tuple(name, outputs)
-        self.returns_tuple = isinstance(outputs, (tuple, list))
+        self.result_type = type(outputs)
         self.sums = self._layer_sums(name, given, run)
         self._flow = tuple(map(self._input, given))
         saved = {k: v for k, v in kept.items() if k not in weights and k not in inputs}

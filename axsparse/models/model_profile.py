@@ -274,8 +274,8 @@ def check_members(model: Model) -> None:
     """ConfigError for members of a model, or of its layers, of other types than they are to be."""
     optional = {"loss_logits": "function or None", "vocab_size": "whole number or None"}
     check_kinds("model", vars(model), name="text", **optional)
-    for name, given in {"layers": model.layers, "ties": model.ties}.items():
-        check_kind(f"model: {name}", given, Sequence, "give a list")
+    for name in ("layers", "ties"):
+        check_kind(f"model: {name}", vars(model)[name], Sequence, "give a list")
     way = "give what ax.start_from sets, or a class with the members of ax.StartValues"
     check_kind("model: start", model.start, StartValues | None, way)
     if not model.layers:
@@ -403,8 +403,9 @@ def profile_layers(
     shapes: object = None
     for number, layer in enumerate(layers):
         shapes_before, shapes = shapes, None if tracer is None else tracer.shapes
-        if number and tracer is not None and tracer.returns_tuple:
-            reject_other_tuple(layers[number - 1], layer, len(tracer.shapes))
+        if number and tracer is not None and issubclass(tracer.result_type, (tuple, list)):
+            count = len(tracer.shapes)
+            reject_other_tuple(layers[number - 1], layer, count, tracer.result_type)
         # Layers that really run pass on values, by which later ones may differ.
         is_known = number and shapes == shapes_before and not (tracer and tracer.device)
         if is_known and _are_alike(layers[number - 1], layer):

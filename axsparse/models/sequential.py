@@ -492,9 +492,10 @@ def _child(module: nn.Module) -> nn.Module:
     return structure(module)
 
 
-def reject_other_tuple(before: Layer, layer: Layer, count: int) -> None:
+def reject_other_tuple(before: Layer, layer: Layer, count: int, kind: type) -> None:
     """ConfigError for two children of an `nn.Sequential` where the second could take the tuple that
-    the first returns, and the `count` tensors in it."""
+    the first returns, and the `count` tensors in it, or where it takes one of another `kind`, such
+    as a list."""
     build = layer.build
     if not isinstance(build, partial) or build.func is not _child:
         return
@@ -506,6 +507,12 @@ def reject_other_tuple(before: Layer, layer: Layer, count: int) -> None:
             f"({type(module).__name__}) would get as one argument from torch, and as its tensors "
             f"from a stage; {way}, or give ax.from_sequential(modules._modules, loss) to pass the "
             "tensors"
+        )
+    if kind is not tuple and takes(module, 1):
+        raise ConfigError(
+            f"sequential: {before.name} returns {kind.__name__}, which {layer.name} "
+            f"({type(module).__name__}) would get as a plain tuple from a stage; return a tuple, "
+            "and take its entries by number"
         )
 
 
