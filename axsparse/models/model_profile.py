@@ -240,7 +240,7 @@ def profile(
     fit: duplicate names, layers that cannot be built, parameters that cannot be trained, ties
     between different shapes.
     """
-    check_members(model)
+    check_arguments(model)
     tracer = None
     if model.example is not None:
         example = example_of(model.example, samples)
@@ -270,7 +270,7 @@ def profile(
     return ModelProfile(layers, ties, start, model.loss_logits, teacher=teacher)
 
 
-def check_members(model: Model) -> None:
+def check_arguments(model: Model) -> None:
     """ConfigError for members of a model, or of its layers, of other types than they are to be."""
     optional = {"loss_logits": "function or None", "vocab_size": "whole number or None"}
     check_kinds("model", vars(model), name="text", **optional)

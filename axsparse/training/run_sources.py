@@ -33,7 +33,7 @@ from axsparse.data.sources import open_datasets
 from axsparse.data.torch_dataset import SHIFTED, advice_for, reject_no_dataset
 from axsparse.models.layer import LossFunction, MetricFunction, Model
 from axsparse.models.losses import linear_cross_entropy, summed_cross_entropy
-from axsparse.models.model_profile import check_members
+from axsparse.models.model_profile import check_arguments
 from axsparse.models.module_buffers import replaced, same_attributes, slots
 from axsparse.models.own_forward import by_folder, from_module
 from axsparse.models.reached_objects import reaches, shares_with_hooks
@@ -192,7 +192,7 @@ def run_sources(
     separate = whole.data.intra_document_attention
     has_data = data is not None and not isinstance(data, Tokens)
     if isinstance(model, Model):
-        check_members(model)
+        check_arguments(model)
         made = replace(model, metrics={**model.metrics, **metrics}) if metrics else model
         if isinstance(model.start, OwnValues):
             model.start.reject_replaced()
