@@ -151,7 +151,7 @@ def export(
 
     Raises ConfigError if the form does not suit the model or the path, OutputError if the path
     is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
-    or is removed meanwhile.
+    or is removed meanwhile, MissingInputError if weights of `model.from` that go out, too, are gone.
     """
     check_kinds("export", locals(), dtype="function or None", card="text or None")
     checkpoint, path = checkpoint_of(Path(expanded(run)), step), Path(expanded(path))
@@ -529,7 +529,11 @@ def _published(config: Family, known: Tensors) -> Tensors:
                 stored = TensorHeader(header.dtype, tuple(one.shape))
                 own = named(there, causal.base_model_prefix)
                 tensors[own] = stored, partial(names.one, name, there, value)
-        assert file or whole is causal, "a text model among others is a folder's"
+        if file is None and whole is not causal:
+            raise MissingInputError(
+                f"model.from {config.from_}: its weights are gone, which have the parts beside the "
+                "text model that an export copies; bring that folder back, with its weights"
+            )
         ties = tied_names(whole)
         if file and theirs:
             for name in theirs.others:
