@@ -19,6 +19,8 @@ from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.files.paths import expanded
 
 CONFIG_FILE = "config.json"
+TEXT_CONFIG = "text_config"
+"""The section of a config.json that has the settings of the text model among others."""
 BUNDLED = "prune_llama.yaml"
 """The bundled configuration of a model of a folder."""
 FROM = "model.from"

@@ -36,8 +36,9 @@ PICKLED = ".bin"
 MOST_NAMED = 8
 SAMPLES, SAMPLE_BYTES = 16, 65_536
 """A fingerprint covers SAMPLES + 1 blocks of a file, and its length."""
-_NUMBERED = re.compile(r"(\D*)(\d{1,9})(\D.*)", re.DOTALL)
-"""A name with the number of a layer, which is the first one in it."""
+_NUMBERED = re.compile(r"(?:\D*?\.(?!\d))?([^\d.]*\.?)(\d{1,9})(\D.*)", re.DOTALL)
+"""A name with the number of a layer, which is the first one in it, behind the name of a list, which
+a model around the text model has in another place."""
 Convert = Callable[[str, Tensor], Tensor]
 """`convert(global name, tensor of the file)` returns the tensor as the model has it."""
 
@@ -353,6 +354,6 @@ def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:
         if both and not torch.equal(file.read(second), file.read(first)):
             raise DataError(
                 f"{file.path}: {first!r} and {second!r} differ, and are one weight in the model; "
-                "take them apart in the model (tie_word_embeddings: false in its config.json, "
-                "without one model.tie_embeddings: false)"
+                "take them apart in the model (tie_word_embeddings: false at the top of its "
+                "config.json, without one model.tie_embeddings: false)"
             )

@@ -33,6 +33,7 @@ from torch import Tensor
 
 from axsparse.config.hf_config import (
     CONFIG_FILE,
+    TEXT_CONFIG,
     TORCH_DTYPE,
     config_json,
     model_settings,
@@ -98,8 +99,6 @@ weights, earlier ones would be taken for them."""
 MODULES = "modules.json"
 """Names the folders of the modules that sentence-transformers runs behind the model."""
 CARD = "README.md"
-TEXT_CONFIG = "text_config"
-"""The section of a config.json that has the settings of the text model among others."""
 Value = Callable[[], Tensor]
 Tensors = Mapping[str, tuple[TensorHeader, Value]]
 """Tensors to be written, by their names in the file."""
@@ -150,8 +149,8 @@ def export(
     continue.
 
     Raises ConfigError if the form does not suit the model or the path, OutputError if the path
-    is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged
-    or is removed meanwhile, MissingInputError if weights of `model.from` that go out, too, are gone.
+    is taken or cannot be written, DataError or MissingInputError if the checkpoint is damaged or
+    is removed meanwhile, and MissingInputError if weights of `model.from` that go out are gone.
     """
     check_kinds("export", locals(), dtype="function or None", card="text or None")
     checkpoint, path = checkpoint_of(Path(expanded(run)), step), Path(expanded(path))

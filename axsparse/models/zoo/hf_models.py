@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from axsparse.config.hf_config import (
     CONFIG_FILE,
     HF,
+    TEXT_CONFIG,
     folder_settings,
     has_others,
     is_headless,
@@ -133,9 +134,19 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
 
 
 def _depth_setting(cut: SplitModel, config: HfConfig) -> str:
-    """Where the number of layers is set, under the model's own name for it."""
-    key = cut.causal.config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
-    return f"{key} in {CONFIG_FILE}" if config.from_ else f"{HF}.{key}"
+    """Where the number of layers is set, under the model's own name for it, and the lists of a
+    value for each layer."""
+    settings, text = folder_settings(HF, config.hf), cut.causal.config
+    section = TEXT_CONFIG if has_others(settings) else ""
+    theirs = config.hf.get(section, {}) if section else config.hf
+    place = "".join(f"{one}." for one in ("" if config.from_ else HF, section) if one)
+    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    lists = (
+        f"the length of {place}{name}"
+        for name, value in theirs.items()
+        if "layer" in name and isinstance(value, list) and len(value) == text.num_hidden_layers
+    )
+    return f"{' and '.join((place + key, *lists))}{f' in {CONFIG_FILE}' if config.from_ else ''}"
 
 
 Run: TypeAlias = Callable[..., tuple[Tensor, ...]]
