@@ -36,6 +36,7 @@ from axsparse.data.sources import open_datasets
 from axsparse.data.token_file import read_sidecar
 from axsparse.data.tokenizers import ANOTHER_TOKENIZER
 from axsparse.models.layer import Model, StartValues
+from axsparse.models.model_profile import profile
 from axsparse.models.start_weights import FromFile
 from axsparse.models.teacher import with_teacher
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
@@ -105,8 +106,7 @@ def prune_folder(job: Job, order: PruneOrder) -> None:
     order = together(transport, partial(chosen, order))
     lock = together(transport, lambda: order.take() if is_first else None)
     job.kept = f"what is finished is in {order.work}, and the same command continues"
-    # Before minutes of preparation: weights that are missing or of eight bits.
-    together(transport, lambda: _reject_eight_bits(named_model(order.configured()).start))
+    together(transport, lambda: _check_model(order, runs=is_first))  # before minutes of preparation
     together(transport, lambda: _prepare(order) if is_first else None)
     order, asked = together(transport, partial(_with_settings, order))
     together(transport, lambda: order.adopt(asked) if is_first else None)
@@ -255,6 +255,16 @@ def _dtype_of(start: StartValues | None) -> Callable[[str], torch.dtype]:
     """The type that each parameter has in the folder that is pruned, in which it is written."""
     assert isinstance(start, FromFile), "the model is of a folder"
     return start.dtype
+
+
+def _check_model(order: PruneOrder, *, runs: bool) -> None:
+    """The errors of weights that are missing or of eight bits, and, where it runs them, of layers
+    that do not run."""
+    length = f"data.sequence_length={order.length(order.configured())}"
+    model = named_model(order.configured(length))
+    _reject_eight_bits(model.start)
+    if runs:
+        profile(model)
 
 
 def _reject_eight_bits(start: StartValues | None) -> None:

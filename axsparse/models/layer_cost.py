@@ -345,6 +345,8 @@ class Tracer:
             if self._counter is None and _is_of_sizes(what):
                 suggestion = f"it gets {given}; correct its sizes"
                 suggestion += f" (of a folder, those in {CONFIG_FILE})" if is_part else ""
+            elif self._counter is None and is_part and _is_of_transformers(module):
+                suggestion = "choose another model"
             elif self._counter is None and not is_part:
                 suggestion += ", or leave Model.example out: then the first samples of the data run"
             return CostError(
@@ -356,6 +358,12 @@ class Tracer:
             half = str(self._dtype).removeprefix("torch.")
             given += f" in {half}; set precision: fp32 for an operation that takes nothing else"
         return CostError(f"layer {name}: on the first samples of the data, {what}; it gets {given}")
+
+
+def _is_of_transformers(module: nn.Module | None) -> bool:
+    """Whether a module has modules of transformers, whose code the user does not write."""
+    kinds = map(type, () if module is None else module.modules())
+    return any(kind.__module__.startswith("transformers.") for kind in kinds)
 
 
 def _is_of_sizes(what: str) -> bool:

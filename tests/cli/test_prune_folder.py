@@ -50,6 +50,7 @@ from axsparse.runtime.console import Console
 from axsparse.runtime.errors import (
     EXIT_CONFIG,
     EXIT_SAVED,
+    ConfigError,
     DataError,
     OutputError,
     TrainingError,
@@ -609,6 +610,19 @@ def test_what_came_to_the_place_meanwhile_stays(
     given = (Path("model"), (Path("texts"),), (Path("held"),), Path("out"), "prune_llama.yaml")
     with pytest.raises(OutputError, match="is there already; move it away, and repeat the command"):
         prune_folder.prune_folder(job_alone(), PruneOrder(*given, settings, "none"))
+
+
+def test_layers_that_do_not_run_are_refused_before_tokens_are_prepared(
+    transformers: Any, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    kinds = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "vocab_size": 64}
+    jetmoe = transformers.AutoConfig.for_model("jetmoe", intermediate_size=44, **sizes, **kinds)
+    saved_model(transformers, jetmoe, tmp_path / "model")
+    given = (tmp_path / "model", (tmp_path / "no texts",), (), tmp_path / "out", "prune_llama.yaml")
+    order = PruneOrder(*given, ("precision=fp32",), "none")
+    with pytest.raises(ConfigError, match=r"^layer model.layers.0: .*; choose another model$"):
+        prune_folder.prune_folder(job_alone(), order)
 
 
 def test_weights_of_eight_bits_are_refused_before_anything_is_pruned(
