@@ -61,13 +61,7 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
         path = Path(expanded(named.value)) / CONFIG_FILE
     except ConfigError:
         return settings  # pydantic refuses other values
-    adapter = path.with_name("adapter_config.json")
-    if adapter.is_file():
-        way = ", or remove it" if path.is_file() else ""
-        raise ConfigError(
-            f"{FROM}: {adapter} is of an adapter, which transformers adds to the weights and "
-            f"axsparse would leave out; save what merge_and_unload of peft returns{way}"
-        )
+    reject_adapter(path.parent)
     if not path.is_file():
         raise no_folder(FROM, named.value)
     filled = dict(settings)
@@ -88,6 +82,17 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
                 f"leave it out, or name another folder{more_said}"
             )
     return filled
+
+
+def reject_adapter(folder: Path) -> None:
+    """ConfigError for a folder of an adapter, which nothing here adds to the weights."""
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        way = ", or remove it" if (folder / CONFIG_FILE).is_file() else ""
+        raise ConfigError(
+            f"{adapter}: is of an adapter, which transformers adds to the weights and axsparse "
+            f"would leave out; save what merge_and_unload of peft returns{way}"
+        )
 
 
 def no_folder(where: str, given: str) -> MissingInputError:

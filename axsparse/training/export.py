@@ -36,8 +36,10 @@ from axsparse.config.hf_config import (
     TEXT_CONFIG,
     TORCH_DTYPE,
     config_json,
+    folder_settings,
     model_settings,
     read_json,
+    reject_adapter,
     reject_other_sizes,
 )
 from axsparse.config.load import data_elsewhere
@@ -189,19 +191,21 @@ def export_sparse(folder: Path, path: Path, *, force: bool) -> tuple[int, int]:
     """Write a Hugging Face folder of a pruned model in the form `sparse`; returns the number of its
     tensors and their bytes.
 
-    The other files are copies. Raises what `export` raises, and ConfigError if `path` is in the
-    folder.
+    The other files are copies. Raises what `export` raises, ConfigError if `path` is in the
+    folder, or that has an adapter, and DataError for no causal language model of real numbers.
     """
     path = path.absolute()
     reject_within(path, folder, "the model")
     _reject_taken(path, is_folder=True, force=force)
+    reject_adapter(folder)
+    settings = read_json(folder / CONFIG_FILE)
+    folder_settings(folder / CONFIG_FILE, settings)
     opened = open_weights(folder)
     whole = {
         name: (TensorHeader(opened.dtype(name), shape), partial(opened.read, name))
         for name, shape in opened.shapes.items()
     }
     files = _companions(folder)
-    settings = read_json(folder / CONFIG_FILE)
     files[CONFIG_FILE] = _json({**settings, "dtype": "bfloat16"})
     tensors = sparse_tensors(whole)
     return len(tensors), _write(path, tensors, files, 0, force=force)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from axsparse.config.hf_config import CONFIG_FILE, folder_settings, read_json
+from axsparse.config.hf_config import CONFIG_FILE, folder_settings, read_json, reject_adapter
 from axsparse.data.tokenizers import GENERATION
 from axsparse.models.layer import mismatched_values
 from axsparse.models.module_buffers import slots
@@ -46,10 +46,11 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
     `generate`, `forward` and `config` are transformers' own.
 
     Raises MissingInputError if the folder or transformers is not there, DataError if it is damaged
-    or of no causal language model.
+    or of no causal language model, ConfigError if it has an adapter.
     """
     check_kinds("load_pruned", locals(), fewest_zeros="number or None")
     folder = Path(expanded(folder))
+    reject_adapter(folder)
     if not (folder / CONFIG_FILE).is_file():
         raise MissingInputError(
             f"load_pruned: {folder} has no {CONFIG_FILE}; name a folder that axsparse prune, "
@@ -87,10 +88,8 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
     missing = [name for name, one in causal.named_parameters() if one.is_meta]
     missing += [slot.name for slot in slots(causal) if slot.tensor.is_meta]
     if missing:
-        raise DataError(
-            f"{opened.path}: lacks {missing[0]!r}, which {CONFIG_FILE} asks for; get all of "
-            "its files anew"
-        )
+        what = f"lacks {missing[0]!r}, which {CONFIG_FILE} asks for"
+        raise DataError(f"{opened.path}: {what}; get all of its files anew")
     if (folder / GENERATION).is_file():
         causal.generation_config = _generation_settings(folder, type(causal.generation_config))
     if fewest_zeros is not None:
