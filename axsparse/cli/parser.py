@@ -21,7 +21,7 @@ from axsparse.runtime.errors import (
     OutputError,
     writing,
 )
-from axsparse.runtime.files.paths import expanded
+from axsparse.runtime.files.paths import expanded, kind_of
 from axsparse.runtime.process import code_of_interrupt, exit_process, speaks
 
 Work = Callable[[argparse.Namespace], None]
@@ -294,8 +294,8 @@ def add_checkpoint(add: Callable[..., object]) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is a Hugging Face folder, not a run."""
-    return (path / "config.json").is_file()
+    """Whether a path is a Hugging Face folder, not a run; MissingInputError as `kind_of`."""
+    return kind_of(f"{path}:", path / "config.json") == "file"
 
 
 def override(key: str, path: Path | str) -> str:

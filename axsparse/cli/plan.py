@@ -28,7 +28,7 @@ from axsparse.config.section import counted
 from axsparse.config.validate import check_config
 from axsparse.planner.cluster import DEFAULT_CLUSTER, cluster_text, load_cluster
 from axsparse.runtime.errors import EXIT_CONFIG, ConfigError, MissingInputError
-from axsparse.runtime.files.paths import expanded
+from axsparse.runtime.files.paths import expanded, kind_of
 from axsparse.runtime.process import exit_process, speaks
 
 if TYPE_CHECKING:
@@ -162,9 +162,10 @@ def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:
             f"--config: {arguments.config!r}, but {source!r} is planned; leave one of them out"
         )
     path = Path(expanded(source))
-    if path.name == CONFIG_FILE and path.is_file():
-        path = path.parent
-    if path.is_dir():
+    there = kind_of(f"{source!r}:", path)
+    if path.name == CONFIG_FILE and there == "file":
+        return _read_folder(path.parent, overrides)
+    if there == "folder":
         return _read_folder(path, overrides)
     try:
         return configure(source, overrides), []
@@ -177,7 +178,7 @@ def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:
 def _read_folder(folder: Path, overrides: Sequence[str]) -> tuple[Config, list[str]]:
     """The model of a Hugging Face folder by the settings of `BUNDLED`, which count as defaults."""
     path = folder / CONFIG_FILE
-    if not path.is_file():
+    if kind_of(f"{str(folder)!r}:", path) != "file":
         raise MissingInputError(
             f"{str(folder)!r} has no {CONFIG_FILE}; name a folder that has one, or a configuration"
         )

@@ -31,7 +31,7 @@ from axsparse.config.load import configure, packaged_folder
 from axsparse.config.schema import Config
 from axsparse.config.validate import check_batch, check_config
 from axsparse.runtime.errors import ConfigError, MissingInputError, reading, writing
-from axsparse.runtime.files.paths import reject_foreign
+from axsparse.runtime.files.paths import kind_of, reject_foreign
 from axsparse.runtime.files.run_folder import automatic_run_dirs
 
 SCHEDULERS = {"slurm": ["sbatch"], "lsf": ["bsub"], "pbs": ["qsub"], "flux": ["flux", "batch"]}
@@ -177,7 +177,7 @@ def _check_request(job: argparse.Namespace, ranks: int, cpus: int, threads: int)
 def _commands(job: argparse.Namespace, run_dir: Path) -> dict[str, str]:
     setup = "# module load … # the site's MPI library, the one that mpi4py loads"
     if job.setup is not None:
-        if not job.setup.is_file():
+        if kind_of(f"--setup: {job.setup}", job.setup) != "file":
             raise MissingInputError(f"--setup: {str(job.setup)!r} is no file; name an existing one")
         with reading(f"--setup: {job.setup}", "name another file"):
             has_returns = b"\r\n" in job.setup.read_bytes()

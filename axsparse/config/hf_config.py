@@ -16,7 +16,7 @@ from axsparse.config.messages import Setting, shorten, show
 from axsparse.config.model_config import Family, GptConfig, HfConfig
 from axsparse.config.section import flat
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
-from axsparse.runtime.files.paths import expanded
+from axsparse.runtime.files.paths import expanded, kind_of
 
 CONFIG_FILE = "config.json"
 TEXT_CONFIG = "text_config"
@@ -61,8 +61,9 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
         path = Path(expanded(named.value)) / CONFIG_FILE
     except ConfigError:
         return settings  # pydantic refuses other values
-    reject_adapter(path.parent)
-    if not path.is_file():
+    where = f"{FROM}: {named.value!r}"
+    reject_adapter(where, path.parent)
+    if kind_of(where, path) != "file":
         raise no_folder(FROM, named.value)
     filled = dict(settings)
     name = settings.get("model.name")
@@ -84,11 +85,12 @@ def with_folder(settings: Mapping[str, Setting]) -> Mapping[str, Setting]:
     return filled
 
 
-def reject_adapter(folder: Path) -> None:
-    """ConfigError for a folder of an adapter, which nothing here adds to the weights."""
+def reject_adapter(where: str, folder: Path) -> None:
+    """ConfigError for a folder of an adapter, which nothing here adds to the weights; the errors of
+    `kind_of`, which begin with `where`."""
     adapter = folder / "adapter_config.json"
-    if adapter.is_file():
-        way = ", or remove it" if (folder / CONFIG_FILE).is_file() else ""
+    if kind_of(where, adapter) == "file":
+        way = ", or remove it" if kind_of(where, folder / CONFIG_FILE) == "file" else ""
         raise ConfigError(
             f"{adapter}: is of an adapter, which transformers adds to the weights and axsparse "
             f"would leave out; save what merge_and_unload of peft returns{way}"

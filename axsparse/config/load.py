@@ -34,7 +34,7 @@ from axsparse.config.messages import (
 )
 from axsparse.config.schema import FIELDS, SECTIONS, Config
 from axsparse.runtime.errors import ConfigError, MissingInputError, check_kind, one_line, reading
-from axsparse.runtime.files.paths import expanded
+from axsparse.runtime.files.paths import expanded, kind_of
 from axsparse.runtime.files.run_folder import CONFIG_FILE, has_mark
 
 YAML_TAG = "tag:yaml.org,2002:"
@@ -303,12 +303,13 @@ def find_file(kind: str, source: str, folder: Path) -> Path:
     `kind` says what it is of, such as "config". MissingInputError if there is no such file.
     """
     path, name = Path(expanded(source)), source.removesuffix(".yaml")
-    if path.is_file() or ("/" in source and path.exists()):
+    there = kind_of(f"{kind} {source!r}:", path)
+    if there == "file" or ("/" in source and there):
         return path
     bundled = sorted(each.stem for each in folder.glob("*.yaml"))
     if name in bundled:
         return folder / f"{name}.yaml"
-    what = "a folder" if path.is_dir() else "no such file"
+    what = "a folder" if there == "folder" else "no such file"
     near = get_close_matches(path.stem[:60], bundled, n=1)
     suggestion = f"did you mean {near[0]}?" if near else "name an existing one"
     raise MissingInputError(

@@ -27,6 +27,7 @@ from axsparse.models.losses import distillation, linear_cross_entropy, summed_cr
 from axsparse.models.sequential import structure
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
 from axsparse.runtime.errors import ConfigError, check_kind
+from axsparse.runtime.files.paths import kind_of
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def with_teacher(model: Model, config: Config, *, reads_weights: bool = True) ->
             "entropy of a language model; leave it out, or make a loss of both yourself"
         )
     path, length = Path(folder) / CONFIG_FILE, sample_length(config)
-    if not path.is_file():
+    if kind_of(f"{where}: {folder!r}", path) != "file":
         raise no_folder(where, folder)
     name = None if is_gpt2(path, read_json(path)) else "hf"
     found = {"sequence_length": length, **model_settings(path, name), "from": folder}

@@ -30,7 +30,7 @@ from axsparse.runtime.communication import Op, Transport, wait
 from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading, writing
 from axsparse.runtime.exchange import gather_values, together
 from axsparse.runtime.files.atomic import new_path
-from axsparse.runtime.files.paths import expanded, reject_foreign
+from axsparse.runtime.files.paths import expanded, kind_of, reject_foreign
 from axsparse.runtime.files.safetensors import SafetensorsFile, TensorHeader, write_safetensors
 from axsparse.runtime.grid import RankCoords
 from axsparse.samo.masks import Shape, Weight
@@ -120,7 +120,7 @@ def open_masks(path: str | Path) -> MaskFile:
     Raises MissingInputError if it cannot be read, DataError if it holds no masks.
     """
     path = Path(expanded(path))
-    if path.is_dir():
+    if kind_of(f"{path}:", path) == "folder":
         path /= MASK_FILE
     with _reading(path):
         return MaskFile(SafetensorsFile(path))

@@ -197,7 +197,7 @@ def export_sparse(folder: Path, path: Path, *, force: bool) -> tuple[int, int]:
     path = path.absolute()
     reject_within(path, folder, "the model")
     _reject_taken(path, is_folder=True, force=force)
-    reject_adapter(folder)
+    reject_adapter(f"{folder}", folder)
     settings = read_json(folder / CONFIG_FILE)
     folder_settings(folder / CONFIG_FILE, settings)
     opened = open_weights(folder)

@@ -25,7 +25,7 @@ from axsparse.models.stand_ins import tied_names
 from axsparse.models.start_weights import open_weights
 from axsparse.models.zoo.hf_models import HfFile, full_model
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds, one_line
-from axsparse.runtime.files.paths import expanded
+from axsparse.runtime.files.paths import expanded, kind_of
 from axsparse.samo.pruned_weight import (
     FEWEST_ZEROS,
     PrunedWeight,
@@ -50,8 +50,8 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
     """
     check_kinds("load_pruned", locals(), fewest_zeros="number or None")
     folder = Path(expanded(folder))
-    reject_adapter(folder)
-    if not (folder / CONFIG_FILE).is_file():
+    reject_adapter("load_pruned", folder)
+    if kind_of("load_pruned", folder / CONFIG_FILE) != "file":
         raise MissingInputError(
             f"load_pruned: {folder} has no {CONFIG_FILE}; name a folder that axsparse prune, "
             "axsparse export --to sparse or save_pretrained wrote"

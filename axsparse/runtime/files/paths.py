@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from pathlib import Path
+from typing import Literal
 
-from axsparse.runtime.errors import ConfigError, OutputError, check_kind, writing
+from axsparse.runtime.errors import ConfigError, OutputError, check_kind, reading, writing
 
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{)")
 """Matches the remains of a variable that is not set."""
@@ -28,6 +30,20 @@ def expanded(given: str | os.PathLike[str]) -> str:
             f"{text!r} should be a path of known users and variables; write it in full"
         )
     return path
+
+
+def kind_of(where: str, path: Path) -> Literal["file", "folder", "other", ""]:
+    """Whether there is a file, a folder or something else at a path that is read; "" if nothing is.
+
+    MissingInputError, which begins with `where`, if the system does not say, as of what is in
+    another user's folder: `Path.is_file` and its like raise OSError then.
+    """
+    with reading(where, "name one that can be read"):
+        try:
+            mode = path.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return ""
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
 
 
 def is_own(path: Path, mark: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Axsparse
+from support.commands import Axsparse, assert_one_line
 from support.hf import write_llama
 from support.preparing import write_tokens
 from support.runs import mlp, tiny_config, tiny_gpt, vector_data
@@ -17,6 +17,8 @@ import axsparse as ax
 from axsparse.models.start_weights import open_weights
 from axsparse.planner.cluster import cluster_text
 from axsparse.pruning.mask_file import open_masks
+from axsparse.runtime.errors import MissingInputError
+from axsparse.runtime.files.paths import kind_of
 
 
 def trainer(**settings: Any) -> ax.Trainer:
@@ -109,3 +111,43 @@ def test_options_of_commands_name_paths_as_in_a_shell(
     assert done[0] == 0, done
     assert len([*(home / "made").iterdir()]) == ("made" in line)
     assert not [*Path().iterdir()]
+
+
+LONG = "a" * 300
+"""A path of which the system does not say what is there, as of one in another user's folder."""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "config show --config LONG",
+        "plan --config LONG --gpus 2",
+        "plan LONG --gpus 2",
+        "plan --cluster LONG --gpus 2",
+        "generate LONG --prompt x",
+        "export LONG --to sparse --out x",
+        "submit --slurm --ranks 2 --time 1:00:00 --config quickstart.yaml --setup LONG",
+        "train --config LONG",
+        "config show --set model.from=LONG",
+        "plan --config quickstart.yaml --gpus 1 --set train.teacher=LONG",
+    ],
+)
+def test_a_path_that_the_system_does_not_tell_of_is_a_line(line: str, axsparse: Axsparse) -> None:
+    said = axsparse(*line.replace("LONG", LONG).split())
+
+    assert_one_line(said, 66, "cannot be read (File name too long); name one that can be read")
+    assert LONG in said[2]
+
+
+def test_a_mask_file_that_the_system_does_not_tell_of_is_refused() -> None:
+    with pytest.raises(MissingInputError, match="cannot be read"):
+        open_masks(LONG)
+
+
+def test_what_is_at_a_path_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    assert kind_of("here", tmp_path) == "folder"
+    assert kind_of("here", tmp_path / "file") == "file"
+    assert kind_of("here", Path("/dev/null")) == "other"
+    assert kind_of("here", tmp_path / "nothing") == kind_of("here", tmp_path / "file/in") == ""
