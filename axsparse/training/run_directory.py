@@ -174,17 +174,17 @@ def find_run(config: Config, transport: Transport, resume: str | None, locks: Ex
             where, way = f"{config.where('run_dir')}: {config.run_dir}", OTHER_RUN_DIR
         with reading(where, way):
             path, named = _locate(config, resume)
-        if path is not None:
-            lock = RunLock(path)
-            locks.callback(lock.release)
-            _own_starts(path, "resume")
-            if named is not None:
-                _reject_older(path, named)
-            elif resume == AUTO and RunMark.of(path).is_overwriting:  # it was killed meanwhile
-                with writing(f"{path / CHECKPOINTS}:", OTHER_RUN_DIR):
-                    _clear(path)
-        steps = steps_in(path) if path else []
-        notes = remains(path) if path and not named else []
+            if path is not None:
+                lock = RunLock(path)
+                locks.callback(lock.release)
+                _own_starts(path, "resume")
+                if named is not None:
+                    _reject_older(path, named)
+                elif resume == AUTO and RunMark.of(path).is_overwriting:  # it was killed meanwhile
+                    with writing(f"{path / CHECKPOINTS}:", OTHER_RUN_DIR):
+                        _clear(path)
+            steps = steps_in(path) if path else []
+            notes = remains(path) if path and not named else []
         return [path and str(path), named and str(named), steps, notes]
 
     path, named, steps, notes = value_of_first(transport, together(transport, find))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -924,3 +925,15 @@ def test_records_after_the_checkpoint_are_taken_back(
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
     rewind_metrics(path, None)
     assert path.read_text() == ""
+
+
+def test_a_run_whose_folder_may_not_be_read_is_refused(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr("axsparse.training.run_directory.remains", refuse)
+
+    with pytest.raises(MissingInputError, match=r"cannot be read \(Permission denied\); choose"):
+        opened(loaded(run))

@@ -241,10 +241,10 @@ def unfinished(folder: Path) -> list[Path]:
     for path in _folders(folder):
         named = _REMAINS.fullmatch(path.name)
         is_new = named and path.suffix == UNFINISHED and int(named[1]) > newest
-        is_whole = not is_new and (path / MANIFEST_FILE).exists()
         # A run that is still at work may finish or remove it meanwhile.
         with suppress(FileNotFoundError):
-            if named and not is_whole and (own_files(path, _OWN_FILE) or not any(path.iterdir())):
+            is_copied = named and not is_new and (path / MANIFEST_FILE).exists()
+            if named and not is_copied and (own_files(path, _OWN_FILE) or not any(path.iterdir())):
                 found.append(path)
     return sorted(found)
 

@@ -1,5 +1,6 @@
 """How checkpoints appear and go, and which ones stay."""
 
+import errno
 import json
 import os
 import shutil
@@ -302,3 +303,20 @@ def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
     with pytest.raises(AxsparseError):
         read_manifest(tmp_path)
+
+
+def test_of_a_checkpoint_that_may_not_be_read_nothing_is_unfinished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, 5)
+    (tmp_path / "step-6.tmp").mkdir()
+    exists = Path.exists
+
+    def refuse(path: Path) -> bool:
+        if path.parent.name == "step-5":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+
+    assert [path.name for path in unfinished(tmp_path)] == ["step-6.tmp"]
