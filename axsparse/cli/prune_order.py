@@ -149,13 +149,14 @@ class PruneOrder:
         ConfigError if the place is taken, OutputError if it cannot be written, InUseError if
         another process has it.
         """
-        out, work = self.out.resolve(), self.work
+        with writing(f"--out: {self.out}", "choose another place"):
+            out, work = self.out.resolve(), self.work
+            is_there = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
         if not out.name or out == Path.cwd():
             raise ConfigError(f"--out: {self.out} is no place for a new folder; choose another one")
         reject_within(self.out, self.source, "the model")
         if out in (path.resolve() for path in (*self.data, *self.validation)):
             raise ConfigError(f"--out: {self.out} is the data itself; choose another place")
-        is_there = self.out.exists() and (not self.out.is_dir() or any(self.out.iterdir()))
         if is_there or self.out.is_symlink():
             raise ConfigError(
                 f"--out: {self.out} is there already; move it away, or choose another place"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def _report(arguments: argparse.Namespace) -> None:
     from axsparse.runtime.files.paths import reject_foreign
 
     runs: list[Path] = arguments.runs
-    if len({run.resolve() for run in runs}) < len(runs):
+    if len(set(map(os.path.realpath, runs))) < len(runs):
         raise ConfigError("report: a RUN is given twice; name each once")
     if len(runs) > MOST_RUNS:
         raise ConfigError(
@@ -70,9 +71,11 @@ def _report(arguments: argparse.Namespace) -> None:
 
 def _names(runs: Sequence[Path]) -> list[str]:
     """A short name for each run; runs whose folders have equal names get their full paths."""
-    short = [run.resolve().name or str(run) for run in runs]
-    pairs = zip(runs, short, strict=True)
-    return [name if short.count(name) == 1 else str(run.resolve()) for run, name in pairs]
+    full = [os.path.realpath(run) for run in runs]
+    short = [Path(path).name or path for path in full]
+    return [
+        name if short.count(name) == 1 else path for path, name in zip(full, short, strict=True)
+    ]
 
 
 def view_run(run: Path, name: str) -> RunView:

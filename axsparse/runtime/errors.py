@@ -115,13 +115,15 @@ def _using(error: type[AxsparseError], what: str, suggestion: str) -> Iterator[N
     that no file can have."""
     try:
         yield
-    except (OSError, ValueError) as reason:
+    except (OSError, ValueError, RuntimeError) as reason:
         if isinstance(reason, OSError):
             why = reason.strerror or str(reason)
             if reason.errno in NO_LACK:
                 suggestion = _FREEING.sub("", suggestion)
         elif isinstance(reason, UnicodeEncodeError) or "embedded null" in str(reason):
             why = "its name has characters that no file name can have"
+        elif str(reason).startswith("Symlink loop"):  # of Path.resolve, before Python 3.13
+            why, suggestion = os.strerror(errno.ELOOP), _FREEING.sub("", suggestion)
         else:
             raise
         raise error(f"{what} ({why}); {suggestion}") from reason
