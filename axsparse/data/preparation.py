@@ -74,7 +74,7 @@ from axsparse.data.tokenizers import (
     train_bpe,
 )
 from axsparse.runtime.console import Console, format_bytes, format_count, format_seconds
-from axsparse.runtime.errors import ConfigError, DataError, OutputError, writing
+from axsparse.runtime.errors import ConfigError, DataError, OutputError, reading, writing
 from axsparse.runtime.files.atomic import UNFINISHED, new_path
 from axsparse.runtime.files.run_folder import RunLock
 from axsparse.runtime.provenance import __version__
@@ -183,11 +183,15 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
         lock = RunLock(out, "--out", ".lock")
         with contextlib.ExitStack() as held:
             held.callback(lock.release)
-            sources, left_out = find_sources(
-                request.inputs, request.validation, out, *request.written
-            )
-            _reject_unused(request, sources)
-            firsts = [*first_contents(sources, request.reading)]
+            try:
+                sources, left_out = find_sources(
+                    request.inputs, request.validation, out, *request.written
+                )
+                _reject_unused(request, sources)
+                firsts = [*first_contents(sources, request.reading)]
+            except OSError as reason:  # not of the place that is written
+                with reading(f"{reason.filename or out}:", "name another input"):
+                    raise
             chats = [content for content in firsts if isinstance(content, Chat)]
             template = ChatTemplate(given) if chats else None
             if template is not None:

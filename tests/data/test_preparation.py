@@ -3,7 +3,9 @@ overwritten."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import pickle
 import re
 import signal
@@ -24,7 +26,7 @@ from axsparse.data.preparation import Request
 from axsparse.data.sources import token_datasets
 from axsparse.data.token_file import Split, read_sidecar, stored, token_path
 from axsparse.data.tokenizers import SEPARATOR
-from axsparse.runtime.errors import OutputError
+from axsparse.runtime.errors import MissingInputError, OutputError
 
 
 def ids_of(folder: Path, split: Split = "train") -> Any:
@@ -426,3 +428,15 @@ def test_a_folder_with_other_tokens_is_never_overwritten(library: Path, tmp_path
     with pytest.raises(OutputError, match="holds tokens of other files or settings; choose"):
         run(requested(library, tmp_path / "o", validation_fraction=0.2))
     assert outputs(tmp_path / "o") == before
+
+
+def test_an_input_that_may_not_be_read_is_not_blamed_on_the_output(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "secret/m")
+
+    monkeypatch.setattr(preparation, "find_sources", refuse)
+
+    with pytest.raises(MissingInputError, match=r"^secret/m: cannot be read \(Perm"):
+        run(requested(library, tmp_path / "o"))
