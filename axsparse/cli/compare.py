@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from axsparse.cli.parser import CommandParser, say
 from axsparse.config.section import counted
-from axsparse.runtime.errors import MissingInputError
+from axsparse.runtime.errors import AxsparseError, MissingInputError, reading
 from axsparse.runtime.process import exit_process
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ def parser() -> CommandParser:
 def _compare(arguments: argparse.Namespace) -> None:
     one, other = arguments.runs
     recorded, parted = _records(one, other)
-    saved, apart = _checkpoints(one, other)
+    left_out: list[str] = []
+    saved, apart = _checkpoints(one, other, left_out)
+    for reason in left_out:
+        say(f"left out: {reason}")
     if not recorded and not saved:
         raise MissingInputError(
             f"compare: {one} and {other} have no step and no checkpoint in common; name two runs "
@@ -82,22 +85,30 @@ def _records(one: Path, other: Path) -> tuple[int, str]:
     return number, parted[min(parted)] if parted else ""
 
 
-def _checkpoints(one: Path, other: Path) -> tuple[list[int], str]:
-    """The steps of the checkpoints that both have, and where the first that differs does."""
+def _checkpoints(one: Path, other: Path, left_out: list[str]) -> tuple[list[int], str]:
+    """The steps of the checkpoints that both have, and where the first that differs does; why
+    others cannot be compared is added to `left_out`."""
     from axsparse.training.checkpoint import checkpoint_folder, verification
 
     folders = [run / checkpoint_folder.CHECKPOINTS for run in (one, other)]
-    steps = [set(checkpoint_folder.saved_steps(folder)) for folder in folders]
-    both = sorted(steps[0] & steps[1])
-    for step in both:
-        opened = [
-            verification.open_checkpoint(checkpoint_folder.path_of(folder, step))
-            for folder in folders
-        ]
-        difference = next(_differences(*opened), "")
-        if difference:
-            return both, f"checkpoint of step {step}: {difference}"
-    return both, ""
+    steps = []
+    for folder in folders:
+        with reading(f"compare: {folder}", "name a run that you may read"):
+            steps.append(set(checkpoint_folder.saved_steps(folder)))
+    both, first = list[int](), ""
+    for step in sorted(steps[0] & steps[1]):
+        try:
+            opened = [
+                verification.open_checkpoint(checkpoint_folder.path_of(folder, step))
+                for folder in folders
+            ]
+        except AxsparseError as reason:
+            left_out.append(str(reason).partition("; ")[0])
+            continue
+        both.append(step)
+        if not first and (difference := next(_differences(*opened), "")):
+            first = f"checkpoint of step {step}: {difference}"
+    return both, first
 
 
 def _differences(one: Checkpoint, other: Checkpoint) -> Iterator[str]:

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from support.commands import Axsparse
+from support.commands import Axsparse, assert_one_line
 from support.resuming import ran
 from support.runs import tiny_config, token_data
 from torch import Tensor
@@ -96,3 +96,35 @@ def test_a_loss_that_is_no_number_and_another_standing_are_differences(
     record, checkpoint = out.splitlines()
     assert record.startswith("step 3: eval_loss is ") and record.endswith(" and None")
     assert checkpoint == "checkpoint of step 2: progress.loss_scale is 1.0 and 2.0"
+
+
+def test_checkpoints_that_cannot_be_read_are_left_out(
+    original: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
+    other = shutil.copytree(original, tmp_path / "other")
+    (other / "checkpoints/step-2/manifest.json").write_text("")
+
+    code, out, err = axsparse("compare", original, other)
+
+    left_out, same = out.splitlines()
+    assert (code, err) == (0, "")
+    assert (
+        left_out.startswith(f"left out: checkpoint {other}/checkpoints/step-2: ")
+        and ";" not in left_out
+    )
+    assert same.endswith("2 checkpoints (steps 1, 3)")
+
+
+def test_a_run_whose_checkpoints_cannot_be_listed_is_refused(
+    original: Path, tmp_path: Path, axsparse: Axsparse
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    shutil.copy(original / "metrics.jsonl", other)
+    (other / "checkpoints").symlink_to("checkpoints")
+
+    said = axsparse("compare", original, other)
+
+    assert_one_line(
+        said, 66, "other/checkpoints cannot be read (Too many levels of symbolic links)"
+    )
