@@ -6,6 +6,7 @@ import argparse
 import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -81,9 +82,13 @@ class CommandParser(argparse.ArgumentParser):
         self.register("action", None, Once)
         self.set_defaults(work=work)
 
+    _configuration: str | None = None
+    """The configuration that the arguments name, once they are read."""
+
     # Reason: argparse's own stubs have an overload for each way to leave arguments out.
     def parse_known_args(self, *given: Any) -> tuple[Any, list[str]]:  # type: ignore[override]
         found, rest = super().parse_known_args(*given)
+        self._configuration = getattr(found, "config", None) or getattr(found, "model", None)
         overridden = {text.partition("=")[0].strip() for text in getattr(found, "overrides", ())}
         for name, key in SHORT.items():
             if key in overridden and getattr(found, name, None) is not None:
@@ -98,6 +103,8 @@ class CommandParser(argparse.ArgumentParser):
         is_argparse = re.search("^unrecognized |: invalid choice: ", shown) or "; " not in shown
         file = re.fullmatch(r"unrecognized arguments: (\S+\.ya?ml)", shown)
         if file is not None and "--config" in self._option_string_actions:
+            if self._configuration is not None:
+                reject(f"{shown}, and {self._configuration} is named already; keep one of them")
             reject(f"{shown}; write --config {file[1]}")
         unknown = re.match(r"unrecognized arguments: (\S+)", shown)
         if unknown is not None and (instead := self._instead_of(unknown[1])):
@@ -109,17 +116,19 @@ class CommandParser(argparse.ArgumentParser):
     def _instead_of(self, given: str) -> str:
         """The suggestion for an argument that is no option: the nearest one, or the setting that
         has its name; empty if there is none."""
-        from axsparse.config.load import full_key
+        from axsparse.config.load import PLACES, full_key
         from axsparse.config.messages import FOREIGN_KEYS, NEARNESS
 
         option, own = given.partition("=")[0], self._option_string_actions
         name = option.lstrip("-").replace("-", "_")
+        takes_all = "--config" in own  # else --set is for the data of a run
         if "--set" in own and not option.startswith("-") and "=" in given:
-            return f"write --set {given}"
+            return f"write --set {given}" if takes_all or option in PLACES else ""
         if "--set" in own and name != option:
             with suppress(ConfigError):
                 key, comma, unit = FOREIGN_KEYS.get(name, name).partition(",")
-                return f"write --set {full_key(key)}=VALUE{comma}{unit}"
+                if takes_all or full_key(key) in PLACES:
+                    return f"write --set {full_key(key)}=VALUE{comma}{unit}"
         near = get_close_matches(option, own, 1, NEARNESS)
         return f"did you mean {near[0]}?" if near else ""
 
@@ -316,8 +325,19 @@ def require_configuration(arguments: argparse.Namespace, command: str) -> None:
     if arguments.config is None and not arguments.overrides:
         reject(
             f"{command}: nothing says what to train; name a configuration, such as "
-            "--config quickstart.yaml"
+            f"--config {_configuration_of(arguments) or 'quickstart.yaml'}"
         )
+
+
+def _configuration_of(arguments: argparse.Namespace) -> str | None:
+    """The configuration of the run that is gone on with, as in a shell; None if it has none."""
+    from axsparse.runtime.files.run_folder import CONFIG_FILE
+
+    resume = getattr(arguments, "resume", "auto")  # without the option: as of a submitted job
+    path = Path((arguments.run_dir if resume == "auto" else resume) or os.devnull)
+    folders = [path, *(each.parent for each in (path, path.parent) if each.name == "checkpoints")]
+    files = (str(folder / CONFIG_FILE) for folder in folders)
+    return next((shlex.quote(file) for file in files if os.path.isfile(file)), None)  # noqa: PTH113
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
