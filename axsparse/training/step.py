@@ -192,10 +192,14 @@ class Step:
         """ConfigError if a parameter was frozen or thawed, which its moments would not follow."""
         for name, parameter, trains in self._parameters:
             if parameter.requires_grad is not trains:
+                why = "for which the optimizer has no state"
+                way = "end the run, and resume it with a model in which it is thawed"
+                if trains:
+                    why = "which the optimizer does not follow (momentum and weight decay go on)"
+                    way = "give it a rate in optimizer.learning_rates"
                 raise ConfigError(
                     f"{name}: requires_grad was set to {parameter.requires_grad} after build, "
-                    "which the optimizer does not follow (momentum and weight decay go on); set it "
-                    "in the layer's build, or give it a rate in optimizer.learning_rates"
+                    f"{why}; set it in the layer's build, or {way}"
                 )
 
     def _forward_backward(self, batch: Batch) -> list[Tensor]:
