@@ -72,8 +72,9 @@ def from_sequential(
     layers = _by_name(modules)
     if isinstance(given, nn.Module):
         _reject_more(given)
+    every = nn.ModuleList(layers.values())
     for module in layers.values():
-        reject_unfit(module)
+        reject_unfit(module, every)
         start_training(module)
     kinds = _kinds_by_name(kinds, layers)
     _reject_shared(layers)
@@ -411,8 +412,9 @@ def _masked_share(module: nn.Module) -> float:
     return zeros / (sum(each.numel() for each in matrices.values()) or 1)  # all may be frozen
 
 
-def reject_unfit(module: nn.Module) -> None:
-    """ConfigError for a module that is compiled, has no values, or state that is no tensor."""
+def reject_unfit(module: nn.Module, every: nn.Module | None = None) -> None:
+    """ConfigError for a module that is compiled, has no values, or state that is no tensor; `every`
+    has all modules of the model, where this is one of several."""
     reject_script(module)
     reject_lazy(f"model: {type(module).__name__}", module)
     for child in module.modules():
@@ -439,7 +441,7 @@ def reject_unfit(module: nn.Module) -> None:
                 is_matrix = getattr(child, hook._tensor_name).ndim >= 2
                 stay = (
                     "its zeros stay by pruning.method: zeros, pruning.include: all and "
-                    f"pruning.sparsity: {_masked_share(module):.3f}"
+                    f"pruning.sparsity: {_masked_share(every or module):.3f}"
                 )
                 raise ConfigError(
                     f"model: {type(child).__name__} has a hook of torch.nn.utils.prune, which "
