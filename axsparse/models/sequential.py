@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor, nn
@@ -207,6 +208,12 @@ class OwnValues:
     def buffers(self) -> dict[str, Tensor]:
         """The buffers by name, as they are now: a move to another device replaces them."""
         return {slot.name: slot.tensor for slot in slots(self._container)}
+
+    def paths(self, name: str) -> list[str]:
+        """All paths of the module that has an attribute of this name."""
+        modules = dict(self._container.named_modules(remove_duplicate=False))
+        own = modules.get(name.rpartition(".")[0])
+        return [path for path, module in modules.items() if module is own]
 
     def is_number(self, name: str, values: Iterable[object]) -> bool:
         """Whether values, None where there is none, are numbers or texts of a submodule."""
@@ -571,7 +578,7 @@ def _digest(tensor: Tensor) -> bytes:
     return xxhash.xxh3_128_digest(bytes_of(tensor.detach().cpu()).numpy().data)
 
 
-PLAIN = (bool, int, float, str)
+PLAIN = (bool, int, float, str, np.bool_, np.integer, np.float16, np.float32)
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 PARTS = {*TENSOR_HOOKS, *(name for name, value in vars(nn.Module()).items() if value == {})}
 """Attributes of torch's own that hold parameters, buffers, submodules and hooks by name."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from axsparse.models.module_buffers import named_tensors, slots, with_other_names
-from axsparse.models.sequential import PLAIN
+from axsparse.models.sequential import PLAIN, OwnValues
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Collective, Op, Transport, wait
 from axsparse.runtime.exchange import gather_values
@@ -78,7 +79,11 @@ class LiveWeights:
         the first replica since the start, on rank 0; None on the others. All ranks call this
         together."""
         first = self._numbers_at_first
-        own = {name: value for name, value in self._numbers() if first.get(name) != value}
+        own = {
+            name: value.item() if isinstance(value, np.generic) else value
+            for name, value in self._numbers()
+            if first.get(name) != value
+        }
         of_all = gather_values(self.transport, own)
         if self.transport.rank:
             return None
@@ -111,28 +116,45 @@ class LiveWeights:
         return True
 
     def may_be_set(self, name: str, before: object) -> bool:
-        """Whether the layer that has this number or text has another one than `before` as well, as
-        where forwards write it, or is not on this rank."""
-        for layer in self.layers:
-            path, _, key = layer.spec.local_name(name).rpartition(".")
-            module = dict(layer.module.named_modules()).get(path)
-            if module is not None and name.startswith(layer.spec.full_name("")):
-                return key != "training" and vars(module).get(key) != before
-        return True
+        """Whether the layers that have this number or text have another one than `before` as well,
+        as where forwards write it, or are not on this rank."""
+        key = name.rpartition(".")[2]
+        copies = self._copies(name)
+        return all(key != "training" and vars(each).get(key) != before for _, _, each in copies)
 
-    def path_to_copy(self, name: str) -> str:
+    def place_in_copies(self, name: str) -> str:
         """Where a program may set the number or buffer that has this name in the layers; empty
         if this rank has none."""
-        for number, layer in enumerate(self.layers):
-            path, _, key = layer.spec.local_name(name).rpartition(".")
-            module = dict(layer.module.named_modules()).get(path)
-            if module is None or not name.startswith(layer.spec.full_name("")):
-                continue
-            is_number = key != "training" and isinstance(vars(module).get(key), PLAIN)
-            if is_number or key in module._buffers:
-                at = f".get_submodule({path!r})" if path else ""
-                return f"trainer.layers[{number}].module{at}.{key}"
-        return ""
+        key = name.rpartition(".")[2]
+        places = [
+            f".layers[{number}].module" + (f".get_submodule({path!r})" if path else "")
+            for number, path, module in self._copies(name)
+            if (key != "training" and isinstance(vars(module).get(key), PLAIN))
+            or key in module._buffers
+        ]
+        if len(places) == self.plan.coords.grid.g_inter == 1:
+            return f"trainer{places[0]}.{key}"
+        every = (
+            f"{key} of each module in [each for layer in trainer.layers for path, each in "
+            "layer.module.named_modules() if layer.spec.full_name(path).rstrip('.') in "
+            f"{self._paths(name)}]"
+        )
+        return every if places else ""
+
+    def _paths(self, name: str) -> list[str]:
+        start = self.plan.model.start
+        return start.paths(name) if isinstance(start, OwnValues) else []
+
+    def _copies(self, name: str) -> list[tuple[int, str, nn.Module]]:
+        """The copies, in the layers of this rank, of the given module that has an attribute of this
+        name: one in each layer that uses it, with the number of the layer, and its path there."""
+        paths = self._paths(name)
+        return [
+            (number, path, module)
+            for number, layer in enumerate(self.layers)
+            for path, module in layer.module.named_modules()
+            if layer.spec.full_name(path).rstrip(".") in paths
+        ]
 
     def _numbers(self) -> Iterator[tuple[str, object]]:
         """The numbers and texts of the layers by global name, without modes."""

@@ -631,14 +631,14 @@ class Trainer:
         name = self._given.change(live.may_have, live.may_be_set)
         if name is None:
             return
-        copy = live.path_to_copy(name)
+        place = live.place_in_copies(name)
         way = (
             "change it before, weights by an optimizer of your own (optimizer=), or a copy of the "
             "module"
         )
         raise ConfigError(
             f"model: {name} has changed since the Trainer was made, which trains copies; "
-            f"{f'change {copy} instead' if copy else way}"
+            f"{f'change {place} instead' if place else way}"
         )
 
     @contextmanager

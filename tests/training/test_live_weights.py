@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -185,7 +186,7 @@ class Scaled(nn.Module):
 
 
 class Cooled(nn.Module):
-    temperature = 1.0
+    temperature: Any = 1.0
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,7 +219,7 @@ def test_numbers_that_a_program_sets_in_layers_are_those_of_the_plain_module(
     def cool(trainer: ax.Trainer, result: object) -> None:
         for module in (m for layer in trainer.layers for m in layer.module.modules()):
             if isinstance(module, Cooled):
-                module.temperature, module.drop.p = 2.5, 0.125
+                module.temperature, module.drop.p = np.float32(2.5), 0.125
                 module.still.train()
         taken.take(trainer, result)
 
