@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -68,7 +70,7 @@ from axsparse.models.watched_forward import (
 )
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.errors import ConfigError, check_kind, one_line
-from axsparse.runtime.seeds import preserved_rng
+from axsparse.runtime.seeds import preserved_rng, seed_all
 
 SMALL = 4
 """A list with this fraction of the largest one's parameters may be a part of a segment."""
@@ -145,6 +147,7 @@ def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[dict[Layer, PartM
         with _watched_writes(module, [module, *views]) as more:
             _reject_shared_changes(given, layers)
             _reject_other_result(module, watch.calls, layers, inputs)
+            _reject_other_result(module, watch.calls, layers, inputs, [module, *views])
             split.is_example = False
     for layer, part in layers.items():  # which have the copies of buffers
         for slot in slots(part):
@@ -830,23 +833,37 @@ def _reject_other_result(
     calls: Sequence[Call],
     layers: Mapping[Layer, nn.Module],
     inputs: Sequence[Tensor],
+    kept: Sequence[nn.Module] = (),
 ) -> None:
-    """ConfigError where the layers in a row give another result than the module in evaluation, or
-    another gradient of the smallest trained parameter of a layer."""
+    """ConfigError where the layers in a row give another result than the module, or another
+    gradient of the smallest trained parameter of a layer: in evaluation, or in training if there
+    are modules `kept`, whose attributes and buffers stay as they are. A training that draws random
+    numbers is not compared."""
+
+    @contextmanager
+    def run(seed: int) -> Iterator[None]:
+        found = [slot for each in kept for slot in slots(each)]
+        copies = {id(slot.tensor): slot.tensor.clone() for slot in found}
+        buffers = [(slot, copies[id(slot.tensor)]) for slot in found]
+        with same_attributes(kept), replaced(buffers):
+            seed_all(seed, "own forward")
+            yield
+
     smallest: dict[str, Tensor] = {}
     for layer, part in layers.items():
         trained = {name: each for name, each in part.named_parameters() if each.requires_grad}
         if trained:
             name = min(trained, key=lambda name: trained[name].numel())
             smallest[layer.full_name(name)] = trained[name]
-    for each in (module, *layers.values()):
-        _set_mode(each, training=False)
+    for child in chain.from_iterable(each.modules() for each in (module, *layers.values())):
+        child.training = bool(kept) and not _draws_or_normalizes(child)
     way = NO_AUTOCAST if any(call.is_autocast for call in calls) else BY_HAND
     values: Any = _copies(inputs)
     try:
-        for part in layers.values():
-            values = part(*values)
-            values = values if isinstance(values, tuple) else (values,)
+        with run(0):
+            for part in layers.values():
+                values = part(*values)
+                values = values if isinstance(values, tuple) else (values,)
     except Exception as reason:
         raise _unfit(module, _why_apart(reason), way) from reason
     gradients = _gradients(tensors_of(values), smallest)
@@ -860,10 +877,16 @@ def _reject_other_result(
         for call in calls
     ]
     try:
-        theirs = as_tuple(type(module).__name__, module(*_copies(inputs)))
+        with run(0):
+            theirs = as_tuple(type(module).__name__, module(*_copies(inputs)))
     finally:
         for hook in hooks:
             hook.remove()
+    if kept:
+        with run(1):
+            again = as_tuple(type(module).__name__, module(*_copies(inputs)))
+        if not all(map(torch.equal, theirs, again)):
+            return
     for one, other in zip(ours, theirs, strict=True):
         if one.shape != other.shape or not torch.allclose(one, other, equal_nan=True, **CLOSE):
             raise _unfit(module, "its layers one after the other give another result", way)
@@ -880,6 +903,14 @@ def _reject_other_result(
             more = f", without the backward hooks of {hooked[0]}" if hooked else ""
             why = f"its layers one after the other give {name} another gradient{more}"
             raise _unfit(module, why, way)
+
+
+def _draws_or_normalizes(child: nn.Module) -> bool:
+    """Whether a module is torch's dropout or normalizes by its samples in training, or is the part
+    that runs one: as in evaluation, it then has one result in each run."""
+    parts = vars(child).get("_parts", {"": child})
+    own = (each for name, each in parts.items() if child._modules.get(name) is not each)
+    return any(isinstance(each, (_DropoutNd, _NormBase)) for each in own)
 
 
 def _why_apart(reason: Exception) -> str:

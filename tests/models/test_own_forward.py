@@ -233,6 +233,34 @@ def test_arguments_may_depend_on_the_mode(
     torch.testing.assert_close(result, whole.train(trains)(x))
 
 
+class Averaging(Reader):
+    """Averages in training, and draws if it is told to."""
+
+    mean: Tensor
+
+    def __init__(self, *, draws: bool) -> None:
+        super().__init__()
+        self.draws = draws
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x)
+            if self.training and number == 0:
+                self.mean.mul_(0.9).add_(x.detach().mean((0, 1)))
+                x = x + self.mean.clone()
+                x = x + torch.randn_like(x) if self.draws else x
+        return x.tanh()
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_a_forward_may_average_and_draw_in_training(*, draws: bool) -> None:
+    module = Averaging(draws=draws)
+    from_module(module, summed_loss, lambda _: (torch.ones(2, 3, 8),))
+    assert not module.get_buffer("mean").any()
+
+
 class Counting(Reader):
     """Writes to a buffer of its own in place."""
 
@@ -633,6 +661,16 @@ class Listed(nn.Module):
         return self.steps[0](x)
 
 
+class HookedInTraining(own_models.Looped):
+    """Makes the gradient between two blocks smaller, in training."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.blocks[0](self.stem(x.flatten(1)))
+        if self.training and x.requires_grad:
+            x.register_hook(lambda gradient: 0.1 * gradient)
+        return self.out(self.blocks[2](self.blocks[1](x)))
+
+
 REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a U-shaped network": (own_models.UNet, images),
     "a block far up": (Skips, images),
@@ -645,6 +683,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any]]] = {
     "a made tensor is written to": (Filled, images),
     "blocks are written to": (own_models.Told, images),
     "a list whose hook writes gradients": (Hooked, images),
+    "a hook in training": (lambda: HookedInTraining(range(3)), images),
     "no copy": (locked, images),
     "no list": (own_models.PatchEmbed, images),
     "a list of Python's": (Listed, images),
