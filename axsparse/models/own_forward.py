@@ -827,6 +827,7 @@ def _shapes_of(values: Mapping[Name, Tensor]) -> list[object]:
     return [torch.is_grad_enabled(), *sorted(shapes)]
 
 
+# Reason: both runs, and what differs between them, in order.
 @torch.enable_grad()
 def _reject_other_result(
     module: nn.Module,

@@ -122,7 +122,7 @@ class LiveWeights:
         copies = self._copies(name)
         return all(key != "training" and vars(each).get(key) != before for _, _, each in copies)
 
-    def place_in_copies(self, name: str) -> str:
+    def path_to_copies(self, name: str) -> str:
         """Where a program may set the number or buffer that has this name in the layers; empty
         if this rank has none."""
         key = name.rpartition(".")[2]

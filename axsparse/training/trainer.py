@@ -631,7 +631,7 @@ class Trainer:
         name = self._given.change(live.may_have, live.may_be_set)
         if name is None:
             return
-        place = live.place_in_copies(name)
+        place = live.path_to_copies(name)
         way = (
             "change it before, weights by an optimizer of your own (optimizer=), or a copy of the "
             "module"
