@@ -438,5 +438,6 @@ def test_an_input_that_may_not_be_read_is_not_blamed_on_the_output(
 
     monkeypatch.setattr(preparation, "find_sources", refuse)
 
-    with pytest.raises(MissingInputError, match=r"^secret/m: cannot be read \(Perm"):
+    said = r"secret/m: cannot be read \(Permission denied\); name another input"
+    with pytest.raises(MissingInputError, match=said):
         run(requested(library, tmp_path / "o"))
