@@ -544,7 +544,7 @@ def find_sources(
     found: dict[str, DocumentSource] = {}
     left_out: list[tuple[str, str]] = []
     for paths, is_validation in ((validation, True), (training, False)):
-        for path in _files(paths, {folder.resolve() for folder in written}, left_out):
+        for path in _files(paths, {Path(os.path.realpath(folder)) for folder in written}, left_out):
             try:
                 status = path.stat()
                 if not stat.S_ISREG(status.st_mode):

@@ -221,9 +221,10 @@ def prepare(request: Request, threads: int, console: Console) -> Sidecar:
 def _settings(request: Request, given: GivenTokenizer | None) -> Settings:
     """The settings that the tokens depend on, beside the sources."""
     divider(request.reading.split_documents)
-    out = request.out.resolve()
+    out = Path(os.path.realpath(request.out))
     for path in (*request.inputs, *request.validation):
-        if path.resolve() == out or out in path.resolve().parents:
+        real = Path(os.path.realpath(path))
+        if real == out or out in real.parents:
             raise ConfigError(
                 f"--out: {path} would be read while {request.out} is written; choose a folder "
                 "that holds no input"
