@@ -18,13 +18,14 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from axsparse.data.batches import Batch
 from axsparse.models.layer import Layer, Model, on_meta
@@ -37,8 +38,14 @@ from axsparse.models.module_buffers import (
     types_of_statistics,
     version,
 )
-from axsparse.models.sequential import copied_objects, given_module, is_in_evaluation
+from axsparse.models.sequential import (
+    OwnValues,
+    copied_objects,
+    given_module,
+    is_in_evaluation,
+)
 from axsparse.models.stand_ins import PartModule, are_alike
+from axsparse.models.watched_forward import tensors_of
 from axsparse.pipeline.engine import Engine
 from axsparse.pipeline.layer_runner import (
     LayerRunner,
@@ -97,6 +104,8 @@ INTEGERS = re.compile(
     r"got (Byte|Char|Short|Int|Long|Bool) and |Input type \((?!float|double|c10)[\w ]+\) and bias"
 )
 """The types of integers where a product takes the weights' type, in an error of torch."""
+RUNNING = ("running_mean", "running_var")
+"""Buffers that a forward in training changes."""
 DRAWN = "a backward must follow from its inputs alone: draw random numbers in the forward"
 
 
@@ -135,6 +144,7 @@ def check_layers(
         with same_attributes(live), replaced(buffers):
             with (
                 _first_run(plan, batch.microbatches[0].inputs),
+                nullcontext() if plan.config.pipeline.compile else _GivenReads(plan.model),
                 _recorded(layers, runners, collector) as records,
             ):
                 engine.train(
@@ -199,6 +209,36 @@ def _first_run(plan: RunPlan, inputs: Tensors) -> Iterator[None]:
             ) from reason
         fp32 = ", or set precision: fp32" * (precision != "fp32")
         raise ConfigError(f"{where}: {one_line(reason)}; {way}{fp32}") from reason
+
+
+class _GivenReads(TorchDispatchMode):
+    """ConfigError for a hook or a loss that reads a trained weight, or running statistics, of the
+    given modules: copies of these are trained. Neither shapes nor views count as reads."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        tensors = model.start.tensors if isinstance(model.start, OwnValues) else {}
+        self._names = {
+            tensor.untyped_storage().data_ptr(): name
+            for name, tensor in tensors.items()
+            if tensor.numel() and (tensor.requires_grad or name.endswith(RUNNING))
+        }
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = func._schema.name
+        is_read = not (func.is_view or name.endswith("_like") or name.startswith("aten::new_"))
+        for tensor in tensors_of((args, kwargs)) if is_read and self._names else ():
+            is_dense = tensor.layout == torch.strided and not tensor.is_meta
+            if is_dense and (given := self._names.get(tensor.untyped_storage().data_ptr())):
+                raise ConfigError(
+                    f"model: a hook or the loss reads {given} of the given module, which keeps its "
+                    "first value while a copy is trained; a forward hook gets the module that is "
+                    "trained, register_post_accumulate_grad_hook its parameter, and a loss the "
+                    "results of the last layer"
+                )
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import copy
 import itertools
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -376,6 +377,43 @@ def test_what_the_copy_of_a_module_lost_ends_the_run(
 
     with pytest.raises(ConfigError, match=r"^layer 1: .* differs from plain torch by"):
         judged(given(hooked if lost == "hooks" else nn.LeakyReLU), layout)
+
+
+READERS: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
+    "a gradient's hook": ("0.weight", lambda net, of: of + net[0].weight.detach()),
+    "a forward hook": ("1.running_mean", lambda net, of: of + net[1].running_mean.mean()),
+    "a loss": ("2.weight", lambda net, of: of.sum() * net[2].weight.detach().norm()),
+    "another loss": ("0.weight", lambda net, of: of.sum() * net(torch.ones(3, WIDTH)).norm()),
+    "a loss that reads shapes": (
+        "",
+        lambda net, of: of.sum() * len(torch.zeros_like(net[2].weight)),
+    ),
+    "a loss that reads what is frozen": ("", lambda net, of: of.sum() * net[0].bias.norm()),
+}
+"""By who reads a given module, and which tensor of it: a function of the module, and of a gradient,
+a result or the outputs."""
+
+
+@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+def test_a_read_of_a_given_weight_of_which_a_copy_is_trained_ends_the_run(
+    reader: str, layout: tuple[int, int]
+) -> None:
+    net: Any = nn.Sequential(linear(), nn.BatchNorm1d(WIDTH), linear(CLASSES))
+    net[0].bias.requires_grad_(requires_grad=False)
+    name, reads = READERS[reader]
+    if reader == "a gradient's hook":
+        net[0].weight.register_hook(partial(reads, net))
+    elif reader == "a forward hook":
+        net[2].register_forward_hook(lambda _, __, result: reads(net, result))
+    in_loss = "loss" in reader
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return reads(net, outputs) if in_loss else summed_loss(outputs, targets)
+
+    told = [] if not name else [f"a hook or the loss reads {name} of the given module"]
+    with pytest.raises(ConfigError, match=told[0]) if told else nullcontext():
+        judged(from_sequential(net, loss), layout)
 
 
 @pytest.mark.parametrize("broken", ["deferral", "sparse products", "recomputation"])
