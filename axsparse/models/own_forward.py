@@ -10,6 +10,7 @@ segment reads beside it.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
@@ -366,6 +367,7 @@ class _Split:
         self._calls, self._arguments, self._used = watch.calls, watch.arguments, watch.used
         self._dtypes = [tensor.dtype for tensor in inputs]
         self._lists = {call.path for call in self._calls}
+        self._reject_second_names()
         try:
             self._meta = structure(module).requires_grad_(requires_grad=False)
         except Exception as reason:
@@ -438,6 +440,21 @@ class _Split:
             if layers[last].kind == "block":
                 layers[last] = replace(layers[last], kind="head")
         return layers, parts
+
+    def _reject_second_names(self) -> None:
+        """ConfigError for a list, or a member of one, that the module has by another name as well:
+        a copy of the module would have two of it."""
+        paths = {*self._lists, *(f"{call.path}.{call.key}".lstrip(".") for call in self._calls)}
+        known = {id(self._module.get_submodule(path)): path for path in sorted(paths)}
+        for path, child in self._module.named_modules(remove_duplicate=False):
+            own = known.get(id(child), path)
+            is_other = path != own and path.rpartition(".")[0] not in self._lists
+            if is_other and child.state_dict():
+                there = re.sub(r"\.(\d+)", r"[\1]", f"self.{own}")
+                raise ConfigError(
+                    f"model: {type(self._module).__name__} has {own} by the name {path} as well; "
+                    f"make that a property (@property) that returns {there}"
+                )
 
     def _put_stand_ins(self) -> None:
         for path in self._lists:
