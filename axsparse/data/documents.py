@@ -143,7 +143,7 @@ def read_text(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
     "\\n", as in Python's text files."""
     divides = divider(reading.split_documents)
     begin, block, problem = 1, bytearray(), cast("str | None", None)
-    for number, (line, is_huge) in enumerate(_lines(file, reading.max_line), 1):
+    for number, (line, is_huge) in enumerate(_text_lines(file, reading.max_line), 1):
         if divides(line, number - begin):
             yield _decoded(begin, block, True, problem)
             begin, block, problem = number, bytearray(), None
@@ -298,6 +298,14 @@ def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, bool]]:
         while is_huge and rest and not rest.endswith(b"\n"):
             rest = file.readline(PIECE)
         line = file.readline(limit + 1)
+
+
+def _text_lines(file: BinaryIO, limit: int) -> Iterator[tuple[bytes, bool]]:
+    """As `_lines`, for texts, in which a carriage return alone ends a line as well."""
+    for line, is_huge in _lines(file, limit):
+        has_more = line.count(b"\r") > line.endswith(b"\r\n")
+        parts = filter(None, re.split(rb"(?<=\r)(?!\n)", line)) if has_more else [line]
+        yield from ((part, is_huge) for part in parts)
 
 
 def _decoded(line: int, block: bytearray, ends: bool, problem: str | None) -> Piece:

@@ -71,6 +71,7 @@ def test_a_file_is_split_as_it_is_asked_for(how: str, expected: list[str]) -> No
 
     assert texts(text, how) == expected
     assert texts(text.replace(b"\n", b"\r\n"), how) == expected
+    assert texts(text.replace(b"\n", b"\r"), how) == expected
     assert texts(b"a\rb\r\nc", "none") == ["a\nb\nc"]
 
 
