@@ -223,6 +223,7 @@ class _GivenReads(TorchDispatchMode):
             for name, tensor in tensors.items()
             if tensor.numel() and (tensor.requires_grad or name.endswith(RUNNING))
         }
+        self._read = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -231,14 +232,20 @@ class _GivenReads(TorchDispatchMode):
         is_read = not (func.is_view or name.endswith("_like") or name.startswith("aten::new_"))
         for tensor in tensors_of((args, kwargs)) if is_read and self._names else ():
             is_dense = tensor.layout == torch.strided and not tensor.is_meta
-            if is_dense and (given := self._names.get(tensor.untyped_storage().data_ptr())):
-                raise ConfigError(
-                    f"model: a hook or the loss reads {given} of the given module, which keeps its "
-                    "first value while a copy is trained; a forward hook gets the module that is "
-                    "trained, register_post_accumulate_grad_hook its parameter, and a loss the "
-                    "results of the last layer"
-                )
+            if is_dense and not self._read:
+                self._read = self._names.get(tensor.untyped_storage().data_ptr(), "")
         return func(*args, **(kwargs or {}))
+
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        """The backward says more of a read whose gradient arrives at the weight."""
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        if self._read and kind is None:
+            raise ConfigError(
+                f"model: a hook or the loss reads {self._read} of the given module, which keeps "
+                "its first value while a copy is trained; a forward hook gets the module that is "
+                "trained, register_post_accumulate_grad_hook its parameter, and a loss the "
+                "results of the last layer"
+            )
 
 
 @contextmanager

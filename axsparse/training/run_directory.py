@@ -397,7 +397,7 @@ def _own_starts(run_dir: Path, where: str, newest: int | None = None) -> list[st
         elif its and its[-1] not in starts:
             raise OutputError(
                 f"{where}: {path} is another run's checkpoint, which would be removed; put it "
-                f"elsewhere, or choose {ANOTHER_RUN_DIR} (--resume {path} continues from it)"
+                f"elsewhere, or choose {ANOTHER_RUN_DIR}, in which --resume {path} continues it"
             )
     return starts
 

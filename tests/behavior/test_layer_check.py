@@ -383,7 +383,10 @@ READERS: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     "a gradient's hook": ("0.weight", lambda net, of: of + net[0].weight.detach()),
     "a forward hook": ("1.running_mean", lambda net, of: of + net[1].running_mean.mean()),
     "a loss": ("2.weight", lambda net, of: of.sum() * net[2].weight.detach().norm()),
-    "another loss": ("0.weight", lambda net, of: of.sum() * net(torch.ones(3, WIDTH)).norm()),
+    "another loss": (
+        "0.weight",
+        lambda net, of: of.sum() * net(torch.ones(3, WIDTH)).detach().norm(),
+    ),
     "a loss that reads shapes": (
         "",
         lambda net, of: of.sum() * len(torch.zeros_like(net[2].weight)),
