@@ -263,8 +263,7 @@ class ChatTemplate:
                 f"one of them default, or name one as {TEMPLATE} in {KWARGS} of each record"
             ) from None
         apply = partial(self._tokenizer.apply_chat_template, **arguments)
-        # Words of the prompt are no targets, whatever they weigh.
-        weights = [message.get(WEIGHT) for message in chat.messages[chat.prompt or 0 :]]
+        weights = [message.get(WEIGHT) for message in chat.messages]
         if any(weight not in (None, 0, 1) for weight in weights):
             return f"a {WEIGHT} of a message that is neither 0 nor 1"
         try:

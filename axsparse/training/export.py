@@ -534,8 +534,8 @@ def _published(config: Family, known: Tensors) -> Tensors:
                 tensors[own] = stored, partial(names.one, name, there, value)
         if file is None and whole is not causal:
             raise MissingInputError(
-                f"model.from {config.from_}: its weights are gone, which have the parts beside the "
-                "text model that an export copies; bring that folder back, with its weights"
+                f"model.from {config.from_}: its weights are gone, and an export copies those of "
+                "the parts for other inputs than text; bring that folder back, with its weights"
             )
         ties = tied_names(whole)
         if file and theirs:

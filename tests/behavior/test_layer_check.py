@@ -389,7 +389,7 @@ READERS: dict[str, tuple[str, Callable[[Any, Tensor], Any]]] = {
     ),
     "a loss that reads shapes": (
         "",
-        lambda net, of: of.sum() * len(torch.zeros_like(net[2].weight)),
+        lambda net, of: of.sum() * len(torch.zeros_like(net[2].weight.detach().t())),
     ),
     "a loss that reads what is frozen": ("", lambda net, of: of.sum() * net[0].bias.norm()),
 }

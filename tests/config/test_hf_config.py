@@ -135,6 +135,11 @@ def test_what_transformers_has_not_or_we_do_not_compute_is_refused_by_name(
     assert "newer transformers" not in said.removeprefix(f"config.json: {told}")
 
 
+def test_attention_in_which_tokens_of_images_see_later_ones_is_taken(folder: Any) -> None:
+    settings = {"model_type": "gemma4_text", "use_bidirectional_attention": "vision"}
+    assert isinstance(model_from(folder(settings)), HfConfig)
+
+
 def test_settings_of_a_file_may_be_nested(tmp_path: Path) -> None:
     text = "model:\n  name: hf\n  hf: {model_type: llama, layers: [{a: 1}, null], b: 1}\n"
     (tmp_path / "run.yaml").write_text(text)

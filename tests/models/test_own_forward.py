@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 from collections.abc import Callable
 from types import MethodType
@@ -234,13 +235,14 @@ def test_arguments_may_depend_on_the_mode(
 
 
 class Averaging(Reader):
-    """Averages in training, and draws if it is told to."""
+    """Averages in training, and draws, from a generator of torch's or of its own, if it is told
+    to."""
 
     mean: Tensor
 
-    def __init__(self, *, draws: bool) -> None:
+    def __init__(self, draws: str) -> None:
         super().__init__()
-        self.draws = draws
+        self.draws, self.own = draws, random.Random(3)  # noqa: S311 - no secret
         self.register_buffer("mean", torch.zeros(8))
 
     def forward(self, x: Tensor) -> Any:
@@ -250,15 +252,33 @@ class Averaging(Reader):
             if self.training and number == 0:
                 self.mean.mul_(0.9).add_(x.detach().mean((0, 1)))
                 x = x + self.mean.clone()
-                x = x + torch.randn_like(x) if self.draws else x
+                x = x + torch.randn_like(x) if self.draws == "torch's" else x
+                x = x + self.own.random() if self.draws == "its own" else x
         return x.tanh()
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_a_forward_may_average_and_draw_in_training(*, draws: bool) -> None:
-    module = Averaging(draws=draws)
+@pytest.mark.parametrize("draws", ["none", "torch's", "its own"])
+def test_a_forward_may_average_and_draw_in_training(draws: str) -> None:
+    module = Averaging(draws)
     from_module(module, summed_loss, lambda _: (torch.ones(2, 3, 8),))
     assert not module.get_buffer("mean").any()
+
+
+class Activated(own_models.Looped):
+    """Has an activation in its list by another name as well, which no training changes."""
+
+    def __init__(self) -> None:
+        super().__init__(range(4))
+        self.act = nn.Tanh()
+        self.blocks.append(self.act)
+
+
+def test_a_member_without_state_may_have_two_names() -> None:
+    module, x = Activated(), torch.randn(2, 3, 8, 8)
+
+    model = from_module(module, summed_loss, lambda _: (x,))
+
+    torch.testing.assert_close(by_layers(model, module.state_dict(), x), module(x))
 
 
 class Counting(Reader):
