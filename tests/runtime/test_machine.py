@@ -95,7 +95,8 @@ def test_freed_blocks_are_kept_until_they_have_to_be_given_back(told: list[str])
 def test_holes_between_blocks_are_given_back_once_they_may_be_large(told: list[str]) -> None:
     few, many = map(int, told[11:])
 
-    assert few == 0
+    # Of 150 MB; the system maps and takes single pages meanwhile.
+    assert abs(few) < 1e6
     assert many == pytest.approx(450e6, rel=0.3)
 
 
