@@ -83,6 +83,9 @@ FIXED_POINT_UNIT = 2.0**-40
 """The unit of exact sums in the check: entries up to 2**20 fit, and 2e-12 is seen."""
 AT_ONCE = 2
 """Layers compared after one pass, whose recording takes about a layer's activations each."""
+ENTRIES_AT_ONCE = 1 << 22
+"""Entries of two tensors compared at once, in fp32: copies of a vocabulary's weight, which the last
+layer hands to the loss, would take more memory than a step does."""
 SILENT_SECONDS = 1.0
 """A check that takes longer says so."""
 SHARDED = (
@@ -558,11 +561,15 @@ def _difference(
 def _apart(ours: Tensor, plain: Tensor) -> tuple[float, float]:
     """The largest difference of two tensors of one shape, and the largest entry of the second."""
     wide = torch.float64 if torch.float64 in (ours.dtype, plain.dtype) else torch.float32
-    one, other = ours.to(wide), plain.to(wide)
-    apart = (one - other).abs()
-    apart.masked_fill_((one == other) | (one.isnan() & other.isnan()), 0.0)
-    apart.nan_to_num_(nan=float("inf"))
-    return _largest(apart), _largest(other)
+    difference = largest = 0.0
+    parts = (tensor.flatten().split(ENTRIES_AT_ONCE) for tensor in (ours, plain))
+    for part in zip(*parts, strict=True):
+        one, other = (entries.to(wide) for entries in part)
+        apart = (one - other).abs()
+        apart.masked_fill_((one == other) | (one.isnan() & other.isnan()), 0.0)
+        apart.nan_to_num_(nan=float("inf"))
+        difference, largest = max(difference, _largest(apart)), max(largest, _largest(other))
+    return difference, largest
 
 
 def _largest(tensor: Tensor | None) -> float:

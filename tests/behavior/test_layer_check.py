@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from support.allocated import peak_of_torch
 from support.exhaustive import each_once
-from support.hf import small_llama
+from support.hf import SMALL_LLAMA, small_llama
 from support.resuming import ran
 from support.runs import (
     Doing,
@@ -700,10 +700,21 @@ def test_alike_layers_of_transformers_are_compared_once(compared: list[str]) -> 
     assert compared == ["model.embed_tokens", "model.layers.0", "model.norm", "lm_head"]
 
 
+def check_and_step(model: Model, data: Dataset, **sections: Any) -> list[int]:
+    """The most bytes of the check, and of a step."""
+    peaks: list[int] = []
+
+    def measure(trainer: Trainer) -> None:
+        step = trainer._step
+        peaks.extend(peak_of_torch(work) for work in (step.check_layers, step.train_step))
+
+    train_in_process(1, 1, model, tiny_config(**sections), data, before=measure)
+    return peaks
+
+
 @pytest.mark.parametrize("recomputed", [0, 1])
 def test_the_check_needs_the_memory_of_a_step_and_of_one_layer(recomputed: int) -> None:
     width, samples, layers = 64, 256, 12
-    peaks: list[int] = []
 
     class Wide(nn.Module):
         def __init__(self, factor: int) -> None:
@@ -714,25 +725,29 @@ def test_the_check_needs_the_memory_of_a_step_and_of_one_layer(recomputed: int) 
         def forward(self, x: Tensor) -> Any:
             return x + self.down(torch.tanh(self.up(x))) * self.factor
 
-    def measure(trainer: Trainer) -> None:
-        step = trainer._step
-        peaks.extend(peak_of_torch(work) for work in (step.check_layers, step.train_step))
-
     modules = [*map(Wide, range(layers)), nn.Linear(width, CLASSES)]
-    config = tiny_config(
+    check, step = check_and_step(
+        from_sequential(modules, summed_loss),
+        vector_data(2 * samples, width),
         batch={"global_batch_size": 2 * samples, "microbatch_size": samples},
         pipeline={"checkpoint_activations": recomputed},
         pruning={"sparsity": 0.0},
         train={"steps": 1},
     )
-    data = vector_data(2 * samples, width)
-    model = from_sequential(modules, summed_loss)
-    train_in_process(1, 1, model, config, data, before=measure)
-
-    check, step = peaks
     boundary = samples * width * 4
     of_layer = 8 * boundary  # its inputs, outputs and what its backward needs
     assert layers * boundary < check <= step + of_layer
+
+
+def test_the_check_of_a_large_vocabulary_copies_a_part_of_its_weight_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layer_check, "ENTRIES_AT_ONCE", 1 << 12)
+    vocabulary = 1 << 14
+    model = small_llama(vocab_size=vocabulary)
+    weight = vocabulary * SMALL_LLAMA["hf"]["hidden_size"] * 4
+    check, step = check_and_step(model, token_data(), pruning={"sparsity": 0.0})
+    assert check <= step + 1.25 * weight  # the gradient of plain torch
 
 
 @pytest.mark.parametrize(("seconds", "is_said"), [(4.0, True), (0.5, False)])
