@@ -18,7 +18,6 @@ from support.exhaustive import by_default
 from support.mpirun import LONGEST_SECONDS, run_mpirun
 from support.warm_python import warm_python
 
-from axsparse.config.load import configure
 from axsparse.observe.metrics import StepRecord
 from axsparse.observe.phases import PHASES
 
@@ -81,28 +80,17 @@ def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
     return run
 
 
-def test_the_screen_says_what_is_trained_and_how_it_goes(train: Train) -> None:
-    run = train(4, "--set", "precision=fp32")
+def test_the_screen_has_a_line_for_each_step_and_evaluation(train: Train) -> None:
+    run = train(2)
 
-    lines = run.screen.splitlines()
-    assert (
-        "· gpt 119k parameters · 90 % of the block weights pruned by magnitude · fp32" in lines[0]
-    )
-    assert "4 ranks = 2 stages × 2 replicas" in lines[0]
-    assert lines[1].startswith("stage 0: embed, block0") and "stage 1: block1, head" in lines[1]
-    assert lines[2].startswith("model state/rank: dense ") and "→ SAMO " in lines[2]
-    assert lines[3].startswith("batch 12 = 2 replicas × 3 microbatches × 2 · stdlib")
-    assert str(run.folder / "metrics.jsonl") in lines[4]
-    assert lines[5].startswith("note: the warm-up of 10 steps is longer than the run")
-    assert lines[6].startswith("pruned: 8 tensors, ") and lines[7].startswith("dense: embed.token.")
-    assert lines[8].startswith("step 1/3  loss 5.") and "tokens/s  eta " in lines[8]
-    assert [line.split("  ")[0] for line in lines[8:]] == [
-        *("step 1/3", "step 2/3", "step 2/3", "step 3/3", "step 3/3"),
-        f"saved in {run.folder}/checkpoints",
+    *lines, last = run.screen.splitlines()
+    steps = [line for line in lines if line.startswith("step ")]
+    assert [line.split("  ")[0] for line in steps] == [
+        *("step 1/3", "step 2/3", "step 2/3", "step 3/3", "step 3/3")
     ]
-    assert "validation loss" in lines[-2] and "perplexity" in lines[-2]
-    assert re.search(r"  \(12 of \d+ samples\)$", lines[-2])
-    assert f"·  axsparse report {run.folder} draws it  ·  axsparse export" in lines[-1]
+    assert steps[0].startswith("step 1/3  loss 5.") and "tokens/s  eta " in steps[0]
+    assert re.search(r"validation loss .* perplexity .*  \(12 of \d+ samples\)$", steps[-1])
+    assert last.startswith(f"saved in {run.folder}/checkpoints")
 
 
 def test_metrics_have_every_field_and_phases_that_add_up(train: Train) -> None:
@@ -126,19 +114,10 @@ def test_metrics_have_every_field_and_phases_that_add_up(train: Train) -> None:
         assert record["p2p_bytes_sent"] > 6 * 2 * 32 * 64 * 2  # activations, in bf16, and a tie
 
 
-def test_the_saved_configuration_has_every_auto_resolved_and_runs_again(train: Train) -> None:
-    path = train(2).folder / "config.yaml"
+def test_the_saved_configuration_says_what_it_ran_with(train: Train) -> None:
+    text = (train(2).folder / "config.yaml").read_text()
 
-    saved = configure(str(path))
-    text = path.read_text()
-    assert (saved.layout.g_inter, saved.layout.g_data) == (2, 1)
-    assert saved.layout.split == (2, 2)
-    assert (saved.pipeline.extra_in_flight, saved.samo.index) == (1, "auto")
-    # A CPU that does not multiply bf16 trains in fp32.
-    assert saved.samo.gradient == {"bf16": "half", "fp32": "fp32"}[saved.precision]
-    assert (saved.data.sequence_length, saved.schedule.decay_steps) == (32, 10)
-    assert "# torch " in text
-    assert "# git " in text
+    assert "# torch " in text and "# git " in text
 
 
 def test_ranks_that_do_not_see_one_run_directory_end_before_the_first_step(tmp_path: Path) -> None:
@@ -200,20 +179,6 @@ def test_ranks_that_only_train_load_no_compiler_and_no_algebra(tmp_path: Path) -
     assert loaded["loaded-1"] == ""
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stages"), by_default([(4, 2)], [(2, 2), (3, 1), (4, 2), (6, 2)])
-)
-def test_any_number_of_ranks_trains_the_same_model(ranks: int, stages: int, train: Train) -> None:
-    run, alone = train(ranks, "--set", f"layout.g_inter={stages}"), train(1, *ONE_STAGE)
-
-    plural = "s" * (stages > 1)
-    replicas = ranks // stages
-    assert f"= {stages} stage{plural} × {replicas} replica" in run.screen
-    for mine, reference in zip(run.records, alone.records, strict=True):
-        key = "loss" if "loss" in mine else "eval_loss"
-        assert mine[key] == pytest.approx(reference[key], rel=5e-3)  # bf16 sums in other orders
-
-
 def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(train: Train) -> None:
     run = train(2, *ONE_STAGE, "--set", "pruning.at_step=2")
     start, dense = (
@@ -232,21 +197,6 @@ def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(trai
         "model_state_bytes": start,
     }
     assert "step 2/3  pruned  sparsity 90 %  model state/rank " in run.screen
-
-
-def test_runs_without_a_launcher_write_into_directories_of_their_own(tmp_path: Path) -> None:
-    command = [warm_python(), "-m", "axsparse", "train", *SMALL, *ONE_STAGE, "--steps", "1"]
-    runs = [
-        subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) for _ in range(2)
-    ]
-
-    for run in runs:
-        screen, _ = run.communicate(timeout=LONGEST_SECONDS)
-        assert run.returncode == 0
-        assert "1 rank = 1 stage × 1 replica" in screen
-    for name in ("quickstart", "quickstart-2"):
-        lines = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in lines] == [1, 1]  # a step, an evaluation
 
 
 FULL = (

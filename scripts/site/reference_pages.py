@@ -112,14 +112,6 @@ def _configuration() -> Iterator[str]:
 
 
 _BOUNDS = {
-    "greater_than_equal": "is below {ge:g}",
-    "greater_than": "is not above {gt:g}",
-    "less_than_equal": "is above {le:g}",
-    "less_than": "is not below {lt:g}",
-}
-"""Pydantic's error type -> the rule in plain words."""
-
-_BOUNDS = {
     "minimum": "of at least {:g}",
     "exclusiveMinimum": "above {:g}",
     "maximum": "of at most {:g}",

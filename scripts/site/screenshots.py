@@ -6,7 +6,6 @@ Trains a small GPT twice on four ranks, draws reports, and opens them in a headl
 from __future__ import annotations
 
 import io
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Literal
 
 from PIL import Image
 from support.browser import PAINTED, open_page, picture
-from support.mpirun import ENVIRONMENT, mpirun_path
+from support.mpirun import run_mpirun
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
 MOST_BYTES = 150_000
@@ -52,13 +51,9 @@ SHOTS = {
 
 def train(run: Path, more: Sequence[str]) -> None:
     """Train on four ranks."""
-    command = [mpirun_path(), "-n", "4", sys.executable, "-m", "axsparse", "train", *RUN, *more]
-    subprocess.run(  # noqa: S603 - our own command
-        [*command, "--run-dir", run.name],
-        cwd=run.parent,
-        env={**os.environ, **ENVIRONMENT},
-        check=True,
-    )
+    words = ["-m", "axsparse", "train", *RUN, *more, "--run-dir", run.name]
+    done = run_mpirun(4, words, cwd=run.parent, python=sys.executable)
+    assert done.returncode == 0, done
 
 
 def axsparse(*words: object) -> None:

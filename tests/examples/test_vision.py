@@ -11,13 +11,8 @@ import pytest
 import torch
 from photos import Photos, image_folders
 from PIL import Image
-from support.images import (
-    assert_same_in_1_to_4_stages,
-    image_config,
-    shapes_of,
-    small_vgg,
-    small_wide_resnet,
-)
+from support.cases import ONE_STAGE, PlannedModel, Row, batch, judge
+from support.images import shapes_of, small_vgg, small_wide_resnet
 from support.mpirun import run_mpirun
 from support.page_blocks import ROOT
 from torch import Tensor
@@ -82,15 +77,15 @@ def test_names_shapes_parameters_and_flops_are_those_published(
 def test_they_train_on_folders_bitwise_alike_on_one_to_four_stages(
     model: Model, size: int, root: Path
 ) -> None:
-    config = image_config(train={"steps": 3, "eval_steps": 1})
     data = image_folders(root, size)
-
-    [(trainer, trace)] = assert_same_in_1_to_4_stages(
-        model, config, data.training, validation=data.validation
+    settings = {**batch(12, 4), "train": {"steps": 3, "eval_steps": 1}}
+    images = PlannedModel(
+        "images", lambda _: model, lambda: data.training, lambda: data.validation, settings
     )
 
-    assert len(set(trace.losses)) == 3
-    assert trainer.last_evaluation is not None
+    for stages in (2, 4):
+        [(_, trace), *_] = judge(Row((stages, 1), judge=ONE_STAGE, subject=images, order=stages))
+        assert len(set(trace.losses)) == 3 and trace.evaluation is not None
 
 
 # -- images -------------------------------------------------------------------------------

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from photos import classifier
 from safetensors.torch import save_file
 from support.oracle import Trace
-from support.runs import assert_bitwise, tiny_config, train_in_process
+from support.runs import tiny_config
 from torch import Tensor, nn
 from vgg19 import vgg
 from wideresnet101 import Head, init, wide_resnet
 
 from axsparse.config.schema import Config
-from axsparse.data.dataset import ArrayDataset, Dataset
+from axsparse.data.dataset import ArrayDataset
 from axsparse.models.layer import Layer, Model
 from axsparse.models.model_profile import profile
 from axsparse.training.trainer import Trainer
@@ -103,22 +103,6 @@ def assert_equal_tensors(ours: Mapping[str, Tensor], others: Mapping[str, Tensor
     assert ours.keys() == others.keys()
     for name, tensor in ours.items():
         assert torch.equal(tensor, others[name]), name
-
-
-def assert_same_in_1_to_4_stages(
-    model: Model, config: Config, data: Dataset, validation: Dataset | None = None
-) -> Ranks:
-    """Losses, weights, moments, buffers and evaluations; returns the run on one stage."""
-    one = train_in_process(1, 1, model, config, data, validation=validation)
-    for g_inter in (2, 4):
-        ranks = train_in_process(
-            g_inter, 1, model, config, data, order=g_inter, validation=validation
-        )
-        for trainer, trace in ranks:
-            assert_bitwise(trace, one[0][1])
-            assert trainer.last_evaluation == one[0][0].last_evaluation
-        assert_equal_tensors(buffers_of(ranks), buffers_of(one))
-    return one
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
