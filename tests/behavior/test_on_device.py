@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,10 +28,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from axsparse.config.schema import Config
-from axsparse.data.dataset import Dataset
 from axsparse.data_parallel.gradient_sync import GradientSync
 from axsparse.models import losses
-from axsparse.models.layer import Model
 from axsparse.pruning import healing
 from axsparse.runtime.communication import Message, Transport
 from axsparse.samo.backend import Backend
@@ -97,34 +95,6 @@ def on_device(launch: EmulatedLauncher) -> Placing:
 def small(**sections: Any) -> Config:
     """Four microbatches a step, since an emulated kernel takes a while."""
     return tiny_config(batch={"global_batch_size": 4, "microbatch_size": 1}, **sections)
-
-
-def agree(
-    on_device: Placing,
-    layout: Layout,
-    config: Config,
-    make: Callable[[], Model] | None = None,
-    data: Dataset | None = None,
-    validation: Dataset | None = None,
-) -> None:
-    """The same run here and there, on every rank."""
-    made = make or (lambda: tiny_gpt(config))
-    data = data or token_data()
-
-    def run(placement: Placing | None) -> Any:
-        given = config.with_values({"samo.offload": config.samo.offload and placement is not None})
-        return train_in_process(
-            *layout, made(), given, data, validation=validation, placement=placement
-        )
-
-    for (ours, trace), (reference, expected) in zip(run(on_device), run(None), strict=True):
-        assert_bitwise(trace, expected)
-        assert ours.last_evaluation == reference.last_evaluation
-        for layer in ours.layers:
-            held = [layer.state.gradient, *layer.state.frozen]
-            held += [tensor.parameter for tensor in layer.state.tensors]
-            held += [] if config.samo.offload else [*layer.state.optimizer_state.moments_K.values()]
-            assert {tensor.device for tensor in held} == {torch.device("pretend", 0)}
 
 
 def test_a_gpu_has_sent_all_before_it_joins_other_stages_in_a_sum(
@@ -234,9 +204,22 @@ def test_a_run_on_devices_is_bitwise_that_on_cpus(
     layout: Layout, sections: dict[str, Any], on_device: Placing
 ) -> None:
     config = small(**{"optimizer": SGD, **sections})
-
+    on_cpus = config.with_values({"samo.offload": False})
+    data = token_data()
     validation = token_data(24) if "eval_steps" in sections["train"] else None
-    agree(on_device, layout, config, validation=validation)
+    run = partial(train_in_process, *layout, validation=validation)
+
+    ranks = run(tiny_gpt(config), config, data, placement=on_device)
+    references = run(tiny_gpt(config), on_cpus, data)
+
+    for (ours, trace), (reference, expected) in zip(ranks, references, strict=True):
+        assert_bitwise(trace, expected)
+        assert ours.last_evaluation == reference.last_evaluation
+        for layer in ours.layers:
+            held = [layer.state.gradient, *layer.state.frozen]
+            held += [tensor.parameter for tensor in layer.state.tensors]
+            held += [] if config.samo.offload else [*layer.state.optimizer_state.moments_K.values()]
+            assert {tensor.device for tensor in held} == {torch.device("pretend", 0)}
     has_kernel = config.optimizer.name != "lamb"
     assert any(name.startswith("step_") for name in on_device.launch.launched) == has_kernel
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.exhaustive import by_default
-from support.oracle import Oracle, Trace, adamw, sgd
+from support.oracle import Oracle, adamw, sgd
 from support.resuming import ran
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor
@@ -29,11 +29,6 @@ def config_of(optimizer: dict[str, Any], **sections: Any) -> Config:
         train={"steps": STEPS},
         **sections,
     )
-
-
-def run(g_inter: int, g_data: int, config: Config) -> list[Trace]:
-    ranks = train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data())
-    return [trace for _, trace in ranks]
 
 
 GROUPS: dict[str, Any] = {
@@ -81,7 +76,7 @@ def test_parameters_with_settings_of_their_own_are_bitwise_torchs_in_every_layou
     assert torch.equal(oracle.weights["embed.token.weight"], start["embed.token.weight"])
     assert not torch.equal(oracle.weights["embed.position.weight"], start["embed.position.weight"])
 
-    for trace in run(g_inter, g_data, config):
+    for _, trace in train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data()):
         assert_bitwise(trace, oracle)
 
 
@@ -142,15 +137,8 @@ def test_an_optimizer_of_ones_own_is_bitwise_the_dense_one(
     )
     expected = dense.run(STEPS)
 
-    ranks = train_in_process(
-        g_inter,
-        g_data,
-        tiny_gpt(config),
-        config,
-        token_data(),
-        optimizer=SIGNS,
-        learning_rate=falling,
-    )
+    own: dict[str, Any] = {"optimizer": SIGNS, "learning_rate": falling}
+    ranks = train_in_process(g_inter, g_data, tiny_gpt(config), config, token_data(), **own)
 
     for _, trace in ranks:
         assert_bitwise(trace, expected)

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.cases import batch, merged
-from support.images import assert_equal_tensors
-from support.resuming import Ran, ran
-from support.resuming import settings as changed
+from support.cases import ONE_STAGE, PlannedModel, Row, batch, judge, merged, reference
 from support.runs import (
     around_step,
     random_init,
@@ -48,7 +44,7 @@ def hidden(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, outputs), nn.Tanh())
 
 
-def model(_: Config | None = None) -> Model:
+def model() -> Model:
     layers = [
         Layer(f"hidden{number}", partial(hidden, inputs, outputs), init=init)
         for number, (inputs, outputs) in enumerate(pairwise(WIDTHS))
@@ -61,14 +57,33 @@ def data() -> ArrayDataset:
     return vector_data(3 * TOKENS * MICROBATCHES, WIDTHS[0])
 
 
-def config(**sections: Any) -> Config:
-    settings: dict[str, Any] = {
+MLP = PlannedModel(
+    "mlp",
+    lambda _: model(),
+    data,
+    settings={
         **batch(MICROBATCHES * TOKENS, TOKENS),
         "precision": "bf16",
         "pruning": {"sparsity": 0.9},
         "train": {"steps": 4, "check_layers": False},  # whose products would be counted
-    }
-    return tiny_config(**merged(settings, sections))
+    },
+)
+GPT = PlannedModel(
+    "gpt",
+    tiny_gpt,
+    lambda: token_data(samples=12, length=64),
+    settings={
+        **batch(4, 2),
+        "model": {"hidden_size": 192, "sequence_length": 64, "vocab_size": 256},
+        "precision": "bf16",
+        "pruning": {"sparsity": 0.9, "include": "all"},
+        "train": {"steps": 3},
+    },
+)
+
+
+def config(**sections: Any) -> Config:
+    return tiny_config(**merged(MLP.settings, sections))
 
 
 @pytest.fixture(autouse=True)
@@ -91,39 +106,34 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-OTHERS: dict[str, tuple[tuple[int, int], dict[str, Any]]] = {
-    "two stages": ((2, 1), {}),
-    "four stages, extra_in_flight": ((4, 1), {"pipeline": {"extra_in_flight": 2}}),
-    "1f1b": ((2, 1), {"pipeline": {"schedule": "1f1b"}}),
-    "recomputed": ((1, 1), {"pipeline": {"checkpoint_activations": 2}}),
-    "split": ((1, 1), {"pipeline": {"split_backward": True}}),
-    "two stages, split": ((2, 1), {"pipeline": {"split_backward": True, "extra_in_flight": 2}}),
-    "another index": ((1, 1), {"samo": {"index": "mask"}}),
-}
+RECOMPUTED = {"pipeline": {"checkpoint_activations": 2}}
+LAYOUTS: list[tuple[tuple[int, int], dict[str, Any]]] = [
+    ((2, 1), {}),
+    ((4, 1), {"pipeline": {"extra_in_flight": 2}}),
+    ((2, 1), {"pipeline": {"schedule": "1f1b"}}),
+    ((1, 1), RECOMPUTED),
+    ((1, 1), {"pipeline": {"split_backward": True}}),
+    ((2, 1), {"pipeline": {"split_backward": True, "extra_in_flight": 2}}),
+    ((1, 1), {"samo": {"index": "mask"}}),
+]
 
 
-@pytest.fixture(scope="module")
-def reference(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return ran((1, 1), config(), tmp_path_factory.mktemp("one"), model=model, data=data())
-
-
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("layout", "free"), LAYOUTS, ids=str)
 def test_every_layout_has_the_same_bits(
-    name: str, reference: Ran, tmp_path: Path, calls: Counter[str]
+    layout: tuple[int, int], free: dict[str, Any], calls: Counter[str]
 ) -> None:
-    layout, sections = OTHERS[name]
-    found = ran(layout, config(**sections), tmp_path / "other", model=model, data=data())
+    row = Row(layout, free=free, judge=ONE_STAGE, subject=MLP)
+    reference(row)
+    calls.clear()
 
-    again = 4 * MICROBATCHES * 2 if name == "recomputed" else 0
+    judge(row)
+
+    again = 4 * MICROBATCHES * 2 if free is RECOMPUTED else 0
     assert calls == {
         SAMPLED: 4 * MICROBATCHES * MATRICES,
         OUTPUTS: 4 * MICROBATCHES * MATRICES + again,
         INPUTS: 4 * MICROBATCHES * (MATRICES - 1),
     }
-    assert found.stopped is None
-    assert found.losses == reference.losses
-    assert found.norms == reference.norms
-    assert_equal_tensors(found.state, reference.state)
 
 
 @pytest.mark.parametrize("gradient", ["half", "fp32"])
@@ -148,28 +158,11 @@ def test_sparse_products_train_as_dense_ones(gradient: str, calls: Counter[str])
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_gpt_has_the_same_bits_in_every_layout(tied: bool, calls: Counter[str]) -> None:
     """With embeddings and head pruned, by whose weight the loss multiplies."""
-    settings = tiny_config(
-        precision="bf16",
-        model={
-            "hidden_size": 192,
-            "sequence_length": 64,
-            "vocab_size": 256,
-            "tie_embeddings": tied,
-        },
-        batch={"global_batch_size": 4, "microbatch_size": 2},
-        pruning={"sparsity": 0.9, "include": "all"},
-        train={"steps": 3},
-    )
-    tokens = token_data(samples=12, length=64)
-    [(_, one)] = train_in_process(1, 1, tiny_gpt(settings), settings, tokens)
-    assert calls[SAMPLED]
+    for free in ({"checkpoint_activations": 1}, {"split_backward": True, "extra_in_flight": 1}):
+        settings = {"model": {"tie_embeddings": tied}}
+        judge(Row((2, 1), settings, {"pipeline": free}, ONE_STAGE, GPT))
 
-    for pipeline in ({"checkpoint_activations": 1}, {"split_backward": True, "extra_in_flight": 1}):
-        other = changed(settings, pipeline=pipeline)
-        for _, found in train_in_process(2, 1, tiny_gpt(other), other, tokens):
-            assert found.losses == one.losses
-            for name, weight in found.weights.items():
-                assert name not in one.weights or torch.equal(weight, one.weights[name]), name
+    assert calls[SAMPLED]
 
 
 def test_products_are_sparse_from_the_step_on_that_has_pruned_enough(calls: Counter[str]) -> None:

@@ -112,34 +112,26 @@ EVALUATING = {"train": {"eval_every": 1, "eval_steps": 2}}
 DEEP = {"train": {"steps": 3}}
 SUMS = {"samo": {"gradient": "exact"}}
 LAMB = {"name": "lamb", "clip_norm": 0.0}
-Case = tuple[tuple[int, int], int, dict[str, Any], dict[str, Any], int | None]
-CASES: list[Case] = [
-    ((2, 1), 2, EVALUATING, {}, None),
-    ((2, 1), 2, {"model": {"dropout": 0.2}}, {"pipeline": {"split_backward": True}}, 1),
-    ((2, 1), 4, {"model": {"tie_embeddings": False}}, {}, None),
-    ((4, 1), 2, DEEP, {"pipeline": {"checkpoint_activations": 1}}, 2),
-    ((2, 1), 4, DEEP, {}, 3),
-    ((2, 1), 2, {"samo": {"enabled": False}}, {}, None),
-    ((1, 2), 2, SUMS, {"samo": {"zero_stage": 1}}, None),
-    ((2, 2), 2, SUMS, {}, 4),
-    ((2, 2), 2, SUMS, {"samo": {"weights": "sparse", "zero_stage": 3}}, 4),
-    ((1, 3), 4, SUMS, {}, None),
-    ((2, 1), 2, {"precision": "bf16", "optimizer": {"name": "sgd"}}, {}, None),
-    ((1, 2), 2, {"optimizer": LAMB, **SUMS}, {"samo": {"zero_stage": 1}}, None),
-    ((2, 1), 4, {"optimizer": LAMB}, {}, 6),
-    (
+SAME_BITS = [
+    alike((2, 1), 2, EVALUATING, {}),
+    alike((2, 1), 2, {"model": {"dropout": 0.2}}, {"pipeline": {"split_backward": True}}, order=1),
+    alike((2, 1), 4, {"model": {"tie_embeddings": False}}, {}),
+    alike((4, 1), 2, DEEP, {"pipeline": {"checkpoint_activations": 1}}, order=2),
+    alike((2, 1), 4, DEEP, {}, order=3),
+    alike((2, 1), 2, {"samo": {"enabled": False}}, {}),
+    alike((1, 2), 2, SUMS, {"samo": {"zero_stage": 1}}),
+    alike((2, 2), 2, SUMS, {}, order=4),
+    alike((2, 2), 2, SUMS, {"samo": {"weights": "sparse", "zero_stage": 3}}, order=4),
+    alike((1, 3), 4, SUMS, {}),
+    alike((2, 1), 2, {"precision": "bf16", "optimizer": {"name": "sgd"}}, {}),
+    alike((1, 2), 2, {"optimizer": LAMB}, SUMS, {"samo": {"zero_stage": 1}}),
+    alike((2, 1), 4, {"optimizer": LAMB}, {}, order=6),
+    alike(
         (2, 1),
         2,
-        {"pruning": {"include": "all", "distribution": "global"}, "samo": {}},
+        {"pruning": {"include": "all", "distribution": "global"}},
         {"samo": {"index": "mask"}},
-        5,
-    ),
-]
-"""Stages and replicas, tensor-parallel ranks, settings, free settings, and an order of arrival."""
-SAME_BITS = [
-    *(
-        alike(layout, number, settings, free, order=order)
-        for layout, number, settings, free, order in CASES
+        order=5,
     ),
     *(alike((2, 1), 2, ten_steps(method), {}) for method in PRUNING),
     alike((2, 1), 4, ten_steps("gradual"), {"pruning": {"include": "all"}}, {}),

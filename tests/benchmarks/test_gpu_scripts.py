@@ -13,7 +13,7 @@ import gpu_kernels
 import gpu_train
 import pytest
 import torch
-from support.mpirun import LONGEST_SECONDS, TESTS
+from support.mpirun import LONGEST_SECONDS
 from support.page_blocks import ROOT
 
 
@@ -22,7 +22,7 @@ def test_without_a_gpu_every_script_says_so_and_ends_with_69(
 ) -> None:
     own = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path)}
     ended = subprocess.run(
-        ["sh", str(TESTS.parent / "scripts" / "gpu_check.sh")],
+        ["sh", str(ROOT / "scripts" / "gpu_check.sh")],
         env={**os.environ, **own},
         capture_output=True,
         text=True,
@@ -44,11 +44,10 @@ def test_without_a_gpu_every_script_says_so_and_ends_with_69(
 
 
 def test_pages_have_the_table_of_the_results() -> None:
-    root = TESTS.parent
-    saved = json.loads((root / "benchmarks/results/gpu_check-nvidia-h200.json").read_text())
+    saved = json.loads((ROOT / "benchmarks/results/gpu_check-nvidia-h200.json").read_text())
     for page, best in (("README.md", True), ("docs/howto/gpu.md", False)):
         table = "\n".join(gpu_beside.markdown(saved["details"]["beside"], "H200", best=best))
-        assert table in (root / page).read_text(encoding="utf-8"), page
+        assert table in (ROOT / page).read_text(encoding="utf-8"), page
 
 
 def test_graphs_are_judged_by_the_losses_of_a_run_without_them() -> None:
@@ -64,9 +63,6 @@ def test_graphs_are_judged_by_the_losses_of_a_run_without_them() -> None:
     assert checked([]) == []
 
 
-PAGE = ROOT / "docs/howto/use-pruned.md"
-
-
 def test_the_page_has_the_table_of_the_results() -> None:
     saved = json.loads((ROOT / "benchmarks/results/decode_avx512.json").read_text(encoding="utf-8"))
     lines = ["| one thread | ms a token | × bf16 | × fp32 | MB |", "|---|---|---|---|---|"]
@@ -77,4 +73,5 @@ def test_the_page_has_the_table_of_the_results() -> None:
                 speed = row.get(f"speed over {other}")
                 cells.append(f"{speed['median']:.2f}" if speed else "–")
             lines.append(f"| {model}: {name} | {' | '.join(cells)} | {row['MB']:.0f} |")
-    assert "\n".join(lines) in PAGE.read_text(encoding="utf-8"), "\n".join(lines)
+    page = (ROOT / "docs/howto/use-pruned.md").read_text(encoding="utf-8")
+    assert "\n".join(lines) in page, "\n".join(lines)

@@ -3,10 +3,8 @@ hand."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from published.__main__ import Check, checked_file, choices, place_of_best, scoreboard
@@ -14,45 +12,12 @@ from published.run_file import TABLES, RunRow
 from published.run_step import run_costs
 
 from axsparse.config.load import configure
-from axsparse.planner.cluster import Cluster, load_cluster
+from axsparse.planner.cluster import load_cluster
 from axsparse.planner.plan_model import planned_model
 from axsparse.planner.step_cost import stage_seconds
 
-SMALL: dict[str, Any] = {
-    "num_layers": 16,
-    "hidden_size": 1536,
-    "num_heads": 16,
-    "vocab_size": 51200,
-    "sequence_length": 2048,
-}
+SIZES = ("num_layers", "hidden_size", "num_heads", "vocab_size", "sequence_length")
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "scoreboard.md"
-
-
-def run(
-    *,
-    model: dict[str, Any] | None = None,
-    layout: dict[str, Any] | None = None,
-    samples: int = 16,
-    micro: int = 2,
-    published: dict[str, Any] | None = None,
-    **training: Any,
-) -> RunRow:
-    """A small GPT on one device, but for what is said."""
-    return RunRow.model_validate(
-        {
-            "name": "run",
-            "model": {**SMALL, **(model or {})},
-            "layout": layout or {},
-            "batch": {"global": samples, "micro": micro},
-            "training": training,
-            "published": published or {},
-        }
-    )
-
-
-def selene(**constants: Any) -> Cluster:
-    """Selene but for some constants."""
-    return replace(load_cluster("selene-a100"), **constants)
 
 
 # -- the tables -----------------------------------------------------------------------------
@@ -114,19 +79,22 @@ def test_the_page_has_the_scoreboard_as_it_is_printed() -> None:
 
 def test_a_profile_and_the_formulas_of_published_runs_predict_alike() -> None:
     loaded = configure("gpt3_2.7b", ["model.num_layers=4"])
-    asked = planned_model(loaded, selene()).profiled("dense")
+    machine = load_cluster("selene-a100")
+    asked = planned_model(loaded, machine).profiled("dense")
     [load] = asked.stages(1, 1) or []
     sizes = loaded.model
-    row = run(
-        model={field: getattr(sizes, field) for field in SMALL},
-        samples=1,
-        micro=1,
-        recompute="full",
-        attention="fused",
-        precision="bf16",
+    row = RunRow.model_validate(
+        {
+            "name": "run",
+            "model": {field: getattr(sizes, field) for field in SIZES},
+            "layout": {},
+            "batch": {"global": 1, "micro": 1},
+            "training": {"recompute": "full", "attention": "fused", "precision": "bf16"},
+            "published": {},
+        }
     )
 
-    profiled, counted = stage_seconds(asked, load, selene(), 1), run_costs(row, selene())
+    profiled, counted = stage_seconds(asked, load, machine, 1), run_costs(row, machine)
 
     assert profiled.forward == pytest.approx(counted.forward[0][0], rel=0.1)
     assert profiled.backward == pytest.approx(counted.backward[0][0], rel=0.1)

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.local_world import LocalWorld, WorldTransport
-from support.runs import around_step, tiny_gpt, token_data, with_layout
+from support.runs import around_step, on_ranks, tiny_gpt, token_data, with_layout
 from torch import Tensor
 
 from axsparse.config.schema import Config
@@ -70,21 +69,20 @@ def ran(
     sees each trainer at the start, `placement` says where else than on the CPU, `own` is for
     `build`."""
     grid = Grid(*layout)
-    world: LocalWorld[None] = LocalWorld(grid.size, seed=order)
     found, failures = Ran(), list[AxsparseError]()
     config = with_layout(config, grid).model_copy(update={"run_dir": str(run_dir)})
     source = config.with_origins("tiny", {"run_dir": "--run-dir"})
     datasets = Datasets(data or token_data(), validation)
 
-    def body(rank: int) -> None:
-        job = Job(WorldTransport(world, rank))
+    def body(transport: Transport) -> None:
+        job = Job(transport)
         job.placement = None if placement is None else placement(job.transport)
         trainer = build(job, model(config), lambda: datasets, source, resume=resume, **own)
         look(trainer)
 
         def hear(trainer: Trainer) -> None:
             # One rank hears of it while a step is under way; all stop after that step.
-            if trainer.steps_done + 1 == stop_after and rank == world.size - 1:
+            if trainer.steps_done + 1 == stop_after and transport.rank == grid.size - 1:
                 job.stop.receive(signal.SIGUSR1)
 
         def note(step: int, verdict: StepResult) -> None:
@@ -104,8 +102,8 @@ def ran(
             failures.append(failure)
         note_state(found, trainer)
 
-    world.run(body)
-    assert len(failures) in (0, world.size), "some ranks did not hear of the failure"
+    on_ranks(grid.size, body, order)
+    assert len(failures) in (0, grid.size), "some ranks did not hear of the failure"
     if failures:
         raise failures[0]
     return found
