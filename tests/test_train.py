@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
@@ -11,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.exhaustive import by_default
 from support.mpirun import LONGEST_SECONDS, run_mpirun
+from support.resuming import records_of
 from support.warm_python import warm_python
 
 from axsparse.observe.metrics import StepRecord
@@ -56,11 +55,6 @@ class Trained:
     folder: Path
     """Its run directory."""
 
-    @property
-    def records(self) -> list[dict[str, Any]]:
-        lines = (self.folder / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
 
 Train = Callable[..., Trained]
 
@@ -94,12 +88,11 @@ def test_the_screen_has_a_line_for_each_step_and_evaluation(train: Train) -> Non
 
 
 def test_metrics_have_every_field_and_phases_that_add_up(train: Train) -> None:
-    records = train(2).records
+    run = train(2).folder
 
-    steps = [record for record in records if "loss" in record]
-    evaluations = [record for record in records if "eval_loss" in record]
+    steps = records_of(run, "loss")
     assert [record["step"] for record in steps] == [1, 2, 3]
-    assert [record["step"] for record in evaluations] == [2, 3]
+    assert [record["step"] for record in records_of(run, "eval_loss")] == [2, 3]
     for record in steps:
         assert list(record) == [field.name for field in fields(StepRecord)]
         phases = sum(record[f"{phase}_seconds"] for phase in PHASES)
@@ -182,13 +175,12 @@ def test_ranks_that_only_train_load_no_compiler_and_no_algebra(tmp_path: Path) -
 def test_pruning_on_the_way_drops_the_state_from_the_dense_formula_to_samos(train: Train) -> None:
     run = train(2, *ONE_STAGE, "--set", "pruning.at_step=2")
     start, dense = (
-        train(2, *ONE_STAGE, *how).records[0]["model_state_bytes"] for how in ((), DENSE)
+        records_of(train(2, *ONE_STAGE, *how).folder)[0]["model_state_bytes"] for how in ((), DENSE)
     )
 
-    records = run.records
-    states = [record["model_state_bytes"] for record in records if "loss" in record]
+    states = [record["model_state_bytes"] for record in records_of(run.folder, "loss")]
     assert states == [dense, dense, start]
-    [change] = [record for record in records if "masks" in record]
+    [change] = records_of(run.folder, "masks")
     assert change == {
         "step": 2,
         "masks": "pruned",
@@ -229,4 +221,4 @@ def test_a_screen_that_is_lost_ends_no_run(screen: str, said: str, tmp_path: Pat
 
     assert (tmp_path / "code").read_text() == "0\n"
     assert done.stderr == said
-    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len(records_of(tmp_path / "run")) == 3

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -13,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from soak.killing import Run, shared_memory
 from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
+from support.resuming import records_of
 
 from axsparse.runtime.files.run_folder import RESUME_AUTO
-from axsparse.runtime.shared_segments import SHARED
 
 TRAIN = (
     *("-m", "axsparse.train", "--config", "quickstart.yaml"),
@@ -29,11 +28,10 @@ def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> 
     command = (mpirun_path(), "-n", "2", sys.executable, *TRAIN, "--steps", "100000")
     code, mapped = interrupted(command, tmp_path)
     run = tmp_path / "run"
-    metrics = run / "metrics.jsonl"
 
     assert code == 75
     assert mapped
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
+    last = records_of(run)[-1]["step"]
     ours = [
         line
         for line in (tmp_path / "errors").read_text().splitlines()
@@ -41,21 +39,10 @@ def test_ctrl_c_saves_says_so_once_and_leaves_nothing_behind(tmp_path: Path) -> 
     ]
     assert ours == [
         "axsparse: stops after the step under way and saves; Ctrl-C once more leaves at once",
-        f"axsparse: stopped after step {steps[-1]}, saved in {run}/checkpoints; {RESUME_AUTO} goes "
-        "on",
+        f"axsparse: stopped after step {last}, saved in {run}/checkpoints; {RESUME_AUTO} goes on",
     ]
-    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{steps[-1]}"]
-    assert not any(Path(name).exists() for name in mapped)
-
-
-@pytest.mark.exhaustive
-def test_a_job_in_the_background_of_a_script_keeps_ctrl_c_ignored(tmp_path: Path) -> None:
-    train = (*TRAIN, "--set", "layout.g_inter=1", "--steps", "20")
-    command = ("sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, *train)
-
-    assert interrupted(command, tmp_path)[0] == 0
-
-    assert (tmp_path / "run" / "checkpoints" / "step-20").is_dir()
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{last}"]
+    assert not any(path.exists() for path in mapped)
 
 
 @pytest.mark.exhaustive
@@ -79,7 +66,7 @@ def interrupted(
     number: int = signal.SIGINT,
     *,
     of_launcher: bool = True,
-) -> tuple[int, set[str]]:
+) -> tuple[int, set[Path]]:
     """The exit code of a training in folder/run that a signal reaches after a step, and the shared
     memory that its ranks had mapped."""
     run = folder / "run"
@@ -98,32 +85,14 @@ def interrupted(
             while not (metrics.exists() and metrics.stat().st_size):
                 assert job.poll() is None and time.monotonic() < until
                 time.sleep(0.05)
-            mapped = {line.split()[-1] for line in maps_of(run) if str(SHARED) in line}
+            ranks = [*Run(run, ()).ranks()]
+            mapped = set[Path]().union(*map(shared_memory, ranks))
             if of_launcher:
                 os.killpg(job.pid, number)
             else:
-                os.kill(max(ranks_of(run) - {job.pid}), number)
+                os.kill(max(ranks), number)
             return job.wait(LONGEST_SECONDS), mapped
         finally:
             if job.poll() is None:
                 os.killpg(job.pid, signal.SIGKILL)
                 job.wait()
-
-
-def maps_of(run: Path) -> list[str]:
-    """The memory maps of the ranks of a run."""
-    lines: list[str] = []
-    for number in ranks_of(run):
-        with contextlib.suppress(OSError):  # it may have ended
-            lines += Path(f"/proc/{number}/maps").read_text().splitlines()
-    return lines
-
-
-def ranks_of(run: Path) -> set[int]:
-    """The processes of a run; launchers start them in separate sessions."""
-    numbers = set()
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if str(run) in (process / "cmdline").read_text():
-                numbers.add(int(process.name))
-    return numbers

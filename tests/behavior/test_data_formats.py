@@ -18,18 +18,13 @@ IDS = [[*f"Document {number}: and so on.".encode(), SEPARATOR] for number in ran
 
 
 def test_evaluations_read_the_validation_parts_of_all_sources_or_one(tmp_path: Path) -> None:
-    folders = []
-    for name in ("a", "b"):
-        held_out = write_jsonl(tmp_path / f"{name}.jsonl", [{"text": name * 100}])
-        request = Request(
-            (held_out,),
-            tmp_path / name,
-            validation=(
-                write_jsonl(tmp_path / f"{name}-held.jsonl", [{"text": name.upper() * 50}]),
-            ),
+    folders = [tmp_path / name for name in ("a", "b")]
+    for folder in folders:
+        training, held_out = (
+            write_jsonl(tmp_path / f"{text}.jsonl", [{"text": text * 50}])
+            for text in (2 * folder.name, folder.name.upper())
         )
-        run(request)
-        folders.append(tmp_path / name)
+        run(Request((training,), folder, validation=(held_out,)))
     blend = f"data.blend=[{folders[0]}=1, {folders[1]}=2]"
 
     def read(*settings: str) -> tuple[Datasets, list[int]]:

@@ -104,7 +104,7 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", parameters(ROWS, every=18))
+@pytest.mark.parametrize("row", parameters(ROWS, every=30))
 def test_any_number_of_replicas_gives_the_bits_of_one_process(row: Row) -> None:
     ranks = judge(row)
 

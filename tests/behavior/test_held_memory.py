@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from photos import classifier
 from support.allocated import peak_of_torch
 from support.exhaustive import by_default
-from support.images import small_cnn
 from support.runs import tiny_config
 from support.sums import Sums
 from torch import Tensor, nn
+from wideresnet101 import Head
 
 from axsparse.config.model_config import GptConfig
+from axsparse.models.layer import Layer
 from axsparse.models.model_profile import ModelProfile, profile
 from axsparse.models.teacher import Teacher
 from axsparse.models.zoo.gpt import gpt
@@ -39,7 +42,25 @@ GPT = gpt(
     ),
     TOKENS,
 )
-CNN = small_cnn()
+
+
+def convolution(inputs: int, outputs: int, last: Callable[[], nn.Module]) -> nn.Module:
+    conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    return nn.Sequential(conv, nn.BatchNorm2d(outputs), nn.ReLU(), last())
+
+
+HALVING = partial(nn.MaxPool2d, 2)
+CNN = classifier(
+    "cnn",
+    [
+        Layer("a", partial(convolution, 3, 32, nn.Identity)),
+        Layer("b", partial(convolution, 32, 64, HALVING)),
+        Layer("c", partial(convolution, 64, 128, nn.Identity)),
+        Layer("d", partial(convolution, 128, 128, HALVING)),
+        Layer("head", partial(Head, 128, 7), kind="head"),
+    ],
+    32,
+)
 CUTS = {
     "gpt": (GPT, 3),
     "cnn": (CNN, 2),

@@ -194,9 +194,3 @@ def run(block: Block, command: list[str], folder: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, f"{block} ended with {done.returncode}:\n{done.stdout}"
-
-
-def test_the_pages_are_those_of_the_checkout() -> None:
-    assert "docs/howto/plan.md" in PAGES
-    assert len(PAGES) == len(set(PAGES))
-    assert all((ROOT / page).is_file() for page in PAGES)

@@ -25,7 +25,7 @@ from axsparse.training.plan import plan_run
 RANKS = 8
 SMALL = (
     *("batch.global_batch_size=32", "layout.g_inter=auto", "data.source=stdlib"),
-    "data.path=null",
+    *("data.path=null", "precision=bf16"),
 )
 MACHINES = {
     # name: bytes that a rank's device or its share of the host has, and whether that is a host
@@ -79,11 +79,10 @@ def test_a_plan_and_a_training_take_the_same_stages(
     transformers: Any, name: str, machine: str
 ) -> None:
     memory, on_host = MACHINES[machine]
-    precision = ("precision=bf16",)
-    loaded = configure(name, (*SMALL, *precision))
+    loaded = configure(name, SMALL)
 
     stages, added = planned(loaded, cluster_of(memory, on_host=on_host))
     options = tuple(f"{key}={value}" for key, value in added.items())
 
-    with_options = configure(name, (*SMALL, *precision, *options))
+    with_options = configure(name, (*SMALL, *options))
     assert trained(with_options, memory, on_host=on_host) == stages

@@ -129,9 +129,7 @@ def test_what_comes_along_is_found(installed: Path, tmp_path: Path) -> None:
 
     question = ("--config", "gpt3_xl.yaml", "--gpus", "64", "--cluster", "summit")
     assert "recommended" in axsparse(installed, tmp_path, "plan", *question)
-    for scheduler, sign in (("slurm", "#SBATCH"), ("lsf", "#BSUB"), ("pbs", "#PBS")):
-        assert sign in axsparse(installed, tmp_path, *submit, f"--{scheduler}")
-    assert "#flux:" in axsparse(installed, tmp_path, *submit, "--flux")
+    assert "#SBATCH" in axsparse(installed, tmp_path, *submit, "--slurm")
 
 
 def test_both_containers_are_made_by_the_same_steps() -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from vgg19 import vgg19
 from wideresnet101 import wide_resnet101_2
 
+from axsparse.data.dataset import Dataset
 from axsparse.data.torch_dataset import from_torch
 from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
@@ -78,9 +79,11 @@ def test_they_train_on_folders_bitwise_alike_on_one_to_four_stages(
     model: Model, size: int, root: Path
 ) -> None:
     data = image_folders(root, size)
+    assert data.validation is not None
+    validation: Dataset = data.validation
     settings = {**batch(12, 4), "train": {"steps": 3, "eval_steps": 1}}
     images = PlannedModel(
-        "images", lambda _: model, lambda: data.training, lambda: data.validation, settings
+        "images", lambda _: model, lambda: data.training, lambda: validation, settings
     )
 
     for stages in (2, 4):

@@ -13,7 +13,6 @@ a bit.
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -177,35 +176,23 @@ def axis(section: str, key: str, *values: Any) -> list[Settings]:
 
 
 def crossed(layouts: Sequence[Layout], *axes: Sequence[Settings], **others: Any) -> list[Row]:
-    """Rows of every layout with every setting of the first axis; `make test` has each once.
-
-    Further axes take turns along both. The n-th usual row takes the n-th value of every axis;
-    shorter axes begin again.
-    """
-    usual = [
-        tuple(n % len(axis) for axis in (layouts, *axes))
-        for n in range(max(map(len, (layouts, *axes))))
-    ]
-    in_turn = [
-        (*pair, *(sum(pair) % len(axis) for axis in axes[1:]))
-        for pair in itertools.product(range(len(layouts)), range(len(axes[0])))
-    ]
-    base = others.pop("settings", {})
+    """Rows of every layout with every setting of the first axis; further axes take turns along
+    both."""
+    base, (first, *further) = others.pop("settings", {}), axes
     return [
         Row(
-            layouts[at[0]],
-            merged(base, *(axis[n] for axis, n in zip(axes, at[1:], strict=True))),
-            is_usual=at in usual,
+            layout,
+            merged(base, setting, *(axis[(m + n) % len(axis)] for axis in further)),
             **others,
         )
-        for at in dict.fromkeys([*in_turn, *usual])
+        for m, layout in enumerate(layouts)
+        for n, setting in enumerate(first)
     ]
 
 
 def freed(layouts: Sequence[Layout], free: Sequence[Settings], **others: Any) -> list[Row]:
-    """Rows of every layout with every one of some free settings, likewise."""
-    rows = crossed(layouts, free)
-    return [Row(row.layout, free=row.settings, is_usual=row.is_usual, **others) for row in rows]
+    """Rows of every layout with every one of some free settings."""
+    return [Row(layout, free=each, **others) for layout in layouts for each in free]
 
 
 def parameters(rows: Iterable[Row], every: int = 1) -> list[Any]:
@@ -221,13 +208,9 @@ def parameters(rows: Iterable[Row], every: int = 1) -> list[Any]:
     ]
 
 
-def trained(row: Row, **others: Any) -> Ranks:
-    return _train(row.subject, row.layout, row.config(), order=row.order, **others)
-
-
 def judge(row: Row, **others: Any) -> Ranks:
     """Train a row in this process and compare every rank with its reference; returns the ranks."""
-    ranks = trained(row, **others)
+    ranks = _train(row.subject, row.layout, row.config(), order=row.order, **others)
     references = reference(row)
     for rank, (_, trace) in enumerate(ranks):
         hold(row, rank, trace, references)
@@ -270,7 +253,6 @@ def judge_everywhere(
     settings: Settings,
     *,
     plain: Model | None = None,
-    recomputed: Sequence[int] = (0, 1),
 ) -> list[Trace]:
     """Train in one to four stages, with and without recomputation in turn, and compare each with
     one stage.
@@ -284,7 +266,7 @@ def judge_everywhere(
         Row(
             (stages, 1),
             settings,
-            {"pipeline": {"checkpoint_activations": recomputed[stages % len(recomputed)]}},
+            {"pipeline": {"checkpoint_activations": stages % 2}},
             TORCH if plain else ONE_STAGE,
             subject,
             order=stages,

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from photos import classifier
 from safetensors.torch import save_file
-from support.oracle import Trace
+from support.cases import Ranks
 from support.runs import tiny_config
-from torch import Tensor, nn
+from torch import Tensor
 from vgg19 import vgg
-from wideresnet101 import Head, init, wide_resnet
+from wideresnet101 import wide_resnet
 
 from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset
-from axsparse.models.layer import Layer, Model
+from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
-from axsparse.training.trainer import Trainer
 
 CLASSES = 7
-Ranks = Sequence[tuple[Trainer, Trace]]
 
 
 def image_config(**sections: Any) -> Config:
@@ -36,36 +31,6 @@ def image_data(size: int, channels: int = 3, samples: int = 24) -> ArrayDataset:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(samples, channels, size, size, generator=generator)
     return ArrayDataset(inputs, torch.randint(CLASSES, (samples,), generator=generator))
-
-
-class Convolution(nn.Module):
-    """3×3 convolution, batch normalisation, ReLU, and 2×2 max pooling if `halves`."""
-
-    def __init__(self, inputs: int, outputs: int, *, halves: bool) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
-        self.norm = nn.BatchNorm2d(outputs)
-        self.halves = halves
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.norm(self.conv(x)))
-        return F.max_pool2d(x, 2) if self.halves else x
-
-
-def small_cnn() -> Model:
-    """Four convolutions with batch normalisation, and a head."""
-    widths = (3, 32, 64, 128, 128)
-    layers = [
-        Layer(
-            f"block{at}",
-            partial(Convolution, widths[at], widths[at + 1], halves=at % 2 == 1),
-            kind="block" if at else "embedding",
-            init=init,
-        )
-        for at in range(4)
-    ]
-    head = Layer("head", partial(Head, widths[-1], CLASSES), kind="head", init=init)
-    return classifier("cnn", [*layers, head], 32)
 
 
 def small_vgg(dropout: float = 0.0) -> Model:

@@ -41,13 +41,9 @@ def sources() -> dict[str, ast.Module]:
 
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = tuple(
-    path.relative_to(ROOT).as_posix()
-    for path in (
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        *sorted((ROOT / "docs").rglob("*.md")),
-    )
+PAGES = (
+    *("README.md", "CONTRIBUTING.md"),
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 )
 SHELL = frozenset({"console", "sh"})
 SHOWN_ONLY = frozenset({"", "text", "json"})
@@ -73,7 +69,6 @@ class Block:
     codes: tuple[int, ...] = (0,)
     """The exit codes that its commands may have."""
     ranks: int = 1
-    is_hidden: bool = False
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
@@ -87,11 +82,7 @@ class Block:
         return typed or [line for line in lines if line.strip()]
 
 
-def blocks(page: str) -> list[Block]:
-    return list(_blocks(page))
-
-
-def _blocks(page: str) -> Iterator[Block]:
+def blocks(page: str) -> Iterator[Block]:
     text = (ROOT / page).read_text(encoding="utf-8")
     reason, ranks = None, 1
     codes: tuple[int, ...] = (0,)
@@ -104,10 +95,10 @@ def _blocks(page: str) -> Iterator[Block]:
             )
             reason, codes, ranks = None, (0,), 1
         elif comment.startswith("test\n"):
-            yield Block(page, line, "sh", comment.partition("\n")[2], is_hidden=True)
+            yield Block(page, line, "sh", comment.partition("\n")[2])
         elif comment.startswith("file: "):
             name, _, code = comment.removeprefix("file: ").partition("\n")
-            yield Block(page, line, "file", code + "\n", name, is_hidden=True)
+            yield Block(page, line, "file", code + "\n", name)
         elif comment.startswith("not run: "):
             reason = comment.removeprefix("not run: ")
         elif number := re.match(r"(?:may exit|exits) with (\d+)", comment):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.allocated import peak_of
 from support.hf import SMALL_LLAMA, config_from, saved_with_pictures, write_llama
-from support.images import assert_equal_tensors, image_data, small_cnn, write_safetensors
+from support.images import assert_equal_tensors, image_data, small_wide_resnet, write_safetensors
 from support.preparing import MARKED, TURN, folder_of, template_of, write_jsonl
 from support.preparing import run as prepare
 from support.resuming import dense_state, ran
@@ -119,8 +119,8 @@ def test_untrained_parameters_come_out_and_trained_ones_as_they_multiply(tmp_pat
 
 
 def test_a_type_by_name_is_that_of_parameters_and_buffers_of_floats(tmp_path: Path) -> None:
-    data = image_data(32)
-    ran((1, 1), config_of(), tmp_path / "run", model=lambda _: small_cnn(), data=data)
+    data = image_data(33)
+    ran((1, 1), config_of(), tmp_path / "run", model=lambda _: small_wide_resnet(), data=data)
 
     out = tmp_path / "out.safetensors"
     export(newest(tmp_path / "run"), "torch", out, dtype=lambda _: torch.bfloat16)
