@@ -49,6 +49,7 @@ def rows_of(page: str, head: str) -> list[list[str]]:
     return [[cell.text or "" for cell in row.iter("td")] for row in found.iter("tr")][1:]
 
 
+_SECONDS: dict[str, Any] = {f"{phase}_seconds": 0.25 for phase in PHASES}
 STEP_RECORD = StepRecord(
     time=1.7e9,
     step=3,
@@ -62,14 +63,7 @@ STEP_RECORD = StepRecord(
     skipped_steps=0,
     tokens=6144,
     step_seconds=2.0,
-    data_seconds=0.125,
-    compute_seconds=1.0,
-    compress_seconds=0.125,
-    optimizer_seconds=0.125,
-    p2p_seconds=0.125,
-    bubble_seconds=0.25,
-    collective_seconds=0.125,
-    other_seconds=0.125,
+    **_SECONDS,
     tokens_per_second=3072.0,
     model_flops_per_second=1e9,
     mfu=0.25,
