@@ -275,17 +275,19 @@ def as_tuple(name: str, output: object) -> tuple[Tensor, ...]:
     tensors, that travel between stages."""
     entries = output if isinstance(output, (tuple, list)) else (output,)
     for number, entry in enumerate(entries):
-        if not _travels(entry):
-            what, way = type(entry).__name__, "return a tensor, or a tuple of tensors"
-            if isinstance(entry, Tensor):
-                what = f"a tensor of {entry.dtype}, {entry.layout}".replace("torch.", "")
-                way = (
-                    "return tensors that are dense, of real numbers (torch.view_as_real, to_dense) "
-                    "and outside inference mode"
-                )
-            if entries is output:
-                what = f"{type(output).__name__} whose entry {number} is {what}"
-            raise ConfigError(f"layer {name}: its forward returned {what}; {way}")
+        what, way = type(entry).__name__, "return a tensor, or a tuple of tensors"
+        if isinstance(entry, Tensor):
+            is_dense = entry.layout == torch.strided and not entry.is_nested
+            if is_dense and entry.dtype in DTYPES and not entry.is_inference():
+                continue
+            what = f"a tensor of {entry.dtype}, {entry.layout}".replace("torch.", "")
+            way = (
+                "return tensors that are dense, of real numbers (torch.view_as_real, to_dense) "
+                "and outside inference mode"
+            )
+        if entries is output:
+            what = f"{type(output).__name__} whose entry {number} is {what}"
+        raise ConfigError(f"layer {name}: its forward returned {what}; {way}")
     return tuple(entries)
 
 
@@ -311,15 +313,6 @@ def as_arguments(module: nn.Module, inputs: Sequence[Any]) -> Sequence[Any]:
     return (tuple(inputs),) if takes_tuple(module, len(inputs)) else inputs
 
 
-def _travels(entry: object) -> bool:
-    return (
-        isinstance(entry, Tensor)
-        and entry.dtype in DTYPES
-        and entry.layout == torch.strided
-        and not (entry.is_nested or entry.is_inference())
-    )
-
-
 @dataclass(frozen=True)
 class TensorShard:
     """The place of a shard in the full tensor: one of `count` consecutive parts of a dimension."""
@@ -339,14 +332,12 @@ class TensorShard:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the shard."""
         before, after = self._around
         start, stop = self.bounds
         return (*before, self.packed * (stop - start), *after)
 
     @property
     def numel(self) -> int:
-        """The number of entries of the shard."""
         return math.prod(self.shape)
 
     @property
@@ -356,7 +347,6 @@ class TensorShard:
 
     @property
     def full_numel(self) -> int:
-        """The number of entries of the full tensor."""
         return math.prod(self.full_shape)
 
     def take(self, full: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     """
     flat = _rows(hidden, weight)
     if flat.shape[0] * weight.shape[0] <= most_logits(hidden.device):
-        return summed_cross_entropy(F.linear(flat, weight), targets)
+        return _unchunked_cross_entropy(flat, weight, targets)
     in_chunks: Callable[..., Tensor] = _ChunkedLoss.apply
     return in_chunks(flat, weight, None, None, flat_targets(targets), 0.0, 1.0)
 
@@ -84,13 +84,7 @@ def _unchunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) ->
 
 def logits_at_a_time(tokens: int, words: int) -> int:
     """How many logits `linear_cross_entropy` holds at a time on a CPU, of this many words."""
-    if tokens * words <= CHUNK_LOGITS:
-        return tokens * words
-    return tokens * min(words, _words_of_chunk(tokens, CHUNK_LOGITS))
-
-
-def _words_of_chunk(tokens: int, most: int) -> int:
-    return max(CHUNK_WORDS, most // tokens)
+    return tokens * min(words, max(CHUNK_WORDS, CHUNK_LOGITS // tokens))
 
 
 # -- the divergence from a teacher ------------------------------------------------------------
@@ -245,7 +239,7 @@ def most_logits(device: torch.device) -> int:
 
 def _chunks(words: int, targets: Tensor) -> Iterator[tuple[int, int]]:
     """The (start, stop) of each chunk of the vocabulary's `words` entries."""
-    size = _words_of_chunk(targets.numel(), most_logits(targets.device))
+    size = max(CHUNK_WORDS, most_logits(targets.device) // targets.numel())
     for start in range(0, words, size):
         yield start, min(start + size, words)
 

@@ -176,9 +176,8 @@ class ModelProfile:
 
     def taught_by(self, numbers: range) -> Sequence[LayerInfo]:
         """The teacher's layers of `taught`."""
-        return (
-            () if self.teacher is None else [self.teacher.layers[n] for n in self.taught(numbers)]
-        )
+        layers = () if self.teacher is None else self.teacher.layers
+        return [layers[number] for number in self.taught(numbers)]
 
     @property
     def num_params(self) -> int:

@@ -139,20 +139,24 @@ def slots(module: nn.Module) -> list[BufferSlot]:
     return found
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a module, then its buffers, by name."""
+def named_tensors(module: nn.Module, *, saved: bool = False) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a module, then its buffers, by name; only those that are `saved`."""
     yield from module.named_parameters()
-    yield from ((slot.name, slot.tensor) for slot in slots(module))
+    for slot in slots(module):
+        if slot.persists or not saved:
+            yield slot.name, slot.tensor
+
+
+def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers, those with several names under each."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
 
 
 def other_names(module: nn.Module) -> dict[str, str]:
     """The further names of the parameters and buffers that have several, each with the first."""
     first: dict[int, str] = {}
-    named = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    firsts = {name: first.setdefault(id(tensor), name) for name, tensor in named}
+    firsts = {name: first.setdefault(id(tensor), name) for name, tensor in state_of(module)}
     return {name: known for name, known in firsts.items() if name != known}
 
 
@@ -187,9 +191,10 @@ def switch_mode(layer: str, module: nn.Module, *, training: bool) -> None:
     """Set the module of a layer to training or to evaluation; ConfigError if a `train` of its own
     writes to a weight or saved buffer, as layers do that merge their weights for evaluations."""
     is_own = any(type(child).train is not nn.Module.train for child in module.modules())
-    before = [(name, one, one.detach().clone()) for name, one in _saved(module) if is_own]
+    given = named_tensors(module, saved=True) if is_own else ()
+    before = [(name, one, one.detach().clone()) for name, one in given]
     set_mode(module, training=training)
-    now = dict(_saved(module)) if is_own else {}
+    now = dict(named_tensors(module, saved=True)) if is_own else {}
     for name, tensor, value in before:
         if now.get(name) is not tensor or not bytes_of(tensor.detach()).equal(bytes_of(value)):
             raise ConfigError(
@@ -232,12 +237,6 @@ def _is_mode(module: nn.Module) -> bool:
     if first is None or first.kind is first.KEYWORD_ONLY:
         return False
     return first.name in ("mode", "on", "training") or first.kind is first.VAR_POSITIONAL
-
-
-def _saved(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and the buffers that are no caches, by name."""
-    yield from module.named_parameters()
-    yield from ((slot.name, slot.tensor) for slot in slots(module) if slot.persists)
 
 
 def unfilled_attribute(module: nn.Module) -> str | None:

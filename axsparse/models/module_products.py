@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Forward = Callable[..., Any]
-Sizes = tuple[int, ...]
 
 
 class Products(Protocol):
@@ -113,11 +112,6 @@ def _is_usable(module: nn.Module, products: Products, inputs: Tensor) -> bool:
     )
 
 
-def _wanted(ctx: Any, place: int) -> bool:
-    """Whether the present backward makes the gradient of a leaf, the function's tensor `place`."""
-    return ctx.needs_input_grad[place] and _accumulates(ctx, place) is not False
-
-
 def _accumulates(ctx: Any, place: int) -> bool | None:
     """Whether the present backward accumulates into a leaf, the function's tensor `place`; None if
     `autograd.grad` was asked for its gradient."""
@@ -136,7 +130,8 @@ def _gradients(
 ) -> list[Tensor | None]:
     """The gradients that autograd receives: all of them, unless the products take them, which they
     do in a plain backward only."""
-    if not any(_wanted(ctx, place) for place in places):
+    wanted = (place for place in places if ctx.needs_input_grad[place])
+    if all(_accumulates(ctx, place) is False for place in wanted):
         return [None] * len(places)
     if torch.is_grad_enabled() or not _accumulates(ctx, places[0]):
         return list(compute(*saved))
@@ -235,7 +230,7 @@ def _call_convolution(module: Any, products: Products, input: Tensor) -> Tensor:
     return apply(input, products.weight, bias, products, settings)
 
 
-def _edges(module: Any) -> Sizes | None:
+def _edges(module: Any) -> tuple[int, ...] | None:
     """The padding of each dimension; None where it differs between the two sides."""
     if module.padding == "same":
         sizes = zip(module.dilation, module.kernel_size, strict=True)

@@ -38,6 +38,7 @@ from axsparse.models.module_buffers import (
     same_attributes,
     slots,
     start_training,
+    state_of,
     version,
 )
 from axsparse.models.sequential import (
@@ -66,7 +67,6 @@ from axsparse.models.watched_forward import (
     Watch,
     as_constants,
     is_recorded,
-    state_of,
     tensors_of,
 )
 from axsparse.runtime.canonical_form import bytes_of
@@ -104,7 +104,9 @@ def from_module(
     check_kind("from_module: module", module, nn.Module, "give an nn.Module")
     reject_unfit(module)
     start_training(module)
-    inputs = _as_wide(example_of(example, 2, "from_module: example"), module)
+    given = example_of(example, 2, "from_module: example")
+    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+    inputs = [each.to(dtype) if each.is_floating_point() else each for each in given]
     cut, written = _cut(module, inputs)
     tensors = {
         layer.full_name(name): tensor
@@ -136,8 +138,9 @@ def _cut(module: nn.Module, inputs: Sequence[Tensor]) -> tuple[dict[Layer, PartM
     buffers = [(slot, tensor.clone()) for slot, tensor in given]
     with torch.no_grad(), preserved_rng(), replaced(buffers):
         with _watched_writes(module, [module]) as written:
-            if not any(child.training for child in module.modules()):
-                _set_mode(module, training=True)  # as `is_in_evaluation` has it
+            if not any(child.training for child in module.modules()):  # `is_in_evaluation`
+                for child in module.modules():  # not by its `train`, which may change more
+                    child.training = True
             with _recorders(module) as recorders:
                 watch = _watched(module, inputs)
         split = _Split(module, watch, inputs, recorders)
@@ -210,12 +213,6 @@ def _recorders(module: nn.Module) -> Iterator[Set[tuple[str, str, int]]]:
 def _with_contents(hook: Callable[..., Any], module: nn.Module, *given: Any) -> Any:
     """The result of a hook, which is not called with tensors on the meta device."""
     return None if any(each.is_meta for each in tensors_of(given)) else hook(module, *given)
-
-
-def _set_mode(module: nn.Module, *, training: bool) -> None:
-    """Set the mode of the user's modules, whose own `train` may change more."""
-    for child in module.modules():
-        child.training = training
 
 
 def _reject_shared_changes(
@@ -502,7 +499,8 @@ class _Split:
                 number
                 for number in there
                 for each, others in outside.items()
-                if each in watch.owned[number] and _above(others[0]) == _above(names[0])
+                if each in watch.owned[number]
+                and others[0].rpartition(".")[0] == names[0].rpartition(".")[0]
             ]
             readers = readers or [(beside or there)[-1]]
             if len(readers) > len(names):
@@ -563,11 +561,12 @@ class _Split:
             assert other is not None
             names = {f"{path}.{name}" for name, _ in state_of(child)}
             has_list = any(f"{each}.".startswith(f"{path}.") for each in self._lists)
+            is_recording = any(f"{each}.".startswith(f"{path}.") for each, *_ in self._recorders)
             if path in self._lists and isinstance(module, nn.ModuleList):
                 children[key] = other  # which runs over its members
             elif path in self._lists or (names and not names & own and not has_list):
                 vars(view)[key] = other
-            elif names <= own and not has_list and (names or not self._is_recorded(path)):
+            elif names <= own and not has_list and (names or not is_recording):
                 children[key] = child
             else:
                 children[key] = self._tree(child, other, own, f"{path}.")
@@ -583,10 +582,6 @@ class _Split:
                 hooks[key] = partial(_with_contents, hooks[key])
             if mine:
                 vars(module)[kind] = hooks
-
-    def _is_recorded(self, path: str) -> bool:
-        """Whether a module or one in it has a recorder."""
-        return any(f"{each}.".startswith(f"{path}.") for each, *_ in self._recorders)
 
     # -- what they do -------------------------------------------------------------------------
 
@@ -969,19 +964,9 @@ def _gradients(results: Sequence[Tensor], parameters: Mapping[str, Tensor]) -> d
     }
 
 
-def _as_wide(inputs: Sequence[Tensor], module: nn.Module) -> list[Tensor]:
-    """The inputs on the CPU, floating-point ones in the type of the parameters."""
-    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
-    return [each.to(dtype) if each.is_floating_point() else each for each in inputs]
-
-
 def _copies(inputs: Sequence[Tensor]) -> list[Tensor]:
     """Inputs for one forward, which may write to them."""
     return [each.clone() for each in inputs]
-
-
-def _above(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 def by_folder(module: nn.Module) -> str:

@@ -92,7 +92,6 @@ def from_sequential(
         for layer, module in layers.items()
         for name, t in named_tensors(module)
     }
-    first = next(iter(layers.values()), None)
     return Model(
         made,
         loss,
@@ -100,7 +99,7 @@ def from_sequential(
         metrics=metrics,
         start=OwnValues(named, modules if isinstance(modules, nn.Module) else layers.values()),
         example=example,
-        vocab_size=None if first is None else _words_of(first),
+        vocab_size=_words_of(next(iter(layers.values()), None)),
         container=_container(modules),
     )
 
@@ -125,7 +124,7 @@ def _kinds_by_name(kinds: Mapping[Any, Kind], layers: Mapping[str, nn.Module]) -
     return named
 
 
-def _words_of(first: nn.Module) -> int | None:
+def _words_of(first: nn.Module | None) -> int | None:
     """The size of the vocabulary, if the first module looks up the ids as they are given: a class
     or a hook of the user may map others into it."""
     if not isinstance(first, nn.Embedding) or type(first).forward is not nn.Embedding.forward:
@@ -137,15 +136,11 @@ def _words_of(first: nn.Module) -> int | None:
 def _reject_more(modules: nn.Module) -> None:
     """ConfigError for code that no stage would run, since stages have the children alone."""
     tensors = {**modules._parameters, **modules._buffers}
-    hooks = (
-        *(modules._forward_hooks, modules._forward_pre_hooks),
-        *(modules._backward_hooks, modules._backward_pre_hooks),
-    )
     more = {
         "a __call__ of its own": type(modules).__call__ is not nn.Module.__call__,
         "a forward of its own": not runs_in_order(modules) or "forward" in vars(modules),
         f"a parameter or buffer of its own ({', '.join(tensors)})": bool(tensors),
-        "hooks of its own": any(hooks),
+        "hooks of its own": any(vars(modules)[kind] for kind in HOOKS),
     }
     for what, is_so in more.items():
         if is_so:
@@ -262,11 +257,10 @@ def _by_name(modules: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
         if isinstance(modules, nn.Sequential)
         else ((str(number), module) for number, module in enumerate(modules))
     )
-    layers: dict[str, nn.Module] = {}
-    for layer, module in named:
+    layers: dict[str, Any] = dict(named)
+    for layer, module in layers.items():
         way = "give torch.nn.Modules, a function as the forward of one"
         check_kind(f"sequential: {layer}", module, nn.Module, way)
-        layers[layer] = module
     return layers
 
 
@@ -389,8 +383,8 @@ def reject_uneven_hooks(names: Sequence[str], parameter: nn.Parameter) -> None:
 def hooks_of(module: nn.Module) -> Iterator[object]:
     """The hooks of a module and of its submodules."""
     for child in module.modules():
-        for kind in ("_forward", "_forward_pre", "_backward", "_backward_pre"):
-            yield from vars(child)[f"{kind}_hooks"].values()
+        for kind in HOOKS:
+            yield from vars(child)[kind].values()
 
 
 def holds_module(hook: object) -> bool:
@@ -579,6 +573,7 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 PLAIN = (bool, int, float, str, np.bool_, np.integer, np.float16, np.float32)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 PARTS = {*TENSOR_HOOKS, *(name for name, value in vars(nn.Module()).items() if value == {})}
 """Attributes of torch's own that hold parameters, buffers, submodules and hooks by name."""

@@ -34,6 +34,7 @@ WHOLE_FILE, INDEX_FILE = f"model{SUFFIX}", f"model{INDEX_SUFFIX}"
 PICKLED = ".bin"
 """Ending of Hugging Face's older files."""
 MOST_NAMED = 8
+"""Names and patterns that a text lists at most."""
 SAMPLES, SAMPLE_BYTES = 16, 65_536
 """A fingerprint covers SAMPLES + 1 blocks of a file, and its length."""
 _NUMBERED = re.compile(r"(?:\D*?\.(?!\d))?([^\d.]*\.?)(\d{1,9})(\D.*)", re.DOTALL)
@@ -74,10 +75,6 @@ class WeightFile(Protocol):
         Called several times for a name, and only for tensors of the rank's own stage; hence
         nothing large is kept between calls.
         """
-
-
-MOST_LISTED = 8
-"""Names and patterns that a suggestion lists at most."""
 
 
 def open_weights(path: str | Path) -> WeightFile:
@@ -336,7 +333,7 @@ def _or_anew(names: Sequence[str], needed: Iterable[str]) -> str:
         of_module = {one for one in needed if one.startswith(f"{module}.")}
         patterns.append(f'"{module}.*"' if of_module - {name} and of_module <= {*names} else name)
     listed = [*dict.fromkeys(patterns)]
-    if len(listed) > MOST_LISTED:
+    if len(listed) > MOST_NAMED:
         return ""
     which = "them" if len(names) > 1 else "it"
     return f", or let {which} begin anew (model.new: [{', '.join(listed)}], in Python new=)"

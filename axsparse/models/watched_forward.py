@@ -3,7 +3,7 @@ one call to the next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+
+from axsparse.models.module_buffers import state_of
 
 Name = tuple[str, int, int]
 """A tensor that passes from layer to layer: ("input", its number, 0), ("size", the number of an
@@ -295,12 +297,6 @@ def as_constants(arguments: Arguments) -> Arguments:
         MutableMapping, lambda each: each or MappingProxyType({}), arguments
     )
     return given
-
-
-def state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All parameters and buffers, those with several names under each."""
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 def tensors_of(values: object) -> list[Tensor]:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import mul
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,61 +18,38 @@ from torch import Tensor
 from axsparse.models.layer import Model
 from axsparse.models.layer_cost import SAMPLES, Tracer
 from axsparse.models.model_profile import ModelProfile, example_of, profile_layers
-from axsparse.runtime.communication import Op, Sums, Work, shard_bounds
+from axsparse.runtime.communication import Op, Sums, shard_bounds
 from axsparse.runtime.exchange import exchanged_bytes
 from axsparse.runtime.grid import RankCoords
 from axsparse.tensor_parallel.group import TensorGroup
 from axsparse.tensor_parallel.modules import Sharding, sharded_loss
 
 
-class SilentCollective:
-    """A transport and its one group, of which only this rank is there. Nothing is sent, buffers
-    stay as they are, operations are over at once, and their bytes are counted."""
-
-    name = "silent"
-    backoff = None
-
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
-        self.bytes_sent = self.started = self.largest = 0
-        """The bytes and the number of operations, and the largest of their buffers."""
-
-    def collective(self, _: str, ranks: Sequence[int]) -> SilentCollective:
-        assert len(ranks) == self.size, "ranks of one group"
-        return self
-
-    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
-        limits = list(bounds or shard_bounds(buffer.numel(), self.size))
-        self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
-        self.started += 1
-        self.largest = max(self.largest, buffer.numel() * buffer.itemsize)
-        return self
-
-    def poll(self) -> bool:
-        return True
-
-
 class SilentGroup(TensorGroup):
-    """The tensor-parallel ranks of a place, of which only this one is there. A `SumCounter`."""
+    """The tensor-parallel ranks of a place, of which only this one is there: nothing is sent,
+    buffers stay as they are, and what would be sent is counted. A `SumCounter`."""
+
+    bytes_sent = largest = 0
 
     def __init__(self, coords: RankCoords, samples: int = SAMPLES) -> None:
         """Layers run on this many samples."""
-        self._silent = SilentCollective(coords.tp_rank, coords.grid.g_tensor)
-        transport: Any = self._silent
+        transport: Any = SimpleNamespace(backoff=None, collective=lambda _, ranks: ranks)
         super().__init__(coords, transport)
         self._samples = samples
-
-    @property
-    def largest(self) -> int:
-        return self._silent.largest
+        self.begin()
 
     def begin(self) -> None:
-        self._silent.bytes_sent = self._silent.started = self._silent.largest = 0
-        self.fixed_bytes = 0
+        self.bytes_sent = self.largest = self.fixed_bytes = self._started = 0
 
     def summed(self) -> Sums:
-        sent, fixed = self._silent.bytes_sent, self.fixed_bytes
-        return Sums((sent - fixed) // self._samples, self._silent.started, fixed)
+        fixed = self.fixed_bytes
+        return Sums((self.bytes_sent - fixed) // self._samples, self._started, fixed)
+
+    def _exchange(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> None:
+        limits = list(bounds or shard_bounds(buffer.numel(), self.size))
+        self.bytes_sent += exchanged_bytes(op, limits, self.rank, buffer.itemsize)
+        self.largest = max(self.largest, buffer.nbytes)
+        self._started += 1
 
 
 def profile_of_tp_shard(

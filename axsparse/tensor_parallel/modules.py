@@ -33,6 +33,7 @@ from axsparse.models.losses import (
     most_logits,
     reject_foreign_words,
 )
+from axsparse.models.sequential import HOOKS, TENSOR_HOOKS
 from axsparse.runtime.errors import ConfigError, one_line
 from axsparse.runtime.targets import IGNORED
 from axsparse.tensor_parallel.group import (
@@ -268,11 +269,10 @@ class Sharding:
 
 def _would_lose(replaced: nn.Module | None, parameter: nn.Parameter) -> bool:
     """Whether a parameter, or its module that is replaced, has what the sharded one would lack."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return (
         not parameter.requires_grad
-        or bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-        or (replaced is not None and any(vars(replaced)[kind] for kind in hooks))
+        or any(getattr(parameter, kind) for kind in TENSOR_HOOKS)
+        or (replaced is not None and any(vars(replaced)[kind] for kind in HOOKS))
     )
 
 

@@ -103,14 +103,11 @@ def hf_model(config: HfConfig, sequence_length: int, *, separate: bool = False) 
                 tp_plan=cut.tp_plan(part) if part.kind == "block" else {},
             )
         )
+    plain = cut.forward.head_is_plain
     model = Model(
         layers=layers,
-        loss=linear_cross_entropy if cut.head_is_plain else summed_cross_entropy,
-        loss_logits=(
-            (lambda samples: logits_at_a_time(samples * s, vocabulary))
-            if cut.head_is_plain
-            else None
-        ),
+        loss=linear_cross_entropy if plain else summed_cross_entropy,
+        loss_logits=(lambda samples: logits_at_a_time(samples * s, vocabulary)) if plain else None,
         example=lambda samples: tuple(
             torch.zeros(samples, s, dtype=dtype, device="meta") for dtype in inputs
         ),
@@ -183,7 +180,6 @@ class SplitModel:
     def __init__(self, config: HfConfig) -> None:
         self.causal = empty_model(config.hf)
         self.forward = Forward(self.causal)
-        self.head_is_plain = self.forward.head_is_plain
         mark_what_multiplies(self.forward.layers)
         self.parts = self._split()
         self.ties = tied_names(self.causal)
@@ -413,9 +409,11 @@ def _with_buffers(model: Any) -> Any:
             continue
         for parameter in owner.parameters():
             parameter._is_hf_initialized = True
+        while not hasattr(nearest := model.get_submodule(path), "_init_weights"):
+            path = path.rpartition(".")[0]
         try:
             with torch.no_grad():
-                _nearest_model(model, path)._init_weights(owner)
+                nearest._init_weights(owner)
         except Exception as reason:  # transformers' own errors, such as Gemma 3n's text alone
             raise unfit(
                 f"transformers fails on buffer {found[0].name} ({one_line(reason)})"
@@ -433,14 +431,6 @@ def _undefined(kind: torch.dtype) -> float | int:
     if kind.is_floating_point or kind.is_complex:
         return math.nan
     return 0 if kind == torch.bool else torch.iinfo(kind).min
-
-
-def _nearest_model(model: Any, path: str) -> Any:
-    """The innermost model of transformers around a module, which has an initialization of its
-    own."""
-    while not hasattr(found := model.get_submodule(path), "_init_weights"):
-        path = path.rpartition(".")[0]
-    return found
 
 
 def _made(kind: Any, settings: Any, dtype: torch.dtype | None) -> Any:
