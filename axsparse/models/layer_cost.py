@@ -281,8 +281,7 @@ class Tracer:
         return counter.get_total_flops() / self._samples, activations
 
     def loss_sums(self, loss: Callable[..., Tensor]) -> LayerSums:
-        """Sums over tensor-parallel ranks in the loss of the last outputs, the first of which has a
-        row for each target."""
+        """Sums over tensor-parallel ranks in the loss; the first output has a row per target."""
         assert self._counter is not None, "layers are sharded"
         self._counter.begin()
         with preserved_rng():
@@ -336,7 +335,6 @@ class Tracer:
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors) // self._samples
 
     def _fails(self, name: str, reason: Exception, module: nn.Module | None = None) -> CostError:
-        """The error of a layer whose forward or backward raises one."""
         what = one_line(reason)
         given = ", ".join(str(tuple(shape)) for shape, _ in self.shapes)
         if self.device is None:

@@ -233,7 +233,6 @@ def flat_targets(targets: Tensor) -> Tensor:
 
 
 def most_logits(device: torch.device) -> int:
-    """How many logits exist at a time."""
     return CHUNK_LOGITS if device.type == "cpu" else GPU_CHUNK_LOGITS
 
 

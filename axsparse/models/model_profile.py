@@ -102,8 +102,6 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class BufferInfo:
-    """One buffer of the model."""
-
     name: str
     """Global name."""
     shape: tuple[int, ...]
@@ -118,8 +116,6 @@ class BufferInfo:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """One layer of the model."""
-
     name: str
     kind: Kind
     parameters: tuple[ParameterInfo, ...]
@@ -150,8 +146,6 @@ class LayerInfo:
 
 @dataclass(frozen=True)
 class ModelProfile:
-    """The contents of a model."""
-
     layers: Sequence[LayerInfo]
     ties: Ties
     start: str = ""
@@ -165,7 +159,6 @@ class ModelProfile:
 
     @property
     def other_names(self) -> dict[str, str]:
-        """`LayerInfo.other_names` of all layers."""
         return {name: first for layer in self.layers for name, first in layer.other_names.items()}
 
     def taught(self, numbers: range) -> range:
@@ -202,12 +195,10 @@ class ModelProfile:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of one sample's forward pass through the model."""
         return sum(layer.flops for layer in self.layers)
 
     @property
     def work(self) -> float:
-        """`LayerInfo.work` of all layers."""
         return sum(layer.work for layer in self.layers)
 
     @property

@@ -63,7 +63,6 @@ class BufferSlot:
 
     @property
     def is_small(self) -> bool:
-        """Whether a copy of it is cheap."""
         return self.tensor.numel() * self.tensor.element_size() <= SMALL
 
     def start(self) -> Tensor:

@@ -172,7 +172,7 @@ def _watched_writes(module: nn.Module, modules: Sequence[nn.Module]) -> Iterator
         written.update(name for name in changed if isinstance(after[name], PLAIN))
 
 
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+FORWARD_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 """The attributes of a module that have the hooks of its forward."""
 
 
@@ -183,7 +183,7 @@ def _recorders(module: nn.Module) -> Iterator[Set[tuple[str, str, int]]]:
     found = [
         ((path, kind, key), vars(child)[kind], hook)
         for path, child in module.named_modules()
-        for kind in HOOKS
+        for kind in FORWARD_HOOKS
         for key, hook in vars(child)[kind].items()
         if not holds_module(hook)
     ]
@@ -221,18 +221,12 @@ def _reject_shared_changes(
     """ConfigError for a buffer of two layers that a forward has changed, such as the statistics of
     one batch norm, since the layers could stand on two stages. `before` has the contents that the
     buffers had."""
-    owners: dict[int, list[nn.Module]] = {}
-    for slot, content in before:
-        owners.setdefault(id(content), []).append(slot.owner)
     for slot, content in before:
         # A cache may grow: each stage computes its own.
         if not slot.persists or bytes_of(slot.tensor).equal(bytes_of(content)):
             continue
-        users = [
-            layer.name
-            for layer, part in layers.items()
-            if any(child is owner for child in part.modules() for owner in owners[id(content)])
-        ]
+        owners = {owner for owner, _ in slot.places}
+        users = [layer.name for layer, part in layers.items() if owners & {*part.modules()}]
         if len(users) > 1:
             raise ConfigError(
                 f"model: {' and '.join(users[:2])} share {slot.name}, which the forward changes, "
@@ -339,7 +333,6 @@ class _Run:
         self.known = {id(tensor): (tensor, version(tensor)) for tensor in every}
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is among the noted ones."""
         return id(tensor) in self.known
 
     def has_written_to(self, tensor: Tensor) -> bool:
@@ -380,9 +373,7 @@ class _Split:
         """Whether the example runs, in which no difference from the watch is due to shapes."""
         self._harmless = set[tuple[int, str]]()
         self._choices = dict[object, list[Any]]()
-        """The constant arguments of calls by number, mode and shapes."""
-        self._whole = set[object]()
-        """The shapes for which the forward does no more behind the last call."""
+        """The constant arguments of calls by number, mode and shapes, and none behind the last."""
         read = {*chain(*self._used, *self._arguments)}
         self._shapes: list[list[Name]] = [
             [
@@ -575,7 +566,7 @@ class _Split:
 
     def _spare_recorders(self, module: nn.Module, path: str) -> None:
         """Do not call the recorders of a copy of a module with tensors on the meta device."""
-        for kind in HOOKS:
+        for kind in FORWARD_HOOKS:
             hooks = OrderedDict(vars(module)[kind])
             mine = [key for key in hooks if (path, kind, key) in self._recorders]
             for key in mine:
@@ -600,7 +591,11 @@ class _Split:
         [member], (_, number) = modules.values(), self._items[item]
         values, call = self._values(item, tensors), self._calls[number]
         trains = member.training or not call.trains
-        leaves = self._constants(number, values, trains=trains)
+        leaves: Sequence[Any] = call.leaves
+        if call.has_numbers:
+            leaves, _ = self._ran(self._metas[trains], len(self._calls) + 1, number, values)
+        elif call.has_choices:
+            leaves = self._constants(number, values, trains=trains)
         given = [
             leaf if name is None else values[name]
             for leaf, name in zip(leaves, self._arguments[number], strict=True)
@@ -613,7 +608,7 @@ class _Split:
             if is_kept and isinstance(one, Tensor) and one.shape != given[leaf].shape:
                 values["shape", number, leaf] = _shape_of(one)
         if item == len(self._items) - 1:
-            self._reject_more(values, trains=trains)
+            self._constants(len(self._calls), values, trains=trains)
             return output if isinstance(output, tuple) else (output,)
         self._reject_other_constants(number, output, values)
         for leaf, tensor in enumerate(tree_leaves(output)):
@@ -625,20 +620,22 @@ class _Split:
     def _constants(
         self, number: int, values: Mapping[Name, Tensor], *, trains: bool
     ) -> Sequence[Any]:
-        """The arguments of a call that are no tensors, for these shapes, in their places."""
-        call, key = self._calls[number], (number, trains, *_shapes_of(values))
-        leaves: Sequence[Any] = call.leaves
-        if call.has_numbers:
-            leaves, _ = self._ran(self._metas[trains], len(self._calls) + 1, number, values)
-            return leaves
-        if call.has_choices and key not in self._choices:
+        """The arguments of a call that are no tensors, for these shapes, in their places; behind
+        the last call there are none, and ConfigError if the forward does more there than at the
+        watch."""
+        key = number, trains, *_shapes_of(values)
+        if key not in self._choices:
+            leaves: Sequence[Any] = () if number == len(self._calls) else self._calls[number].leaves
             try:
-                leaves, _ = self._ran(self._metas[trains], len(self._calls) + 1, number, values)
+                result, is_end = self._ran(
+                    self._metas[trains], len(self._calls) + 1, number, values
+                )
+                leaves = leaves if is_end else result
             except Exception as reason:  # It may read contents, which no layer up to here needs.
                 if isinstance(reason, ConfigError):
                     raise
             self._choices[key] = [None if isinstance(one, Tensor) else one for one in leaves]
-        return self._choices.get(key, leaves)
+        return self._choices[key]
 
     def _values(self, item: int, tensors: Sequence[Tensor]) -> dict[Name, Tensor]:
         names = self._into[item]
@@ -666,8 +663,7 @@ class _Split:
     def _ran(
         self, tree: nn.Module, first: int, stop: int, values: Mapping[Name, Tensor]
     ) -> tuple[Any, bool]:
-        """Run the forward from segment `first` on: what call `stop` is given and False, or the
-        result and True."""
+        """Run the forward from segment `first` on: what call `stop` gets, or result and True."""
         inputs = [values.get(("input", number, 0)) for number in range(len(self._dtypes))]
         with torch.set_grad_enabled(torch.is_grad_enabled()), ExitStack() as before:
             seen: dict[Name, Tensor] = {}
@@ -733,8 +729,7 @@ class _Split:
     def _reject_other_arguments(
         self, run: _Run, number: int, leaves: Sequence[Any], spec: object
     ) -> None:
-        """ConfigError where a call is given other things than at the watch, or results of what the
-        forward then did not do."""
+        """ConfigError where a call gets other things than at the watch, or in another way."""
         call, names = self._calls[number], self._arguments[number]
         are_tensors = [isinstance(leaf, Tensor) for leaf in leaves]
         if spec != call.spec or are_tensors != [name is not None for name in names]:
@@ -758,18 +753,6 @@ class _Split:
         is_same = (spec, are_tensors) == (call.output_spec, call.is_tensor)
         if call.is_shapes and not (is_same and constants == call.outputs):
             self._reject(number, f"gets another kind of result from {call.name}", values)
-
-    def _reject_more(self, values: Mapping[Name, Tensor], *, trains: bool) -> None:
-        """ConfigError where the forward does more behind the last call than at the watch."""
-        key = (trains, *_shapes_of(values))
-        if key in self._whole:
-            return
-        try:
-            self._ran(self._metas[trains], len(self._calls) + 1, len(self._calls), values)
-        except Exception as reason:  # It may read contents, which no layer needs.
-            if isinstance(reason, ConfigError):
-                raise
-        self._whole.add(key)
 
     def _reject_other_end(self, run: _Run, result: object) -> None:
         [*results], last = tensors_of(result), self._calls[-1].name

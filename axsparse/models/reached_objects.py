@@ -16,8 +16,7 @@ MOST_REACHED = 10_000
 
 
 def reaches(function: object, modules: Iterable[nn.Module]) -> bool:
-    """Whether a function can read one of these modules, by what it holds and by the globals that
-    its code names."""
+    """Whether a function can read one of these modules, by what it holds and globals it names."""
     return bool(reached(function).keys() & {id(module) for module in modules})
 
 

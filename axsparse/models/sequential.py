@@ -239,7 +239,6 @@ class OwnValues:
 
 
 def _parts(module: nn.Module) -> list[object]:
-    """All its modules, parameters and buffers."""
     return [*module.modules(), *module.parameters(), *module.buffers()]
 
 
@@ -265,22 +264,19 @@ def _by_name(modules: nn.Module | Iterable[nn.Module]) -> dict[str, nn.Module]:
 
 
 def _reject_shared(layers: Mapping[str, nn.Module]) -> None:
-    """Raise ConfigError if layers share a tensor."""
-    users: dict[int, dict[str, str]] = {}
+    users: dict[Tensor, dict[str, str]] = {}
     for layer, module in layers.items():
         for name, tensor in named_tensors(module):
-            users.setdefault(id(tensor), {}).setdefault(layer, name)
-    for module in layers.values():
-        for _, tensor in named_tensors(module):
-            *others, last = users[id(tensor)]
-            if others:
-                is_pair, name = len(others) == 1, users[id(tensor)][last]
-                tie = ", or write the model as Layers with a Tie"
-                raise ConfigError(
-                    f"sequential: {', '.join(others)} and {last} share {name}, and could stand on "
-                    f"{'two' if is_pair else 'several'} stages; give each its own"
-                    f"{tie * (is_pair and isinstance(tensor, nn.Parameter))}"
-                )
+            users.setdefault(tensor, {}).setdefault(layer, name)
+    for tensor, names in users.items():
+        *others, last = names
+        if others:
+            is_pair, tie = len(others) == 1, ", or write the model as Layers with a Tie"
+            raise ConfigError(
+                f"sequential: {', '.join(others)} and {last} share {names[last]}, and could stand "
+                f"on {'two' if is_pair else 'several'} stages; give each its own"
+                f"{tie * (is_pair and isinstance(tensor, nn.Parameter))}"
+            )
 
 
 def structure(module: nn.Module, *, is_frozen: bool = False) -> nn.Module:
@@ -403,8 +399,7 @@ def is_compiled(module: object) -> bool:
 
 
 def _masked_share(module: nn.Module) -> float:
-    """The share of the entries of trained matrices that are zero, or that masks of
-    torch.nn.utils.prune remove."""
+    """The share of zeros in trained matrices, and of what masks of torch.nn.utils.prune remove."""
     matrices = {n: p for n, p in module.named_parameters() if p.requires_grad and p.ndim >= 2}
     masks = dict(module.named_buffers())
     zeros = 0

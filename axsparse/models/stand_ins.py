@@ -72,7 +72,6 @@ class StandIn(nn.Module):
         return StandIn if any(base.__module__.startswith("torch.") for base in others) else kind
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Hand the arguments to the function."""
         return self._run(*args, **kwargs)
 
 
@@ -100,7 +99,6 @@ class PartModule(nn.Module):
         vars(self)["_parts"], vars(self)["_run"] = dict(modules), run
 
     def forward(self, *inputs: Tensor) -> Any:
-        """The outputs of the layer for its inputs."""
         parts, run = vars(self)["_parts"], vars(self)["_run"]
         for name, module in parts.items():
             if self._modules.get(name) is not module:

@@ -280,8 +280,7 @@ def is_left_over(shapes: Mapping[str, tuple[int, ...]], name: str) -> bool:
 
 
 def _depth_of(spare: Sequence[str], known: Set[str]) -> int:
-    """The number of layers in a file, if what the model lacks are all of its further layers; 0 if
-    it has other things."""
+    """The number of layers in a file whose further layers are all that the model lacks; else 0."""
     here = [match for name in known if (match := _NUMBERED.fullmatch(name))]
     more = [match for name in spare if (match := _NUMBERED.fullmatch(name))]
     kinds = {(match[1], match[3]) for match in more}
@@ -344,8 +343,7 @@ def _and_more(names: Sequence[str]) -> str:
 
 
 def _check_ties(file: WeightFile, seconds: Mapping[str, str]) -> None:
-    """DataError if a file has a tied weight twice, with two values; `seconds` maps second names to
-    first ones, as in the file."""
+    """DataError if a tied weight has two values; `seconds` maps second names to first ones."""
     for second, first in seconds.items():
         both = {first, second} <= file.shapes.keys()
         if both and not torch.equal(file.read(second), file.read(first)):

@@ -24,7 +24,7 @@ from axsparse.config.model_config import FAMILIES
 from axsparse.config.schema import Config, sample_length
 from axsparse.models.layer import Layer, Model
 from axsparse.models.losses import distillation, linear_cross_entropy, summed_cross_entropy
-from axsparse.models.sequential import structure
+from axsparse.models.sequential import given_module
 from axsparse.models.zoo.model_registry import model_without_weights, named_model
 from axsparse.runtime.errors import ConfigError, check_kind
 from axsparse.runtime.files.paths import kind_of
@@ -63,9 +63,8 @@ def _frozen(layer: Layer) -> nn.Module:
 def _vocabulary(model: Model) -> int | None:
     """The size of the model's vocabulary; also of one whose embedding, of a class of the user, may
     map larger ids into it, so that its inputs are not bounded."""
-    build = model.layers[0].build if model.layers else None
-    if model.vocab_size is None and isinstance(build, partial) and build.func is structure:
-        return getattr(build.args[0], "num_embeddings", None)
+    if model.vocab_size is None and model.layers:
+        return getattr(given_module(model.layers[0]), "num_embeddings", None)
     return model.vocab_size
 
 

@@ -112,8 +112,7 @@ class Watch(TorchFunctionMode):
         others: Sequence[str] = (),
         is_free: Callable[[Tensor], bool] = lambda _: False,
     ) -> None:
-        """The lists are given by path, the largest one last; calls of members of `others` are noted
-        only."""
+        """Lists are given by path, the largest one last; calls in `others` are noted only."""
         super().__init__()
         self.calls: list[Call] = []
         self.arguments: list[list[Name | None]] = []
@@ -141,8 +140,7 @@ class Watch(TorchFunctionMode):
         """All tensors, so that no two of them are one object."""
 
     def run(self, *inputs: Tensor, **more: Any) -> Watch:
-        """Watch the forward for these inputs; `Apart` if the members of the lists do not run one
-        after the other."""
+        """Watch a forward; `Apart` if the members of the lists do not run one after the other."""
         given = [*inputs, *tensors_of(more)]
         self._names = {id(tensor): ("input", n, 0) for n, tensor in enumerate(given)}
         hooks: list[Any] = []

@@ -63,8 +63,7 @@ class TensorGroup:
         return total
 
     def gather(self, shard: TensorShard, part: Tensor) -> Tensor:
-        """The full tensor, from the shard of this rank, which may be flat; all ranks call this
-        together."""
+        """The full tensor, from this rank's shard, which may be flat; all ranks call it."""
         bounds = list(itertools.accumulate(shard.numels, initial=0))
         flat = part.new_empty(bounds[-1])
         flat[bounds[self.rank] : bounds[self.rank + 1]] = part.reshape(-1)
@@ -72,8 +71,7 @@ class TensorGroup:
         return shard.assemble(flat)
 
     def gather_rows(self, row: Tensor) -> Tensor:
-        """The flat tensors of all ranks, alike in size, as the rows of a matrix; all ranks call
-        this together."""
+        """Flat tensors of one size of all ranks as rows of a matrix; all ranks call it."""
         rows = row.new_empty(self.size, row.numel())
         rows[self.rank] = row
         self._exchange(Op.ALL_GATHER, rows.view(-1))
@@ -88,8 +86,7 @@ class TensorGroup:
         return known[3]
 
     def end_sharded(self) -> None:
-        """Forget the inputs that column-parallel modules have kept for the row-parallel module that
-        ends."""
+        """Forget the inputs that were kept for the row-parallel module that ends."""
         self._copied = None
 
     # -- messages between stages ---------------------------------------------------------

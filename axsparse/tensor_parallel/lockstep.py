@@ -38,8 +38,7 @@ class ActionBroadcast:
         self._receiving: tuple[Tensor, Work] | None = None
 
     def broadcast(self, words: Sequence[int]) -> None:
-        """Send numbers to the other ranks; rank 0 calls this. On GPUs they have left when this
-        returns."""
+        """Send numbers to the others, from rank 0; on GPUs they have left when this returns."""
         self._sending = [work for work in self._sending if not work.poll()]
         self._sending.append(self._ranks.start(Op.BROADCAST, torch.tensor(words)))
         if self._on_gpus:
@@ -69,8 +68,7 @@ class Lockstep:
     def __init__(
         self, group: ActionBroadcast, make: Callable[[int, int], Any], policy: Any
     ) -> None:
-        """`policy` is one of `pipeline/policy.py`, and `make` makes its actions of a kind and a
-        microbatch."""
+        """`policy` is one of `pipeline/policy.py`; `make(kind, microbatch)` makes its actions."""
         self._policy, self._group, self._make = policy, group, make
         self.expects = policy.expects
         self._here = dict.fromkeys(Direction, 0)

@@ -118,8 +118,7 @@ def _check_size(name: str, style: TpStyle, shard: TensorShard, key: str) -> None
 
 
 def check_plan(layers: Iterable[Layer], name: str, key: str, *, fuses: bool) -> None:
-    """ConfigError for a model that cannot be sharded at all; `fuses` says that torch.compile fuses
-    its layers."""
+    """ConfigError for a model that cannot be sharded; `fuses`: torch.compile fuses its layers."""
     if not any(layer.tp_plan for layer in layers):
         raise UnevenError(f"{key}: model {name} names no modules to shard (Layer.tp_plan)")
     if fuses:
@@ -305,8 +304,7 @@ OF_DEVICES = re.compile("memory|device|CUDA")
 
 
 def _with_shapes_named(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
-    """The forward of a sharded layer, with a ConfigError for shapes that do not fit, and may do so
-    in a full layer."""
+    """The forward of a sharded layer; ConfigError for shapes that may fit in a full one alone."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:

@@ -159,7 +159,6 @@ def gpt(config: GptConfig, sequence_length: int) -> Model:
 # Matrices of the blocks are transposed there: (inputs, outputs). Checkpoints of the body alone,
 # such as OpenAI's, leave out the prefix. A tied head is stored as the embedding only.
 
-_OUR_OWN = "embed.token.weight"
 PREFIX = "transformer."
 _OUTSIDE = {"embed.token": "wte", "embed.position": "wpe", "head.norm": "ln_f"}
 _INSIDE = {
@@ -200,7 +199,7 @@ def start_from_gpt2(model: Model, file: WeightFile, config: GptConfig) -> Model:
     Raises ConfigError if the settings differ from the file's, DataError if the file is of a model
     that ours cannot represent, and the errors of `start_from`.
     """
-    if _OUR_OWN in file.shapes:
+    if "embed.token.weight" in file.shapes:
         return start_from(model, file, new=config.new, depth="model.num_layers")
     beside = file.path.parent / CONFIG_FILE
     if beside.exists():

@@ -248,8 +248,7 @@ class Forward:
     # -- what a run shows --------------------------------------------------------------------
 
     def _watch(self) -> Watch:
-        """A forward of two tokens, whose layers return tensors or else tuples; ConfigError if it is
-        unfit."""
+        """A forward of two tokens, whose layers return tensors or else tuples; or ConfigError."""
         like, tokens, problem = torch.empty(0), torch.zeros(1, 2, dtype=torch.long), ""
         self._body(like.device, like.dtype).requires_grad_()
 
@@ -309,8 +308,7 @@ def _by_hidden(run: Callable[[Tensor, Arguments], Any], *args: Any, **kwargs: An
 
 
 def _ran(view: nn.Module, starts: Tensor | None = None, **given: Tensor) -> Any:
-    """The result of a forward, or the arguments that it has `Reached`; positions begin anew with
-    each document."""
+    """The result of a forward, or what it has `Reached`; positions begin anew by document."""
     if starts is not None:
         given["position_ids"] = torch.arange(starts.shape[1], device=starts.device) - starts
     result, _ = run_until_reached(view, use_cache=False, **given)
@@ -347,7 +345,6 @@ def _masks(arguments: Arguments) -> list[Tensor]:
 
 
 def unfit(why: str) -> ConfigError:
-    """The error of a model that cannot be cut."""
     return ConfigError(
         f"model.hf: this model cannot be cut into layers: {why}; choose a decoder of embeddings, "
         "one list of layers, a norm and a head"

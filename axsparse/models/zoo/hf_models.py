@@ -343,8 +343,7 @@ class TextModel(nn.Module):
 
 
 class _Outputs(OrderedDict[str, Any]):
-    """Outputs of a model's layers without values: its first one is a hidden state on the meta
-    device."""
+    """Outputs of layers without values: the first is a hidden state on the meta device."""
 
     def __init__(self, width: int) -> None:
         super().__init__(last_hidden_state=torch.empty(1, 1, width, device="meta"))
