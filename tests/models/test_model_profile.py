@@ -93,13 +93,6 @@ def test_a_tied_weight_counts_once() -> None:
     assert found.counted == ["a.weight"]
 
 
-def test_flops_are_twice_the_parameters_unless_given() -> None:
-    found = profile(model(layer("a"), Layer("b", linear(), flops=7)))
-
-    assert [entry.flops for entry in found.layers] == [24.0, 7.0]
-    assert found.flops == 31.0
-
-
 def test_a_survey_costs_no_memory_and_no_random_numbers() -> None:
     devices = []
 

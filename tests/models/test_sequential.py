@@ -28,6 +28,7 @@ from axsparse.samo.state_bytes import StateFormat
 from axsparse.training.trainer import build
 
 WIDTH = 16
+ONES = torch.ones(WIDTH)
 
 
 def sequential() -> nn.Sequential:
@@ -86,20 +87,9 @@ class OfPair(nn.Linear):
 def test_a_forward_of_one_argument_gets_a_tuple_as_from_torch(method: str) -> None:
     modules = nn.Sequential(Pair(WIDTH, WIDTH), OfPair(WIDTH, 5))
     data = vector_data(6)
-    still: dict[str, Any] = {
-        "learning_rate": 1e-30,
-        "weight_decay": 0.0,
-        "precision": "fp32",
-        "quiet": True,
-    }
-    trainer = ax.Trainer(
-        from_sequential(modules, summed_loss),
-        data,
-        {"pruning.method": method, "pruning.include": "all"},
-        steps=1,
-        global_batch_size=6,
-        **still,
-    )
+    still: dict[str, Any] = {"learning_rate": 1e-30, "weight_decay": 0.0, "precision": "fp32"}
+    pruning = {"pruning.method": method, "pruning.include": "all"}
+    trainer = trainer_of(modules, data=data, config=pruning, steps=1, **still)
 
     loss = trainer.step().loss
 
@@ -117,29 +107,18 @@ class Hashed(nn.Embedding):
         return super().forward(ids % self.num_embeddings)
 
 
-def hooked() -> nn.Embedding:
-    embedding = nn.Embedding(9, 4)
-    embedding.register_forward_pre_hook(lambda _, inputs: (inputs[0] % 9,))
-    return embedding
-
-
-@pytest.mark.parametrize(
-    ("embedding", "words"),
-    [(nn.Embedding(9, 4), 9), (Hashed(9, 4), None), (hooked(), None)],
-    ids=["torch's own", "a class", "a hook"],
-)
-def test_the_ids_of_an_embedding_that_maps_them_are_not_bounded(
-    embedding: nn.Embedding, words: int | None
-) -> None:
-    after = [nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 5)]
+@pytest.mark.parametrize("kind", [nn.Embedding, Hashed])
+def test_the_ids_of_an_embedding_that_maps_them_are_not_bounded(kind: type[nn.Embedding]) -> None:
+    embedding, after = kind(9, 4), [nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 5)]
+    if kind is nn.Embedding:
+        assert from_sequential([embedding, *after], summed_loss).vocab_size == 9
+        embedding.register_forward_pre_hook(lambda _, inputs: (inputs[0] % 9,))
     model = from_sequential([embedding, *after], summed_loss)
-    assert model.vocab_size == words
-    if words is None:
-        ids = ArrayDataset(torch.arange(60).view(30, 2), torch.zeros(30, dtype=torch.long))
+    ids = ArrayDataset(torch.arange(60).view(30, 2), torch.zeros(30, dtype=torch.long))
 
-        [(_, trace)] = train_in_process(1, 1, model, image_config(), ids)
+    [(_, trace)] = train_in_process(1, 1, model, image_config(), ids)
 
-        assert len(trace.losses) == image_config().train.steps
+    assert len(trace.losses) == image_config().train.steps
 
 
 def test_it_starts_at_the_modules_values_and_leaves_the_modules_alone() -> None:
@@ -166,55 +145,35 @@ def doubled(modules: nn.Sequential) -> None:
     modules.load_state_dict({key: 2 * value for key, value in modules.state_dict().items()})
 
 
-COPY = "change trainer.layers[{}].module.{} instead"
+COPIES = {
+    "second.1.p": "change trainer.layers[3].module.get_submodule('1').p instead",
+    "norm.running_mean": "change trainer.layers[1].module.running_mean instead",
+}
 BEFORE = (
     "change it before, weights by an optimizer of your own (optimizer=), or a copy of the module"
 )
-LATE: dict[str, tuple[Callable[[Any], object], str, str]] = {
-    "values": (doubled, "first.weight", BEFORE),
-    "data": (lambda net: net[0].weight.data.fill_(1.0), "first.weight", BEFORE),
-    "frozen": (lambda net: net[0].requires_grad_(False), "first.weight.requires_grad", BEFORE),
-    "hook": (
-        *(lambda net: net[0].register_forward_hook(lambda *_: None), "first._forward_hooks"),
-        BEFORE,
-    ),
-    "gradients": (
-        *(lambda net: net[0].weight.register_hook(lambda gradient: gradient),),
-        *("first.weight._backward_hooks", BEFORE),
-    ),
-    "evaluation": (lambda net: net[1].eval(), "norm.training", BEFORE),
-    "attribute": (
-        *(lambda net: setattr(net[3][1], "p", 0.5), "second.1.p"),
-        COPY.format(3, "get_submodule('1').p"),
-    ),
-    "new attribute": (lambda net: setattr(net[2], "scale", 0), "relu.scale", BEFORE),
-    "buffer": (
-        *(lambda net: net[1].running_mean.fill_(9.0), "norm.running_mean"),
-        COPY.format(1, "running_mean"),
-    ),
-    "emptied": (
-        *(lambda net: setattr(net[0].weight, "data", torch.empty(0)), "first.weight", BEFORE),
-    ),
-    "replaced buffer": (
-        *(
-            lambda net: setattr(net[1], "running_mean", torch.ones(WIDTH).neg_()),
-            "norm.running_mean",
-        ),
-        COPY.format(1, "running_mean"),
-    ),
-    "layer": (lambda net: net.append(nn.Dropout(0.1)), "_modules", BEFORE),
-    "module": (lambda net: setattr(net[3], "1", nn.Dropout(0.1)), "second._modules", BEFORE),
-    "parameter": (
-        *(lambda net: setattr(net[0], "bias", nn.Parameter(torch.ones(WIDTH))),),
-        *("first._parameters", BEFORE),
-    ),
+LATE: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "values": ("first.weight", doubled),
+    "data": ("first.weight", lambda net: net[0].weight.data.fill_(1.0)),
+    "emptied": ("first.weight", lambda net: setattr(net[0].weight, "data", torch.empty(0))),
+    "frozen": ("first.weight.requires_grad", lambda net: net[0].requires_grad_(False)),
+    "hook": ("first._forward_hooks", lambda net: net[0].register_forward_hook(print)),
+    "gradients": ("first.weight._backward_hooks", lambda net: net[0].weight.register_hook(abs)),
+    "evaluation": ("norm.training", lambda net: net[1].eval()),
+    "attribute": ("second.1.p", lambda net: setattr(net[3][1], "p", 0.5)),
+    "new attribute": ("relu.scale", lambda net: setattr(net[2], "scale", 0)),
+    "buffer": ("norm.running_mean", lambda net: net[1].running_mean.fill_(9.0)),
+    "replaced buffer": ("norm.running_mean", lambda net: setattr(net[1], "running_mean", -ONES)),
+    "layer": ("_modules", lambda net: net.append(nn.Dropout(0.1))),
+    "module": ("second._modules", lambda net: setattr(net[3], "1", nn.Dropout(0.1))),
+    "parameter": ("first._parameters", lambda net: setattr(net[0], "bias", nn.Parameter(ONES))),
 }
 
 
 def trainer_of(modules: nn.Sequential, **settings: Any) -> ax.Trainer:
     model = from_sequential(modules, summed_loss)
-    sizes = {"steps": 6, "global_batch_size": 6, "quiet": True}
-    return ax.Trainer(model, vector_data(), **{**sizes, **settings})
+    usual = {"data": vector_data(), "steps": 6, "global_batch_size": 6, "quiet": True}
+    return ax.Trainer(model, **{**usual, **settings})
 
 
 @pytest.mark.parametrize(
@@ -223,7 +182,7 @@ def trainer_of(modules: nn.Sequential, **settings: Any) -> ax.Trainer:
 def test_what_is_set_after_the_trainer_is_made_is_refused(kind: str, when: str) -> None:
     modules = sequential()
     trainer = trainer_of(modules)
-    change, name, way = LATE[kind]
+    name, change = LATE[kind]
     after = 0 if when == "before" else 3 + (kind == "replaced buffer")
 
     def later(step: int, _: object = None) -> None:
@@ -240,6 +199,7 @@ def test_what_is_set_after_the_trainer_is_made_is_refused(kind: str, when: str) 
     with pytest.raises(ConfigError) as raised:
         run()
 
+    way = COPIES.get(name, BEFORE)
     text = f"model: {name} has changed since the Trainer was made, which trains copies; {way}"
     assert (str(raised.value), trainer.steps_done) == (text, after)
 
@@ -428,14 +388,9 @@ def test_what_a_user_has_set_is_there_while_a_run_trains_and_in_its_model() -> N
     made.register_buffer("window", torch.ones(2))
     made.window.unit = "s"
     made.register_state_dict_post_hook(renamed)
-    trainer = ax.Trainer(
-        from_sequential(modules, summed_loss),
-        ax.ArrayDataset(torch.randn(8, 3, 5, 5), torch.arange(8) % 5),
-        {"batch": {"global_batch_size": 4, "microbatch_size": 4}, "pruning.sparsity": 0.0},
-        steps=2,
-        precision="fp32",
-        quiet=True,
-    )
+    data = ArrayDataset(torch.randn(8, 3, 5, 5), torch.arange(8) % 5)
+    sizes = {"global_batch_size": 4, "sparsity": 0.0, "steps": 2, "precision": "fp32"}
+    trainer = trainer_of(modules, data=data, config={"batch.microbatch_size": 4}, **sizes)
     trainer.train()
     model: Any = trainer.model()
     taken: Any

@@ -101,10 +101,8 @@ def test_ranks_compare_what_they_start_at(tmp_path: Path) -> None:
     two = write_safetensors(tmp_path / "two.safetensors", state)
 
     assert fingerprint(one) != fingerprint(two)
-    assert (
-        profile(start_from(small_vgg(), open_weights(one))).start
-        == f"{one.name} {fingerprint(one)}"
-    )
+    start = profile(start_from(small_vgg(), open_weights(one))).start
+    assert start == f"{one.name} {fingerprint(one)}"
 
 
 def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
@@ -138,9 +136,8 @@ def test_one_tensor_at_a_time_is_read(tmp_path: Path) -> None:
 def test_buffers_of_other_numbers_are_refused(tmp_path: Path) -> None:
     plain = small_wide_resnet()
     state = {**random_tensors(plain), "stem.bn1.running_mean": torch.zeros(4, dtype=torch.int8)}
-    start = start_from(
-        plain, open_weights(write_safetensors(tmp_path / "w.safetensors", state))
-    ).start
+    path = write_safetensors(tmp_path / "w.safetensors", state)
+    start = start_from(plain, open_weights(path)).start
 
     assert start is not None
     start.read("stem.bn1.num_batches_tracked")
@@ -165,7 +162,7 @@ def old(name: str) -> str:
 @pytest.fixture
 def pretrained(tmp_path: Path) -> tuple[Path, dict[str, Tensor]]:
     """A file of another library's names, whose head has other classes."""
-    state = {f"old.{name}": value for name, value in body_and_head(7).state_dict().items()}
+    state = {old(name): value for name, value in body_and_head(7).state_dict().items()}
     return write_safetensors(tmp_path / "body.safetensors", state), state
 
 
@@ -183,18 +180,9 @@ def test_a_body_gets_a_new_head(
 
     model = start_from(model, open_weights(path), named=old, new=["head.*"])
 
-    [(trainer, trace)] = train_in_process(
-        1,
-        1,
-        model,
-        tiny_config(
-            train={"steps": 1},
-            samo={"enabled": False},
-            optimizer=STILL,
-            batch={"microbatch_size": 3},
-        ),
-        vector_data(classes=3),
-    )
+    short = {"train": {"steps": 1}, "batch": {"microbatch_size": 3}, "samo": {"enabled": False}}
+    config = tiny_config(optimizer=STILL, **short)
+    [(trainer, trace)] = train_in_process(1, 1, model, config, vector_data(classes=3))
     assert torch.equal(trace.weights["body.weight"], state["old.body.weight"])
     assert trace.weights["head.weight"].shape == (3, 8)
     assert trace.weights["head.weight"].abs().sum() > 0
@@ -229,18 +217,12 @@ def test_new_tensors_are_named_where_a_configuration_starts(
     state = random_tensors(named_model(ax.configure({"model": settings})))
     path = write_safetensors(tmp_path / "body.safetensors", state)
     new = [next(name for name in state if name.endswith("bias"))]
-    second = ax.configure(
-        {
-            "model": {**settings, "weights": str(path), "new": new},
-            "run_dir": str(tmp_path / "run"),
-            "train": {"peak_flops": 1e9},
-        }
-    )
-    loaded = second.named("small")
+    model = {**settings, "weights": str(path), "new": new}
+    run = {"run_dir": str(tmp_path / "run"), "train": {"peak_flops": 1e9}}
+    loaded = ax.configure({"model": model, **run}).named("small")
     data = token_data(samples=48)
-    datasets = ax.Datasets(data, data)
 
-    build(job_alone(), named_model(loaded), lambda: datasets, loaded).close()
+    build(job_alone(), named_model(loaded), lambda: ax.Datasets(data, data), loaded).close()
 
     out = capsys.readouterr().out
     assert f"{path}: new, and not from the file: {new[0]}; left out of it: {new[0]}\n" in out

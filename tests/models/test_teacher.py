@@ -312,6 +312,13 @@ def test_only_the_same_teacher_goes_on(folder: Path, tmp_path: Path) -> None:
         ran((1, 1), taught(folder, train={"distillation_weight": 0.5}), tmp_path / "x", resume=step)
 
 
+def with_and_without(config: Config) -> list[ProfiledModel]:
+    """A small GPT as plans see it, with its teacher and alone."""
+    model = with_teacher(tiny_gpt(config), config, reads_weights=False)
+    both = model, replace(model, teacher=None)
+    return [ProfiledModel(config, profile(one), {}, ADAMW, one) for one in both]
+
+
 @pytest.mark.parametrize("layers", by_default([5], [1, 2, 5]))
 @pytest.mark.parametrize("precision", by_default(["bf16"], ["fp32", "bf16"]))
 def test_a_plan_counts_the_bytes_that_are_there(
@@ -320,24 +327,19 @@ def test_a_plan_counts_the_bytes_that_are_there(
     """Also those of its embedding, which is its head as well: once in one stage, twice in two."""
     folder = other_llama(tmp_path / "llama", num_hidden_layers=layers, tie_word_embeddings=True)
     config = taught(folder, precision=precision, train={"steps": 1})
-    with_one = with_teacher(tiny_gpt(config), config, reads_weights=False)
-    models = with_one, replace(with_one, teacher=None)
     taken = []
     for stages in (1, 2):
-        planned, alone = (
-            ProfiledModel(config, profile(model), {}, ADAMW, model).stages(stages, 1)
-            for model in models
-        )
-        assert planned is not None and alone is not None
+        planned = with_and_without(config)[0].stages(stages, 1)
+        assert planned is not None
         split = {"layout": {"split": [len(one.numbers) for one in planned]}}
         run = taught(folder, precision=precision, train={"steps": 1}, **split)
+        bare = with_and_without(run)[1].stages(stages, 1)
+        assert bare is not None
         trained = train_in_process(stages, 1, tiny_gpt(run), run, token_data())
         taken.append(0)
-        for (trainer, _), here in zip(trained, planned, strict=True):
+        for (trainer, _), here, alone in zip(trained, planned, bare, strict=True):
             live = sum((layer.state.live_bytes() for layer in trainer.teacher), StateBytes())
-            bare = ProfiledModel(run, profile(models[1]), {}, ADAMW, models[1]).stages(stages, 1)
-            assert bare is not None
-            assert here.state.weight - bare[trainer.coords.stage].state.weight == live.total
+            assert here.state.weight - alone.state.weight == live.total
             taken[-1] += live.total
 
     width = 4 if precision == "fp32" else 2
@@ -346,12 +348,7 @@ def test_a_plan_counts_the_bytes_that_are_there(
 
 def test_a_plan_counts_the_forward_of_the_teacher(folder: Path) -> None:
     """Of a teacher of the same sizes it takes as long as the model's, and a third of its step."""
-    config = taught(folder)
-    with_one = with_teacher(tiny_gpt(config), config, reads_weights=False)
-    models = [
-        ProfiledModel(config, profile(model), {}, ADAMW, model)
-        for model in (with_one, replace(with_one, teacher=None))
-    ]
+    models = with_and_without(taught(folder))
     rates = replace(load_cluster("dgx-h100"), peak_fp32=1e12)
     for stages in (1, 3):
         taught_loads, loads = (model.stages(stages, 1) for model in models)

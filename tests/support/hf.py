@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,15 @@ def config_from(path: Path, **sections: Any) -> Config:
 
 def ours_from(path: Path, **sections: Any) -> Model:
     return named_model(config_from(path, **sections))
+
+
+def start_tensors(model: Model) -> dict[str, Tensor]:
+    """The parameters and saved buffers that a model starts at."""
+    assert model.start is not None
+    profiled = profile(replace(model, example=None))
+    saved = {b.name for layer in profiled.layers for b in layer.buffers if b.persists}
+    read = {name: model.start.read(name) for name in (*profiled.shapes, *saved)}
+    return {name: tensor for name, tensor in read.items() if tensor is not None}
 
 
 def small_gpt() -> GptConfig:

@@ -96,10 +96,12 @@ class Vit(nn.Module):
         self.head_drop = nn.Dropout(0.0)
         self.head = nn.Linear(WIDTH, CLASSES)
 
-    def forward_features(self, x: Tensor) -> Any:
+    def embed(self, x: Tensor) -> Any:
         x = self.patch_embed(x)
-        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
-        return self.norm(self.blocks(self.pos_drop(x)))
+        return torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
+
+    def forward_features(self, x: Tensor) -> Any:
+        return self.norm(self.blocks(self.pos_drop(self.embed(x))))
 
     def forward_head(self, x: Tensor) -> Any:
         return self.head(self.head_drop(self.fc_norm(x[:, 0])))
@@ -118,8 +120,7 @@ class Nested(Vit):
         self.stages = nn.ModuleList([nn.ModuleList([first]), nn.ModuleList(others)])
 
     def forward_features(self, x: Tensor) -> Any:
-        x = self.patch_embed(x)
-        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
+        x = self.embed(x)
         for stage in self.stages:
             for block in stage.children():
                 x = block(x)

@@ -20,12 +20,12 @@ from support.hf import (
     ours_from,
     saved_model,
     small_gpt,
+    start_tensors,
     tokens,
 )
 from support.images import assert_equal_tensors, write_safetensors
 from support.resuming import train_and_save
 from support.runs import VOCABULARY, tiny_config, token_data, train_in_process
-from torch import Tensor
 
 from axsparse.config.hf_config import config_json
 from axsparse.models.model_profile import profile
@@ -55,14 +55,6 @@ def make(transformers: Any, kind: str, path: Path) -> Any:
         **{**GPT2_SIZES, "bos_token_id": None, "eos_token_id": None, **KINDS[kind]}
     )
     return saved_model(transformers, settings, path)
-
-
-def start_of(path: Path, names: list[str]) -> dict[str, Tensor]:
-    """Start values of a model that begins at a folder."""
-    start = ours_from(path).start
-    assert start is not None
-    read = {name: start.read(name) for name in names}
-    return {name: tensor for name, tensor in read.items() if tensor is not None}
 
 
 @every_kind
@@ -121,7 +113,7 @@ def test_what_a_run_saves_goes_to_transformers_and_back_bit_by_bit(
         assert torch.equal(state[gpt2_name(name)], turned(name, master)), name
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert (tmp_path / "theirs" / "model.safetensors.index.json").exists()
-    assert_equal_tensors(start_of(tmp_path / "theirs", list(masters)), masters)
+    assert_equal_tensors(start_tensors(ours_from(tmp_path / "theirs")), masters)
     logits = our_logits(ours_from(tmp_path / "ours"), config_from(tmp_path / "ours"), tokens())
     torch.testing.assert_close(logits, hf_logits(theirs.eval()), rtol=LOGITS_RTOL, atol=3e-6)
 
@@ -161,7 +153,7 @@ def test_files_of_the_body_alone_and_with_old_buffers_are_read(tmp_path: Path) -
     (tmp_path / "body" / "config.json").write_text(text)
 
     for path in ("whole", "body"):
-        assert_equal_tensors(start_of(tmp_path / path, list(ours)), ours)
+        assert_equal_tensors(start_tensors(ours_from(tmp_path / path)), ours)
 
 
 def test_settings_that_a_folder_lacks_or_no_settings_at_all_are_taken(tmp_path: Path) -> None:
@@ -234,28 +226,26 @@ def test_tensors_that_make_no_tensor_of_the_model_are_refused(transformers: Any)
         HfFile(given, mixtral).read("model.layers.0.mlp.experts.down_proj")
 
 
-def test_what_older_versions_saved_is_ignored() -> None:
-    attention = "model.layers.0.self_attn"
-    given = Given(f"{attention}.masked_bias", f"{attention}.bias", f"{attention}.q_proj.bias")
-    given.shapes[f"{attention}.bias"] = (1, 1, 12, 12)
-    given.shapes[f"{attention}.rotary_emb.inv_freq"] = (4,)
+ATTENTION = "model.layers.0.self_attn"
+NEEDED = {
+    f"{ATTENTION}.bias": (12,),  # of a layer, and trained
+    f"{ATTENTION}.q_proj.bias": (2, 2),
+    "model.embed_positions.weight": (3, 4),
+    "v_head.summary.weight": (3, 4),
+}
+LEFT_OVER = {
+    f"{ATTENTION}.bias": (1, 1, 12, 12),
+    f"{ATTENTION}.masked_bias": (),
+    f"{ATTENTION}.rotary_emb.inv_freq": (4,),
+    f"{ATTENTION}.rotary_emb.cos_cached": (3, 4),
+    "transformer.h.0.attn.causal_mask": (3, 4),
+    "decoder.version": (1,),
+    "model.vision_tower.embeddings.position_ids": (3, 4),
+    "model.embed_positions.weights": (3, 4),
+}
 
-    assert [is_left_over(given.shapes, name) for name in given.shapes] == [True, True, False, True]
-    given.shapes[f"{attention}.bias"] = (12,)  # of a layer, and trained
-    assert not is_left_over(given.shapes, f"{attention}.bias")
 
-
-@pytest.mark.parametrize(
-    ("name", "is_known"),
-    [
-        ("transformer.h.0.attn.causal_mask", True),
-        ("model.layers.0.self_attn.rotary_emb.cos_cached", True),
-        ("decoder.version", True),
-        ("model.vision_tower.embeddings.position_ids", True),
-        ("model.embed_positions.weights", True),
-        ("model.embed_positions.weight", False),
-        ("v_head.summary.weight", False),
-    ],
-)
-def test_buffers_of_older_versions_are_known_by_their_names(name: str, is_known: bool) -> None:
-    assert is_left_over({name: (3, 4)}, name) == is_known
+def test_buffers_of_older_versions_are_known_by_their_names_and_shapes() -> None:
+    for known, shapes in ((False, NEEDED), (True, LEFT_OVER)):
+        for name in shapes:
+            assert is_left_over(shapes, name) == known, name
