@@ -191,7 +191,7 @@ def _prepared_calibration(
         if batches != "all":
             count = min(count, batches * plan.config.batch.global_batch_size)
         held_out = data.validation.alone(count).evaluation(0)
-    options = _state_options(plan, _replicas(plan, transport), placement)
+    options = _state_options(plan, placement)
     own = [model.layers[number] for number in plan.stages[plan.coords.stage]]
     return plan, data, _calibration(plan, own, options, transport, data, held_out), count
 
@@ -372,9 +372,7 @@ def build_state(
     on_gpus = placement.gpu is not None
     group = TensorGroup(coords, transport, on_gpus=on_gpus) if coords.grid.g_tensor > 1 else None
     sharding = None if group is None else Sharding(group)
-    options = replace(
-        _state_options(plan, _replicas(plan, transport), placement), sharding=sharding
-    )
+    options = replace(_state_options(plan, placement), sharding=sharding)
     stage_layers = [plan.model.layers[number] for number in plan.stages[coords.stage]]
     masks: Masks | None
     if checkpoint is None:
@@ -406,39 +404,28 @@ def _teacher_layers(plan: RunPlan, options: StateOptions) -> list[BuiltLayer]:
     return build_layers(layers, profiled.ties, own)
 
 
-def _replicas(plan: RunPlan, transport: Transport) -> Replicas:
-    coords = plan.coords
-    return Replicas(
-        transport.collective(
-            f"agreements of stage {coords.stage}",
-            coords.grid.dp_group(coords.stage, coords.tp_rank),
-        ),
-        transport.backoff,
-        shard=bool(plan.config.samo.zero_stage),
-    )
-
-
-def _state_options(plan: RunPlan, replicas: Replicas, placement: Placement) -> StateOptions:
+def _state_options(plan: RunPlan, placement: Placement) -> StateOptions:
     """How the state of every layer is stored, before there are masks."""
-    backend, gather, coords = placement.backend, None, plan.coords
+    backend, coords, transport = placement.backend, plan.coords, placement.transport
+    column = coords.grid.dp_group(coords.stage, coords.tp_rank)
+    agreeing = transport.collective(f"agreements of stage {coords.stage}", column)
+    gather = expansion = None
     if plan.gathers_weights:
-        assert replicas.backoff is not None
-        column = coords.grid.dp_group(coords.stage, coords.tp_rank)
-        group = placement.transport.collective(f"weights of stage {coords.stage}", column)
-        gather = LayerGather(group, replicas.backoff)
+        group = transport.collective(f"weights of stage {coords.stage}", column)
+        gather = LayerGather(group, transport.backoff)
     if plan.config.samo.offload:
         assert placement.gpu is not None, "the settings were checked"
         backend = replace(backend, host=placement.gpu.pinned)
+    if plan.has_sparse_weights:
+        expansion = Expansion(plan.dtype, backend.device, gather)
     return StateOptions(
         stored=plan.state_format,
         seed=plan.config.seed,
         masks=None,
-        replicas=replicas,
+        replicas=Replicas(agreeing, transport.backoff, bool(plan.config.samo.zero_stage)),
         start=plan.model.start,
         backend=backend,
-        expansion=Expansion(plan.dtype, backend.device, gather)
-        if plan.has_sparse_weights
-        else None,
+        expansion=expansion,
     )
 
 
