@@ -173,12 +173,10 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 CHECKPOINTS = "checkpoints"
-"""The name of this folder in a run directory."""
 UNFINISHED, REMOVED = ".tmp", ".old"
 """Suffixes of the name of a checkpoint that is being written, or being removed."""
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})")
 _OWN_FILE = re.compile(rf"[0-9]{{4,}}-.*\.safetensors|{re.escape(MANIFEST_FILE)}")
-"""Matches the names of the files of a checkpoint."""
 _REMAINS = re.compile(rf"{_STEP.pattern}({re.escape(UNFINISHED)}|{re.escape(REMOVED)}(-[0-9]+)?)")
 
 
@@ -190,11 +188,6 @@ def run_of(path: Path) -> Path:
 def path_of(folder: Path, step: int) -> Path:
     """The path of the checkpoint of a step."""
     return folder / f"step-{step}"
-
-
-def unfinished_path_of(folder: Path, step: int) -> Path:
-    """The path at which the checkpoint of a step is written."""
-    return folder / f"step-{step}{UNFINISHED}"
 
 
 def step_of(path: Path) -> int | None:
@@ -224,8 +217,7 @@ def foreign(folder: Path, newest: int) -> list[Path]:
 
 
 def _may_be_checkpoint(path: Path) -> bool:
-    """Whether a folder may be a checkpoint, complete or damaged: it has the file of a layer, or no
-    other files than a checkpoint's."""
+    """Whether a folder has the file of a layer, or no other files than a checkpoint's."""
     try:
         own = own_files(path, _OWN_FILE)
         return len(own) == len([*path.iterdir()]) or any(one.name != MANIFEST_FILE for one in own)
@@ -273,7 +265,7 @@ def begin(folder: Path, step: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for path in unfinished(folder):
         delete(path)
-    partial = unfinished_path_of(folder, step)
+    partial = path_of(folder, step).with_suffix(UNFINISHED)
     if (partial / MANIFEST_FILE).exists():
         _set_aside(partial)
     partial.mkdir(exist_ok=True)  # there may be files that no run has written

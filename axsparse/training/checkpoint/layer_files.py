@@ -316,9 +316,8 @@ class CheckpointFiles:
     def value(self, name: str, shape: Shape) -> Tensor:
         """A parameter that is not trained, in the type that it is saved in."""
         file, key = self._layer_of[name].file, f"{VALUE}/{name}"
-        return self._read(
-            file, key, TensorHeader(self._checked(file, key).header(key).dtype, shape)
-        )
+        dtype = self._checked(file, key).header(key).dtype
+        return self._read(file, key, TensorHeader(dtype, shape))
 
     def buffer(self, layer: str, name: str, expected: TensorHeader) -> Tensor:
         """A buffer of a layer."""

@@ -50,7 +50,6 @@ from axsparse.training.progress import Progress
 from axsparse.training.run_directory import RunDir
 
 THREAD = "axsparse checkpoint"
-FileEntries = Mapping[str, FileEntry]
 T = TypeVar("T")
 
 
@@ -63,7 +62,7 @@ class _PendingCheckpoint:
     layers: dict[str, LayerEntry]
     queue: CopyQueue
     """The copies that are on their way to the thread that writes."""
-    writing: Future[FileEntries]
+    writing: Future[dict[str, FileEntry]]
     committing: Future[None] | None = None
     """The commit, which rank 0 begins once all ranks have written; None until then."""
     is_written: bool = False
@@ -107,10 +106,8 @@ class Saver:
         self._whole = set() if self.last_step is None else {self.last_step}
         self._pending: _PendingCheckpoint | None = None
         self._appeared: list[int] = []
-        self._git: str | None = None
-        self._mark: RunMark | None = None
-        if self._coords.rank == 0:  # which writes manifests
-            self._git, self._mark = checkout_commit(), RunMark.of(self.folder.parent)
+        self._mark = RunMark.of(self.folder.parent) if self._coords.rank == 0 else None
+        """For rank 0, which writes manifests."""
         self._background = Background()
 
     def due(self, step: int, *, is_last: bool) -> bool:
@@ -147,7 +144,7 @@ class Saver:
                     folders.begin(self.folder, step)
 
         together(self.transport, make_folder)
-        folder = folders.unfinished_path_of(self.folder, step)
+        folder = folders.path_of(self.folder, step).with_suffix(folders.UNFINISHED)
         files = {name: file for layer in dealt for name, file in layer.files.items()}
         queue = CopyQueue(STAGING_BYTES)
         self._pending = _PendingCheckpoint(
@@ -216,13 +213,10 @@ class Saver:
 
     def _dealt_layers(self, pruner: PrunerState) -> list[tuple[LayerContents, bool]]:
         """The layers of this stage in order, and whether this replica is the one to write each."""
-        profile, coords = self.plan.profile, self._coords
-        numbers = {layer.name: number for number, layer in enumerate(profile.layers)}
+        plan, coords = self.plan, self._coords
         contents = [
-            contents_of(
-                numbers[layer.spec.name], layer, profile.ties, pruner, self.plan.model.start
-            )
-            for layer in self.layers
+            contents_of(number, layer, plan.profile.ties, pruner, plan.model.start)
+            for number, layer in zip(plan.stages[coords.stage], self.layers, strict=True)
         ]
         writers = deal([layer.nbytes for layer in contents], coords.grid.g_data)
         return [
@@ -295,7 +289,7 @@ class Saver:
             config=self.plan.config.model_dump(mode="json"),
             teacher=self.plan.taught_from,
             versions=dict(versions()),
-            git=self._git,
+            git=checkout_commit(),
             layers={
                 layer.name: LayerEntry.model_validate(layers[layer.name], strict=False)
                 for layer in self.plan.profile.layers
@@ -342,9 +336,9 @@ def _write(
     files: Mapping[str, Mapping[str, TensorCopy]],
     queue: CopyQueue,
     beat: Callable[[], object],
-) -> FileEntries:
-    """Write files, and read each of them back. Tensors that training changes come from the queue;
-    `beat` is called after every piece."""
+) -> dict[str, FileEntry]:
+    """Write files, and read each of them back, with a `beat` after every piece. Tensors that
+    training changes come from the queue."""
     entries = {}
     try:
         for name, tensors in files.items():
@@ -436,14 +430,10 @@ class CopyQueue:
                 self._changed.notify_all()
 
     def all_put(self) -> None:
-        """Let the reader read the pieces that there are, since no more fits or no more will
-        come."""
+        """Let the reader begin, since no more fits or no more will come."""
         with self._changed:
             self._may_read = True
             self._changed.notify_all()
-
-    def __iter__(self) -> CopyQueue:
-        return self
 
     def __next__(self) -> Tensor:
         """The next tensor, once there is one; ConnectionAbortedError if there will be none.

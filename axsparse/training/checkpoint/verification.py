@@ -81,17 +81,14 @@ def verify(checkpoint: Checkpoint, names: Iterable[str] | None = None) -> None:
     """
     entries = checkpoint.manifest.files
     for name in entries if names is None else names:
-        entry = read_entry(checkpoint.path, name, entries[name].bytes)
-        if entry.bytes != entries[name].bytes:
-            raise DataError(
-                f"checkpoint {checkpoint.path}: {name} has {entry.bytes} bytes, its manifest says "
-                f"{entries[name].bytes}; take another one"
-            )
-        if entry.xxh3 != entries[name].xxh3:
-            raise DataError(
-                f"checkpoint {checkpoint.path}: {name} has another hash than its manifest says; "
-                "take another one"
-            )
+        written = entries[name]
+        entry = read_entry(checkpoint.path, name, written.bytes)
+        if entry != written:
+            what = "another hash than its manifest says"
+            if entry.bytes != written.bytes:
+                what = f"{entry.bytes} bytes, its manifest says {written.bytes}"
+            where = f"checkpoint {checkpoint.path}: {name}"
+            raise DataError(f"{where} has {what}; take another one")
 
 
 def read_entry(folder: Path, name: str, expected: int | None = None) -> FileEntry:
@@ -212,12 +209,9 @@ def newest_complete(
 def remains(run_dir: Path) -> list[str]:
     """A line for the user for each checkpoint that a run did not finish, or that is away."""
     folder, said = run_dir / CHECKPOINTS, "passed over: checkpoint"
+    begun = [path for path in unfinished(folder) if path.suffix == UNFINISHED]
     return [
-        *(
-            f"{said} {path}: was not finished"
-            for path in unfinished(folder)
-            if path.suffix == UNFINISHED
-        ),
+        *(f"{said} {path}: was not finished" for path in begun),
         *(f"{said} {path}: is a link to {path.readlink()}, which is away" for path in away(folder)),
     ]
 

@@ -36,33 +36,25 @@ def saved(folder: Path, *steps: int) -> Path:
     return folder
 
 
-def test_a_checkpoint_has_its_name_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_checkpoint_has_its_name_once_it_is_whole_and_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest before the name, and the name before `commit` returns."""
+    synced: list[tuple[str, list[str]]] = []
+
+    def note(folder: Path) -> None:
+        synced.append((folder.name, sorted(path.name for path in folder.iterdir())))
+
+    monkeypatch.setattr(checkpoint_folder, "sync_folder", note)
     partial = begin(tmp_path / "new", 40)
-    assert partial.name == "step-40.tmp"
     assert saved_steps(tmp_path / "new") == []
     (partial / "file").write_text("contents")
 
     final = commit(partial, b"manifest")
 
-    assert final.name == "step-40"
+    assert synced[-2:] == [("step-40.tmp", ["file", "manifest.json"]), ("new", ["step-40"])]
     assert (final / "manifest.json").read_bytes() == b"manifest"
-    assert (final / "file").read_text() == "contents"
     assert unfinished(tmp_path / "new") == []
-
-
-def test_the_manifest_is_on_the_disk_before_the_name_and_the_name_before_commit_returns(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[tuple[str, list[str]]] = []
-
-    def note(folder: Path) -> None:
-        synced.append((folder.name, [path.name for path in folder.iterdir()]))
-
-    monkeypatch.setattr("axsparse.training.checkpoint.checkpoint_folder.sync_folder", note)
-
-    commit(begin(tmp_path / "new", 4), b"{}")
-
-    assert synced[-2:] == [("step-4.tmp", ["manifest.json"]), ("new", ["step-4"])]
 
 
 def test_steps_are_numbers_newest_first_and_other_names_are_none(tmp_path: Path) -> None:
@@ -74,6 +66,8 @@ def test_steps_are_numbers_newest_first_and_other_names_are_none(tmp_path: Path)
 
     assert saved_steps(tmp_path) == [60, 40, 9, 5]  # one is a link to another disk
     assert [path.name for path in unfinished(tmp_path)] == ["step-3.tmp"]
+    for name in ("gone", "step-50"):
+        assert (saved_steps(tmp_path / name), unfinished(tmp_path / name)) == ([], [])
 
 
 def test_a_link_to_a_disk_that_is_away_is_passed_over_until_its_step_is_saved_again(
@@ -99,12 +93,6 @@ def test_a_file_by_the_name_of_a_checkpoint_stays_aside(
     assert (tmp_path / "step-4.old").read_text() == "a user's"
 
 
-def test_nothing_is_saved_where_there_is_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("no folder")
-    for name in ("gone", "file"):
-        assert (saved_steps(tmp_path / name), unfinished(tmp_path / name)) == ([], [])
-
-
 def test_what_killed_runs_left_goes_with_the_next_checkpoint(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     for name in ("step-2.old", "step-4.tmp", "step-6.tmp"):
@@ -115,15 +103,6 @@ def test_what_killed_runs_left_goes_with_the_next_checkpoint(tmp_path: Path) -> 
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-4.tmp"]
     assert list((tmp_path / "step-4.tmp").iterdir()) == []
-
-
-def test_a_damaged_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
-    saved(tmp_path, 4)
-    (tmp_path / "step-4" / "damaged").write_text("")
-
-    saved(tmp_path, 4)
-
-    assert [path.name for path in (tmp_path / "step-4").iterdir()] == ["manifest.json"]
 
 
 def test_what_is_half_removed_has_no_name_any_more(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from support.runs import FEW_MICROBATCHES, tiny_config
 import axsparse as ax
 from axsparse.config.schema import Config
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
-from axsparse.runtime.files.safetensors import SafetensorsFile, write_safetensors
+from axsparse.runtime.files.safetensors import SafetensorsFile, header_of, write_safetensors
 from axsparse.training.checkpoint.checkpoint_folder import CheckpointManifest, manifest_bytes
 from axsparse.training.checkpoint.layer_files import CheckpointFiles, load_layers
 from axsparse.training.checkpoint.verification import (
@@ -51,11 +50,10 @@ def forge(run: Path, change: Callable[[dict[str, torch.Tensor]], object], layer:
     path = folder / manifest.layers[layer].file
     file = SafetensorsFile(path)
     tensors = {name: file.read(name) for name in file.shapes}
-    one_line = {name: file.header(name) for name in file.shapes}
     change(tensors)
-    one_line = {name: replace(one_line[name], shape=tuple(tensors[name].shape)) for name in tensors}
     path.unlink()
-    write_safetensors(path, one_line, iter(tensors.values()))
+    headers = {name: header_of(tensor) for name, tensor in tensors.items()}
+    write_safetensors(path, headers, iter(tensors.values()))
     entries = {**manifest.files, path.name: read_entry(folder, path.name)}
     rewrite(run, lambda m: m.model_copy(update={"files": entries}))
 

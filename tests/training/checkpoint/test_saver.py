@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,6 @@ from axsparse.training.checkpoint.checkpoint_folder import (
 )
 from axsparse.training.checkpoint.saver import Background, CopyQueue
 from axsparse.training.checkpoint.verification import is_complete, open_checkpoint, read_entry
-from axsparse.training.progress import Progress
 from axsparse.training.trainer import Trainer
 
 Write = Callable[[Path], object]
@@ -225,26 +225,15 @@ def test_there_are_never_two_checkpoints_under_way(
 def test_replicas_write_a_part_each(
     layout: tuple[int, int], shard: bool, tmp_path: Path, hooked: Callable[[Write], None]
 ) -> None:
-    written: list[str] = []
-    hooked(lambda path: written.append(path.name))
+    """Each by a thread of its own."""
+    written: dict[str, list[int]] = defaultdict(list)
+    hooked(lambda path: written[path.name].append(threading.get_ident()))
     config = settings(config_of(every=50), samo={"zero_stage": int(shard)})
-    parts: list[int] = []
 
-    def count(trainer: Trainer) -> None:
-        start = trainer._saver.start  # type: ignore[union-attr]  # a run that saves has one
+    ran(layout, config, tmp_path)
 
-        def counting(progress: Progress) -> None:
-            start(progress)
-            under_way = trainer._saver._pending  # type: ignore[union-attr]  # just begun
-            assert under_way is not None
-            parts.append(len(under_way.layers))
-
-        vars(trainer._saver)["start"] = counting
-
-    ran(layout, config, tmp_path, look=count)
-
-    assert len(written) == len(set(written)) == 4
-    assert sum(parts) == 4 and min(parts) >= 1 and len(parts) == layout[0] * layout[1]
+    assert [len(threads) for threads in written.values()] == [1] * 4
+    assert len({thread for [thread] in written.values()}) == layout[0] * layout[1]
 
 
 def test_memory_for_what_is_on_its_way_is_bounded(
