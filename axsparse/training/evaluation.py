@@ -16,7 +16,7 @@ from torch import nn
 
 from axsparse.config.schema import Config
 from axsparse.data.batches import Batches, Prefetcher
-from axsparse.data.dataset import Dataset, Datasets
+from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Model
 from axsparse.models.sequential import filled_modules
 from axsparse.observe.phases import Phases
@@ -146,7 +146,14 @@ def evaluate_saved(
     Raises ConfigError if there are no validation data, DataError if the data are not the run's.
     """
     config, model = saved.config, saved.model
-    validation = _validation_data(saved, datasets)
+    facts, validation = facts_of(datasets), datasets.validation
+    way = (
+        "evaluate on data of a program by ax.Trainer(…, resume=RUN).evaluate(), with "
+        "train.eval_steps"
+    )
+    checked_entry(config, model.vocab_size, facts, saved.checkpoint, way)
+    if validation is None:
+        raise ConfigError(f"evaluate: {facts['name']} has no validation data; nothing to do")
     torch.set_num_threads(config.train.threads)
     transport = LocalTransport()
     coords = Grid(1, 1).coords(0)
@@ -177,15 +184,3 @@ def evaluate_saved(
         coords=coords,
         after_batch=after_batch,
     )
-
-
-def _validation_data(saved: SavedModel, datasets: Datasets) -> Dataset:
-    way = (
-        "evaluate on data of a program by ax.Trainer(…, resume=RUN).evaluate(), with "
-        "train.eval_steps"
-    )
-    facts, words = facts_of(datasets), saved.model.vocab_size
-    checked_entry(saved.config, words, facts, saved.checkpoint, way)
-    if datasets.validation is None:
-        raise ConfigError(f"evaluate: {facts['name']} has no validation data; nothing to do")
-    return datasets.validation

@@ -103,14 +103,12 @@ MODULES = "modules.json"
 CARD = "README.md"
 Value = Callable[[], Tensor]
 Tensors = Mapping[str, tuple[TensorHeader, Value]]
-"""Tensors to be written, by their names in the file."""
 Files = Mapping[str, bytes | Path | Callable[[], str]]
 """By their paths in a folder, the contents of files, the files to copy, or what gives the text of a
 page once the weights are written."""
 _STEP = "step"
 """Names the steps done, in the metadata of all that is exported."""
 _MARK = f'{{"format": "pt", "{_STEP}": '
-"""How the metadata of what is exported begin."""
 _FILES = "files"
 """Names the other files of a folder, in the metadata of its weights: a list in JSON."""
 FILE_BYTES = 50 * 10**9
@@ -174,10 +172,11 @@ def export(
     files: dict[str, bytes | Path] | None = None
     notes: Sequence[str] = ()
     if is_folder:
-        tensors = weights.published(dtype)
+        config = weights.config()
+        configured_model(config, weights.shapes(), checkpoint.path)
+        tensors = _published(config.model, weights.by_name(dtype))
         named = next(header.dtype for header, _ in tensors.values())
         named = torch.bfloat16 if form == "sparse" else named
-        config = weights.config()
         files, notes = _files(data_elsewhere(config, data), named, checkpoint.manifest.data)
         given = _card(config.model, path, checkpoint.step)
         files |= given if card is None else {CARD: card.encode(errors="replace")}
@@ -285,6 +284,7 @@ def export_folder(
 def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, force: bool) -> int:
     """Write tensors to `path`, into a folder if there are other files; returns their bytes."""
     headers = {name: header for name, (header, _) in tensors.items()}
+    nbytes = sum(header.nbytes for header in headers.values())
     is_folder = files is not None
     with _writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -300,7 +300,9 @@ def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, forc
         elif is_folder:
             parts = {unfinished / name: part for name, part in _shards(headers).items()}
         if len(parts) > 1:
-            write_new(unfinished / INDEX_FILE, _index(parts))
+            places = {name: part.name for part, held in parts.items() for name in held}
+            index = {"metadata": {"total_size": nbytes}, "weight_map": places}
+            write_new(unfinished / INDEX_FILE, _json(index))
             others += [INDEX_FILE, *(part.name for part in parts)]
         for part, held in parts.items():
             values = (tensors[name][1]() for name in held)
@@ -314,7 +316,7 @@ def _write(path: Path, tensors: Tensors, files: Files | None, step: int, *, forc
             if folder.is_dir():
                 sync_folder(folder)
         _reject_taken(path, is_folder=is_folder, force=force)
-    return sum(header.nbytes for header in headers.values())
+    return nbytes
 
 
 def _shards(headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHeader]]:
@@ -332,13 +334,6 @@ def _shards(headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, TensorHe
     if count == 1:
         return {WHOLE_FILE: shards[0]}
     return {f"{stem}-{n:05}-of-{count:05}{SUFFIX}": held for n, held in enumerate(shards, 1)}
-
-
-def _index(parts: Mapping[Path, Mapping[str, TensorHeader]]) -> bytes:
-    """The index of several files of weights."""
-    total = sum(header.nbytes for held in parts.values() for header in held.values())
-    places = {name: part.name for part, held in parts.items() for name in held}
-    return _json({"metadata": {"total_size": total}, "weight_map": places})
 
 
 def load(
@@ -418,13 +413,6 @@ class Weights:
                     value = partial(self._buffer, name, buffer, header, kind)
                     tensors[buffer] = replace(header, dtype=kind), value
         return tensors
-
-    def published(self, dtype: Callable[[str], torch.dtype] | None = None) -> Tensors:
-        """All tensors as transformers names and stores them; ConfigError if the checkpoint is not
-        of the model of its configuration."""
-        config = self.config()
-        configured_model(config, self.shapes(), self.checkpoint.path)
-        return _published(config.model, self.by_name(dtype))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each parameter by its global name."""

@@ -161,7 +161,6 @@ class Continuation:
     tokens_per_second: float
     """Of those after the first, which takes the prompt."""
     weight_bytes: int
-    """Bytes of the model's weights."""
     dense_bytes: int
     """Bytes of the same weights in bf16, dense."""
     fills_room: bool
@@ -205,9 +204,8 @@ def continued(
 
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].long()
     if ids.numel() == 0:
-        first = tokenizer.bos_token_id
-        first = tokenizer.eos_token_id if first is None else first
-        ids = torch.tensor([[0 if first is None else first]])
+        ends = (tokenizer.bos_token_id, tokenizer.eos_token_id, 0)
+        ids = torch.tensor([[next(end for end in ends if end is not None)]])
     rows = model.get_input_embeddings().weight.shape[0]
     if int(ids.max()) >= rows:
         raise ConfigError(

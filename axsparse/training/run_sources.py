@@ -508,8 +508,7 @@ def _open(open_datasets: Callable[[], object], separate: bool) -> Datasets:
         if separate and getattr(dataset, "separator", None) is None:
             raise DataError(
                 f"data.intra_document_attention: {dataset.name} has no ends of documents; choose "
-                "false, "
-                "or give a TokenDataset with the separator that ends them"
+                "false, or give a TokenDataset with the separator that ends them"
             )
     return opened
 

@@ -35,7 +35,7 @@ from axsparse.runtime.errors import (
 from axsparse.runtime.files.atomic import write_new
 from axsparse.runtime.files.safetensors import SafetensorsFile
 from axsparse.training import export as exporting
-from axsparse.training.checkpoint.checkpoint_folder import CheckpointManifest, manifest_bytes
+from axsparse.training.checkpoint.checkpoint_folder import manifest_bytes
 from axsparse.training.checkpoint.verification import PIECE, Checkpoint, checkpoint_of
 from axsparse.training.export import ExportSummary, Form, hf_files, with_card
 
@@ -126,12 +126,8 @@ def test_a_type_by_name_is_that_of_parameters_and_buffers_of_floats(tmp_path: Pa
     export(newest(tmp_path / "run"), "torch", out, dtype=lambda _: torch.bfloat16)
 
     types = {name.rpartition(".")[2]: tensor.dtype for name, tensor in tensors_of(out).items()}
-    counts = types.pop("num_batches_tracked")
-    assert (counts, types["running_mean"], {*types.values()}) == (
-        torch.int64,
-        torch.bfloat16,
-        {torch.bfloat16},
-    )
+    assert types.pop("num_batches_tracked") == torch.int64
+    assert "running_mean" in types and {*types.values()} == {torch.bfloat16}
 
 
 # -- memory ---------------------------------------------------------------------------------
@@ -180,11 +176,9 @@ def test_a_file_that_goes_away_while_it_is_read_is_told(
 
 
 def test_a_configuration_of_another_version_is_told(run: Path, tmp_path: Path) -> None:
-    def rewrite(manifest: CheckpointManifest) -> CheckpointManifest:
-        return manifest.model_copy(update={"config": {**manifest.config, "tomorrow": 1}})
-
-    folder = newest(run).path
-    (folder / "manifest.json").write_bytes(manifest_bytes(rewrite(newest(run).manifest)))
+    folder, manifest = newest(run).path, newest(run).manifest
+    other = manifest.model_copy(update={"config": {**manifest.config, "tomorrow": 1}})
+    (folder / "manifest.json").write_bytes(manifest_bytes(other))
 
     assert rejected(DataError, newest(run), "hf", tmp_path / "out") == (
         f"checkpoint {folder}: 'tomorrow' of its configuration is none of this axsparse; use "
@@ -326,17 +320,11 @@ def test_a_llama_goes_out_beside_the_files_that_its_folder_had(
         return sorted(path.name for path in out.iterdir())
 
     templates = "additional_chat_templates"
-    there = [".gitattributes", "2_Dense", "LICENSE", "README.md", templates, "assets"]
-    there += [
-        "checkpoint-5",
-        "config.json",
-        "model.safetensors",
-        "modeling_own.py",
-        "modules.json",
-        "onnx",
+    assert written() == [
+        *(".gitattributes", "2_Dense", "LICENSE", "README.md", templates, "assets"),
+        *("checkpoint-5", "config.json", "model.safetensors", "modeling_own.py", "modules.json"),
+        *("onnx", "tokenizer.json", "vocab.bin", "vocab.txt"),
     ]
-    there += ["tokenizer.json", "vocab.bin", "vocab.txt"]
-    assert written() == there
     below = {path.name for path in (*out.glob("checkpoint-5/**/*"), *out.glob("onnx/**/*"))}
     assert below == {"config.json", "deep.txt", "global_step5", "trainer_state.json"}
     assert (out / "2_Dense" / "model.safetensors").read_text() == "of the module"

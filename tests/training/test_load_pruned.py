@@ -34,28 +34,25 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def folder_of(kind: str, path: Path, sparsity: float = 0.6) -> Path:
-    settings = transformers.AutoConfig.for_model(
-        kind,
-        **{
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "vocab_size": VOCABULARY,
-            "bos_token_id": 1,
-            "eos_token_id": 0,
-            **KINDS[kind],
-        },
-    )
+SIZES = {
+    **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 0},
+}
+
+
+@torch.no_grad()
+def prune(model: Any, sparsity: float) -> None:
+    for _, _, weight, _ in multiplied_weights(model):
+        weight[torch.rand_like(weight) < sparsity] = 0
+
+
+def folder_of(kind: str, path: Path) -> Path:
+    settings = transformers.AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind]})
     model = saved_model(transformers, settings, path)
-    with torch.no_grad():
-        for _, _, weight, _ in multiplied_weights(model):
-            weight[torch.rand_like(weight) < sparsity] = 0
+    prune(model, 0.6)
     model.save_pretrained(path)
-    if kind == "llama":
-        save_model(
-            model, str(path / "model.safetensors")
-        )  # the tied weight by the head's name alone
+    if kind == "llama":  # the tied weight by the head's name alone
+        save_model(model, str(path / "model.safetensors"))
     return path
 
 
@@ -126,10 +123,8 @@ def test_tensors_have_the_types_that_transformers_gives_them(
     family: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     """Routers and biases in fp32, and buffers of the file in bf16."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    sizes |= {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": VOCABULARY}
-    ids = {"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0}
-    kind = transformers.AutoConfig.for_model(family, **sizes, **settings, **ids)
+    sizes = {**SIZES, "num_key_value_heads": 2, "intermediate_size": 48, "pad_token_id": 0}
+    kind = transformers.AutoConfig.for_model(family, **sizes, **settings)
     saved_model(transformers, kind, tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
 
@@ -142,9 +137,7 @@ def test_the_dense_model_is_never_in_memory(tmp_path: Path) -> None:
     )
     torch.manual_seed(1)
     model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16)
-    with torch.no_grad():
-        for _, _, weight, _ in multiplied_weights(model):
-            weight[torch.rand_like(weight) < 0.9] = 0
+    prune(model, 0.9)
     model.save_pretrained(tmp_path)
     dense = sum(one.nbytes for one in model.parameters())
     ax.load_pruned(tmp_path)  # what is loaded once for all
@@ -222,17 +215,9 @@ def test_a_token_that_the_model_lacks_is_refused(tmp_path: Path) -> None:
     write_folder(tmp_path / "folder")
     model = ax.load_pruned(tmp_path / "folder", fewest_zeros=None)
     many = {"input_ids": torch.tensor([[VOCABULARY + 900]])}
+    how: dict[str, Any] = {"temperature": None, "top_k": None, "seed": 0, "show": print}
     with pytest.raises(ax.ConfigError, match=r"^--prompt: has token \d+, and the model an embed"):
-        continued(
-            model,
-            lambda *_, **__: many,
-            "a",
-            1,
-            temperature=None,
-            top_k=None,
-            seed=0,
-            show=print,
-        )
+        continued(model, lambda *_, **__: many, "a", 1, **how)
 
 
 def test_the_text_shown_is_the_decoded_prompt_and_continuation(
