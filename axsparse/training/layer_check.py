@@ -108,7 +108,6 @@ INTEGERS = re.compile(
 )
 """The types of integers where a product takes the weights' type, in an error of torch."""
 RUNNING = ("running_mean", "running_var")
-"""Buffers that a forward in training changes."""
 DRAWN = "a backward must follow from its inputs alone: draw random numbers in the forward"
 
 
@@ -309,8 +308,7 @@ def _first_failure(
 
 
 def _gather_handed_weights(layer: BuiltLayer, record: RecordedRun) -> None:
-    """Gather the shards that a layer returns, such as a weight for the loss, and their
-    gradients."""
+    """Gather the shards that a layer returns, as a weight for the loss, and their gradients."""
     outputs = list(record.outputs)
     for tensor in layer.state.tensors:
         for number, output in enumerate(outputs):
@@ -418,8 +416,7 @@ class _Comparison:
         )
 
     def reject_rounded(self, samples: Tensors) -> None:
-        """ConfigError where rounding the samples to the precision of the run changes the
-        outputs."""
+        """ConfigError where rounding the samples to the run's precision changes the outputs."""
         record, name = self.record, self.layer.spec.name
         if all(one.dtype == other.dtype for one, other in zip(samples, record.inputs, strict=True)):
             return
@@ -453,8 +450,7 @@ class _Comparison:
             return forward_plainly(self.layer.spec.name, wide, self.record, given)
 
     def _changes_from_call_to_call(self, plain: Run) -> bool:
-        """Whether a second forward from the same buffers and random numbers gives another
-        result."""
+        """Whether a second forward from the same state gives another result."""
         self._reset_buffers()
         name, record = self.layer.spec.name, self.record
         again = forward_plainly(name, self.module, record, record.leaves())
@@ -518,8 +514,7 @@ class _Comparison:
         return apart
 
     def _suggestion(self, what: str = "") -> str:
-        """How to run nevertheless, behind the likely cause where `what` differs, if it is of a
-        known kind."""
+        """How to run nevertheless, behind the likely cause of a difference in `what`."""
         ways = ["train.check_layers: false runs it nevertheless"]
         if what and any(tensor.shard is not None for tensor in self.layer.state.tensors):
             ways = [SHARDED, *ways]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 
 import numpy as np
@@ -29,11 +29,8 @@ class LiveWeights:
 
     plan: RunPlan
     layers: Sequence[BuiltLayer]
-    """The layers of this rank's stage."""
     transport: Transport
     note_progress: Callable[[], object]
-    """Called for each tensor."""
-    _numbers_at_first: dict[str, object] = field(init=False)
 
     def __post_init__(self) -> None:
         self._numbers_at_first = dict(self._numbers())

@@ -38,17 +38,11 @@ class Placement:
 
     transport: Transport
     backend: Backend
-    """Says where the training state of this rank lives."""
     gpu: Device | None = None
     """The streams and the memory of this rank's GPU; None on a CPU."""
     table: Sequence[str] = ()
     """Lines for the screen that say which rank has which GPU; empty without GPUs."""
     memory: GpuMemory | None = None
-
-    @property
-    def pins(self) -> bool:
-        """Whether the host has memory that its GPU copies from without waiting."""
-        return self.backend.device.type == "cuda"
 
     def peak_memory_bytes(self) -> int:
         """The most memory that this rank has held where it computes."""

@@ -403,16 +403,14 @@ def _own_starts(run_dir: Path, where: str, newest: int | None = None) -> list[st
 
 
 def _starts_of(checkpoint: Path) -> list[str]:
-    """The identifiers of the starts until the last one that a checkpoint is of; none if its
-    manifest cannot be read."""
+    """The starts until the one that a checkpoint is of; none if its manifest cannot be read."""
     with suppress(AxsparseError):
         return checkpoint_folder.read_manifest(checkpoint).run.split()
     return []
 
 
 def _reject_broken_link(path: Path, where: str) -> None:
-    """OutputError where a path leads by a link to a folder that is not there, such as one on a disk
-    that is away."""
+    """OutputError where a path leads by a link to a folder that is away."""
     for link in (path, *path.parents):
         if link.is_symlink() and not link.is_dir():
             raise OutputError(
@@ -621,9 +619,6 @@ def _is_known(line: str, progress: Progress) -> bool:
         return False
     if not line.endswith("\n"):
         return False
-    is_past = step < progress.step
-    if "eval_loss" in record:
-        return is_past or (step == progress.step and progress.evaluated)
-    if "masks" in record:
-        return is_past or (step == progress.step and progress.masked)
-    return step <= progress.step
+    done = {"eval_loss": progress.evaluated, "masks": progress.masked}
+    is_done = all(of_now for kind, of_now in done.items() if kind in record)
+    return step <= progress.step if is_done else step < progress.step

@@ -44,16 +44,16 @@ def make_recorder(
     """
     config, profile, transport = plan.config, plan.profile, placement.transport
     peak = config.train.peak_flops
-    own = [live, matrix_peak(plan.dtype, placement.backend.device) if peak == "auto" else peak]
-    # Memory of the host does not count where state and activations are on a GPU.
-    own.append(0.0)
+    flops = matrix_peak(plan.dtype, placement.backend.device) if peak == "auto" else peak
+    # The memory in addition to the model state, most of it libraries; that of the host does not
+    # count where state and activations are on a GPU.
+    beside = 0.0
     if placement.gpu is None:
-        own[-1] = max(0, resident_memory_bytes() - live - taught) + SMALL_BLOCKS
-    own.append(taught)
-    rows = gather_numbers(transport, own)
-    # The memory of the fullest process in addition to its model state, most of it libraries.
-    overhead, predicted = max(row[2] for row in rows), plan.prediction
-    peak_bytes = None if predicted is None else predicted.memory_bytes + overhead
+        beside = max(0, resident_memory_bytes() - live - taught) + SMALL_BLOCKS
+    rows = gather_numbers(transport, [live, flops, beside, taught])
+    states, peaks, overheads, teachers = zip(*rows, strict=True)
+    predicted = plan.prediction
+    peak_bytes = None if predicted is None else predicted.memory_bytes + max(overheads)
     sequences = config.batch.global_batch_size
     targets = data.training.targets_per_sample
     if targets is None:  # of a data set of torch, where some of them might not count
@@ -63,7 +63,7 @@ def make_recorder(
         log_every=config.train.log_every,
         tokens_per_step=sequences * (targets or 1),
         flops_per_step=3 * profile.flops * sequences,  # backward is twice the forward
-        peak_flops=sum(row[1] for row in rows),
+        peak_flops=sum(peaks),
         unit=data.unit,
         predicted_memory_bytes=peak_bytes,
         predicted_step_seconds=None if predicted is None else predicted.step_seconds,
@@ -87,8 +87,8 @@ def make_recorder(
         plan.coords.grid,
         transport.name,
         dense_bytes=max(plan.state_bytes(plan.layers_of(n), {}) for n in range(len(plan.stages))),
-        live_bytes=int(max(row[0] for row in rows)),
-        teacher_bytes=int(max(row[3] for row in rows)),
+        live_bytes=int(max(states)),
+        teacher_bytes=int(max(teachers)),
         has_saved_masks=plan.targets is not None and plan.targets.mask_file is None,
     )
     lines = banner(

@@ -106,8 +106,6 @@ class Step:
         self._reject_unequal(weights_digest(self.layers), UNEQUAL_WEIGHTS)
         self._consensus = self._make_consensus()
 
-    @torch.inference_mode(mode=False)
-    @torch.enable_grad()  # whoever calls may have switched gradients off
     def train_step(self, notice: Callable[[], Flags] = lambda: NOTHING) -> StepResult:
         """Train on the next batch; the loss and norm returned were measured before the update.
 
@@ -129,8 +127,6 @@ class Step:
         self.progress.end_step(is_skipped=not verdict.finite)
         return verdict
 
-    @torch.inference_mode(mode=False)
-    @torch.enable_grad()
     def check_layers(self) -> None:
         """Compare the layers with plain torch by the first batch, if that is wanted and not done.
 
@@ -148,8 +144,8 @@ class Step:
                 self.says(line)
 
     def _gradients(self, batch: Batch, notice: Callable[[], Flags]) -> StepResult:
-        """The verdict of all ranks on the gradients of a batch, which are computed again in other
-        units where exact sums did not fit."""
+        """The verdict of all ranks on a batch, computed again in other units where exact sums did
+        not fit."""
         while True:
             self._begin_step()
             losses = self._forward_backward(batch)

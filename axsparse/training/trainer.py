@@ -253,7 +253,7 @@ class Trainer:
         table = (*self.placement.table, *launch_warnings(plan, transport), *notes)
         self.placement = replace(self.placement, table=table)
         prepare_process(job, plan, transport)
-        pins, saved = self.placement.pins, found.checkpoint
+        pins, saved = self.placement.backend.device.type == "cuda", found.checkpoint
         if saved is not None:  # before the data, which a setting changes
             fits = partial(reject_other_run, saved, plan, config, is_first=transport.rank == 0)
             found = replace(found, notes=(*found.notes, *together(transport, fits)))
@@ -314,8 +314,7 @@ class Trainer:
         modules = [layer.module for layer in self.layers]
         self.statistics = RunningStatistics(modules, options.replicas)
         self.offload = Offload(gpu, states, backoff) if gpu and resolved.samo.offload else None
-        """Brings masters and moments from the host for their update; None if they stay on the
-        device."""
+        """Brings masters and moments for their update; None if they stay on the device."""
         self.activity = Activity(self.phases, backoff, self.engine.awaited)
         """Shows the watchdog the current task of this rank."""
 
@@ -361,7 +360,8 @@ class Trainer:
                 note_progress=self.activity.note_progress,
             )
         job.saved = NOTHING_SAVED
-        self._note_saved(self._saver.resumed_step if self._saver is not None else None)
+        if self._saver is not None and self._saver.resumed_step is not None:
+            self._note_saved(self._saver, self._saver.resumed_step)
         self._watchdog = open_watchdog(
             resolved.watchdog,
             self.run_dir,
@@ -844,7 +844,7 @@ class Trainer:
             self.activity.at("checkpoint", self.steps_done)
             self._saver.start(self.progress)
             self._saver.finish()
-            self._note_saved(self.steps_done)
+            self._note_saved(self._saver, self.steps_done)
         return path_of(self._saver.folder, self.steps_done)
 
     def save_mask(self, path: str | Path) -> None:
@@ -1027,15 +1027,13 @@ class Trainer:
     def _announce_checkpoints(self) -> None:
         if self._saver is not None:
             for step in self._saver.take_complete():
+                self._note_saved(self._saver, step)
                 folder = path_of(self._saver.folder, step)
-                self._note_saved(step)
                 self._call_back("on_checkpoint", "of step", step, folder)
 
-    def _note_saved(self, step: int | None) -> None:
-        """Have an interruption name a checkpoint of this run; None if it has none yet."""
-        if step is not None and self._saver is not None:
-            folder = path_of(self._saver.shown, step)
-            self._job.saved = f"{folder} is kept, and {RESUME_AUTO} goes on"
+    def _note_saved(self, saver: Saver, step: int) -> None:
+        """Have an interruption name a checkpoint of this run."""
+        self._job.saved = f"{path_of(saver.shown, step)} is kept, and {RESUME_AUTO} goes on"
 
     @property
     def _evaluates(self) -> bool:
@@ -1158,8 +1156,7 @@ def build(
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Switch off the `torch.autocast` of the caller, which would keep casts of weights from before
-    an update."""
+    """Switch off the caller's `torch.autocast`, whose casts of weights outlive an update."""
     with ExitStack() as off:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
