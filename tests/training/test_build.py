@@ -9,23 +9,19 @@ import pytest
 import torch
 from support.devices import LateDevice
 from support.images import image_config
-from support.runs import on_ranks, summed_loss, tiny_config, tiny_gpt, vector_data
+from support.runs import job_alone, on_ranks, summed_loss, tiny_config, tiny_gpt, vector_data
 from torch import Tensor, nn
 
-import axsparse.training.build
-import axsparse.training.trainer
-from axsparse.config.schema import Config
 from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.models.layer import Model
 from axsparse.models.sequential import from_sequential
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
-from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.backend import HOST, Backend
 from axsparse.training.placement import GpuMemory, Placement
 from axsparse.training.plan import RunPlan
-from axsparse.training.trainer import Trainer, build
+from axsparse.training.trainer import build
 
 
 class OpenedError(Exception):
@@ -36,32 +32,17 @@ def opening(*_: object, pinned: bool, **__: object) -> NoReturn:
     raise OpenedError(pinned)
 
 
-def job_of_one(*, has_gpu: bool) -> Job:
-    job = Job(LocalTransport())
-    job.placement = Placement(job.transport, HOST)
-    if has_gpu:
-        backend = Backend(torch.device("cuda", 0), None)
-        job.placement = Placement(
-            job.transport, backend, LateDevice(), memory=GpuMemory(10**11, 10**11, "a")
-        )
-    return job
-
-
-def build_quietly(config: Config, job: Job, datasets: Datasets | None = None) -> Trainer:
-    def open_datasets() -> Datasets:
-        assert datasets is not None, "too early"
-        return datasets
-
-    return build(job, tiny_gpt(config), open_datasets, config, quiet=True)
-
-
 @pytest.mark.parametrize("has_gpu", [False, True])
 def test_gpus_copy_from_pinned_batches(has_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(vars(axsparse.training.trainer), "open_data", opening)
-    config = tiny_config(samo={"enabled": False})
+    monkeypatch.setattr("axsparse.training.trainer.open_data", opening)
+    config, job = tiny_config(samo={"enabled": False}), job_alone()
+    job.placement = Placement(job.transport, HOST)
+    if has_gpu:
+        backend, memory = Backend(torch.device("cuda", 0), None), GpuMemory(10**11, 10**11, "a")
+        job.placement = Placement(job.transport, backend, LateDevice(), memory=memory)
 
     with pytest.raises(OpenedError) as asked:
-        build_quietly(config, job_of_one(has_gpu=has_gpu))
+        build(job, tiny_gpt(config), lambda: pytest.fail("too early"), config, quiet=True)
 
     assert asked.value.args == (has_gpu,)
 

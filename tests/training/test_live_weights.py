@@ -58,8 +58,7 @@ def modules() -> Classifier:
     return Classifier(nn.Linear(16, 24), nn.BatchNorm1d(24), Shifted(), nn.Linear(24, 5))
 
 
-def own_model(config: Config) -> Model:
-    del config
+def own_model(_: Config) -> Model:
     made = modules()
     made.classes = ("v", "w", "x", "y", "z")
     return ax.from_sequential(made, summed_loss)
@@ -198,13 +197,11 @@ class Cooled(nn.Module):
         return made
 
 
-def own_forward(config: Config) -> Model:
-    del config
+def own_forward(_: Config) -> Model:
     return ax.from_module(Scaled(), summed_loss, example=lambda n: (torch.zeros(n, 16),))
 
 
-def listed(config: Config) -> Model:
-    del config
+def listed(_: Config) -> Model:
     given = Scaled()
     return ax.from_sequential([*given.layers, given.head], summed_loss)
 
@@ -223,9 +220,7 @@ def test_numbers_that_a_program_sets_in_layers_are_those_of_the_plain_module(
                 module.still.train()
         taken.take(trainer, result)
 
-    def look(trainer: ax.Trainer) -> None:
-        around_step(after=cool)(trainer)
-
+    look = around_step(after=cool)
     ran(layout, config_of(), tmp_path / "run", model=made, data=data, look=look)
 
     _, model = taken.on_first_rank()
@@ -241,8 +236,7 @@ def test_frozen_weights_come_back_as_they_were_given(tmp_path: Path) -> None:
         torch.manual_seed(0)
         return nn.Linear(16, 24).requires_grad_(False)
 
-    def own(config: Config) -> Model:
-        del config
+    def own(_: Config) -> Model:
         return ax.from_sequential([frozen(), nn.Linear(24, 24), nn.Linear(24, 5)], summed_loss)
 
     taken, config = Taken(), config_of(precision="bf16", checkpoint={"every": 2})

@@ -100,12 +100,3 @@ def test_losses_of_other_masks_count_no_more() -> None:
 
     progress.follow_masks(MaskUpdate("pruned"))
     assert (progress.masks_changed, progress.best) == (2, None)
-
-
-def test_what_was_done_between_two_steps_is_due_again_after_the_next() -> None:
-    progress = looked()
-    progress.evaluated = progress.masked = True
-
-    progress.end_step(is_skipped=False)
-
-    assert (progress.step, progress.evaluated, progress.masked) == (1, False, False)

@@ -17,6 +17,10 @@ IMPORTS = """
 import ctypes, dataclasses, os, signal, sys, threading
 import axsparse as ax
 from support.runs import mlp, vector_data
+
+def made(run_dir="run", **how):
+    how = {"global_batch_size": 12, "eval_steps": 0, **how}
+    return ax.Trainer(mlp(), (vector_data(), vector_data()), run_dir=run_dir, **how)
 """
 PROGRAM = """
 def fail():
@@ -91,46 +95,18 @@ def left(folder: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]
     return records, {path.name: ax.load(path) for path in sorted(steps)}
 
 
-def test_a_run_stays_where_it_was_though_the_program_goes_elsewhere(tmp_path: Path) -> None:
-    program = """
-trainer = ax.Trainer(
-    mlp(), vector_data(), {"samo.enabled": False}, precision="fp32", run_dir="run", steps=2,
-    global_batch_size=4, microbatch_size=2,
-)
-os.chdir("other")
-trainer.train()
-assert trainer.run_dir.is_dir()
-"""
-    (tmp_path / "other").mkdir()
-
-    done = ended(tmp_path, program)
-
-    assert done.returncode == 0, done
-    records, checkpoints = left(tmp_path / "run")
-    assert (len(records), [*checkpoints]) == (2, ["step-2"])
-    assert not [*(tmp_path / "other").iterdir()]
-
-
-def test_a_run_that_overwrites_begins_where_it_was_made_though_the_program_goes_elsewhere(
-    tmp_path: Path,
-) -> None:
+def test_a_run_stays_where_it_was_made_though_the_program_goes_elsewhere(tmp_path: Path) -> None:
     """Also where a run of the same name is; skipped steps and tracebacks belong to the first."""
     program = """
-def trainer(steps, run_dir="run", **more):
-    return ax.Trainer(
-        mlp(), vector_data(), {"samo.enabled": False}, precision="fp32", run_dir=run_dir,
-        steps=steps, global_batch_size=4, microbatch_size=2, **more,
-    )
-
 os.chdir("other")
-trainer(5).train()
+made(steps=5).train()
 os.chdir("..")
-trainer(5).train()
-second = trainer(2, overwrite=True)
+made(steps=5).train()
+second = made(steps=2, overwrite=True)
 os.chdir("other")
 second.train()
-assert second._step.skips.run_dir.folder == second.run_dir
-for step in trainer(3, "third"):
+assert second._step.skips.run_dir.folder == second.run_dir and second.run_dir.is_dir()
+for step in made("third", steps=3):
     os.chdir("..")
     raise ValueError("a mistake of the user's")
 """
@@ -235,11 +211,7 @@ if sys.argv[1] == "later" and trainer.rank == 0:
 
 def test_a_signal_while_another_trainer_evaluates_saves_the_run_in_progress(tmp_path: Path) -> None:
     program = """
-def made(name, **how):
-    data = (vector_data(), vector_data())
-    return ax.Trainer(mlp(), data, global_batch_size=12, eval_steps=1, run_dir=name, **how)
-
-trained, other = made("trained", steps=9), made("other")
+trained, other = made("trained", steps=9), made("other", eval_steps=1)
 for number, _ in enumerate(trained, 1):
     trained.step()
     if number == 3:
@@ -264,14 +236,11 @@ def stop(*_):
     if not sent:
         sent.append(os.kill(os.getpid(), signal.SIGTERM))
 
-def made(name, steps):
-    return ax.Trainer(mlp(), vector_data(), global_batch_size=12, steps=steps, run_dir=name)
-
-trained = made("trained", 9)
+trained = made("trained", steps=9)
 trained.step()
 try:
     steps = 9 if sys.argv[1] == "stopped" else 1
-    made("other", steps).train(None if sys.argv[1] == "after" else stop)
+    made("other", steps=steps).train(None if sys.argv[1] == "after" else stop)
 except ax.StoppedError as reason:
     print(reason)
 if sys.argv[1] == "after":
@@ -290,16 +259,12 @@ def test_a_signal_in_the_last_step_of_a_run_stops_the_next_one_alone(tmp_path: P
 def stop(*_):
     os.kill(os.getpid(), signal.SIGTERM)
 
-def trained(name, on_step=None):
-    given = mlp(), vector_data()
-    ax.Trainer(*given, global_batch_size=12, steps=1, run_dir=name).train(on_step)
-
-trained("first", stop)
+made("first", steps=1).train(stop)
 try:
-    trained("second")
+    made("second", steps=1).train()
 except ax.StoppedError as reason:
     print(reason)
-trained("third", stop)
+made("third", steps=1).train(stop)
 """
     done = ended(tmp_path, program)
 
@@ -438,9 +403,7 @@ def test_a_program_may_end_mpi_by_itself_after_its_runs(
 ) -> None:
     program = """
 from mpi4py import MPI
-trainer = ax.Trainer(
-    mlp(), vector_data(), steps=2, eval_steps=0, global_batch_size=12, g_inter=2, run_dir="run"
-)
+trainer = made(steps=2, g_inter=2)
 for step in trainer:
     trainer.step()
     if step == int(sys.argv[1]):
@@ -454,11 +417,7 @@ MPI.Finalize()
     assert done.returncode == code, done
     assert len(done.errors) == (2 if code else 0)
     assert all("MPI.Finalize() was called in the middle" in line for line in done.errors)
-    assert (
-        ax.load(tmp_path / "run")
-        if code == 0
-        else not (tmp_path / "run/checkpoints/step-1").exists()
-    )
+    assert [one.name for one in tmp_path.glob("run/checkpoints/*")] == ["step-2"] * (not code)
 
 
 def test_an_error_in_a_notebook_is_one_line_and_nothing_ends_the_process(tmp_path: Path) -> None:
