@@ -32,7 +32,6 @@ from axsparse.pruning.methods.pruner import MaskUpdate
 from axsparse.runtime.communication import Op, Transport
 from axsparse.runtime.errors import ConfigError, DataError, TrainingError, everywhere, printable
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR
-from axsparse.runtime.grid import Grid
 from axsparse.runtime.process import write_line
 from axsparse.samo.backend import to_host
 from axsparse.samo.fixed_point import UnitFit, Units
@@ -53,6 +52,8 @@ from axsparse.training.run_directory import RunDir
 PATIENCE = 10
 """Skipped steps in a row at the lowest loss scale, which bf16 and fp32 always have, after which the
 run ends."""
+LONGEST_REASON = 1000
+"""Letters of a reason that a checkpoint keeps."""
 
 
 @dataclass(eq=False)
@@ -80,7 +81,6 @@ class Step:
         than replica 0."""
         self._config, self._coords = self.plan.config, self.plan.coords
         self._states = [layer.state for layer in self.layers]
-        self.skips = SkippedSteps(self.plan, self.run_dir, self.progress)
         self._parameters = [
             (layer.spec.full_name(name), parameter, parameter.requires_grad)
             for layer in self.layers
@@ -117,13 +117,13 @@ class Step:
         self.check_layers()
         step = self.progress.step + 1
         verdict = self._gradients(self._next_batch(), notice)
-        reject_drifted_weights(verdict, step, self._coords.grid)
+        self._reject_drifted(step, verdict)
         if verdict.finite:
             self._clip_and_update(verdict)
         else:
             self.statistics.undo()
             self.restore_weights()
-        self.skips.rescale(step, verdict)
+        self._rescale(step, verdict)
         self.progress.end_step(is_skipped=not verdict.finite)
         return verdict
 
@@ -299,7 +299,7 @@ class Step:
                 verdict = self._gradients(batch, lambda: NOTHING)
             if verdict.finite:
                 return self.progress.loss_scale
-            self.skips.rescale(self.progress.step + 1, verdict)
+            self._rescale(self.progress.step + 1, verdict)
 
     def restore_weights(self) -> None:
         """Gather weights again whose memory gradients have taken that no update has used. All
@@ -321,6 +321,62 @@ class Step:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
+
+    # -- steps that update nothing --------------------------------------------------------
+
+    def _rescale(self, step: int, verdict: StepResult) -> None:
+        """Let the loss scale follow the verdict of step number `step`.
+
+        TrainingError on all ranks once the smallest scale has failed too often.
+        """
+        progress = self.progress
+        progress.rescale(
+            self._config, finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss)
+        )
+        if progress.skipped_at_floor == 0:
+            progress.first_bad = None
+        elif progress.first_bad is None:
+            progress.first_bad = FirstBad(step=step, what=self.culprit(verdict))
+        if progress.skipped_at_floor < PATIENCE:
+            return
+        first, run = progress.first_bad, self.run_dir
+        assert first is not None, "steps were skipped"
+        way = "lower optimizer.learning_rate, or look at the data"
+        # A later checkpoint may hold ruined weights, from which a run would end again at once.
+        steps = [] if run is None else saved_steps(run.folder / CHECKPOINTS)
+        before = next((step for step in steps if step < progress.last_good), None)
+        if run is not None and before is not None:
+            way += (
+                f"; weights were good up to step {before}: go on from there by --resume "
+                f"{run.path}/{CHECKPOINTS}/step-{before} (in Python resume=) in {ANOTHER_RUN_DIR}"
+            )
+        raise everywhere(
+            TrainingError(
+                f"step {first.step}: {first.what}, and no step could update for {PATIENCE} in a "
+                f"row, up to step {step}; {way}"
+            )
+        )
+
+    def culprit(self, verdict: StepResult) -> str:
+        """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.
+
+        A loss that is not finite spoils all gradients, so gradients are named only where every
+        loss is finite. Where the gradients of each replica are finite by themselves, their sum
+        is too large for its type, and the stage is named instead of a rank.
+        """
+        grid = self._coords.grid
+        if verdict.bad_loss is not None:
+            rank = grid.rank(grid.g_inter - 1, verdict.bad_loss)
+            return f"{grid.coords(rank)}: the loss is not finite"
+        assert verdict.culprit is not None, "a loss or a gradient is not finite"
+        stage = self.plan.stage_of(verdict.culprit)
+        shard = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
+        column = grid.dp_group(stage, shard)
+        # A single replica sums nothing, so that its gradients are looked at only once.
+        bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
+        where = str(grid.coords(bad[0])) if bad else f"stage {stage}, summed"
+        text = f"{where}: the gradient of {verdict.culprit} is not finite"
+        return printable(text)[:LONGEST_REASON]
 
     # -- details --------------------------------------------------------------------------
 
@@ -366,6 +422,19 @@ class Step:
             if other != first:
                 raise TrainingError(text.format(replica=replica, stage=self._coords.stage))
 
+    def _reject_drifted(self, step: int, verdict: StepResult) -> None:
+        """TrainingError on all ranks if a replica has come to other weights than replica 0."""
+        if verdict.drifted is not None:
+            coords = self._coords.grid.coords(verdict.drifted)
+            raise everywhere(
+                TrainingError(
+                    f"step {step}: weights: replica {coords.replica} has come to others than "
+                    f"replica 0 on stage {coords.stage}; look for code that writes to weights "
+                    "beside the optimizer (through .data in a forward, say), or for bad memory of "
+                    "a host; resume from a checkpoint before that"
+                )
+            )
+
 
 UNEQUAL_WEIGHTS = (
     "weights: replica {replica} starts at others than replica 0 on stage {stage}; draw them from "
@@ -376,87 +445,3 @@ UNEQUAL_MASKS = (
     "masks: replica {replica} keeps other entries than replica 0 on stage {stage}; masks must "
     "depend on seed, names and weights only"
 )
-
-
-def reject_drifted_weights(verdict: StepResult, step: int, grid: Grid) -> None:
-    """TrainingError on all ranks if a replica has come to other weights than replica 0."""
-    if verdict.drifted is not None:
-        coords = grid.coords(verdict.drifted)
-        raise everywhere(
-            TrainingError(
-                f"step {step}: weights: replica {coords.replica} has come to others than replica 0 "
-                f"on stage {coords.stage}; look for code that writes to weights beside the "
-                "optimizer (through .data in a forward, say), or for bad memory of a host; resume "
-                "from a checkpoint before that"
-            )
-        )
-
-
-# -- steps that update nothing ------------------------------------------------------------
-
-
-LONGEST_REASON = 1000
-"""Letters of a reason that a checkpoint keeps."""
-
-
-@dataclass
-class SkippedSteps:
-    """Says why steps were skipped, and gives up once there are too many in a row."""
-
-    plan: RunPlan
-    run_dir: RunDir | None
-    progress: Progress
-
-    def rescale(self, step: int, verdict: StepResult) -> None:
-        """Let the loss scale follow the verdict of step number `step`.
-
-        TrainingError on all ranks once the smallest scale has failed too often.
-        """
-        progress = self.progress
-        progress.rescale(
-            self.plan.config, finite=verdict.finite, loss_is_finite=math.isfinite(verdict.loss)
-        )
-        if progress.skipped_at_floor == 0:
-            progress.first_bad = None
-        elif progress.first_bad is None:
-            progress.first_bad = FirstBad(step=step, what=self.culprit(verdict))
-        if progress.skipped_at_floor < PATIENCE:
-            return
-        first, run = progress.first_bad, self.run_dir
-        assert first is not None, "steps were skipped"
-        way = "lower optimizer.learning_rate, or look at the data"
-        # A later checkpoint may hold ruined weights, from which a run would end again at once.
-        steps = [] if run is None else saved_steps(run.folder / CHECKPOINTS)
-        before = next((step for step in steps if step < progress.last_good), None)
-        if run is not None and before is not None:
-            way += (
-                f"; weights were good up to step {before}: go on from there by --resume "
-                f"{run.path}/{CHECKPOINTS}/step-{before} (in Python resume=) in {ANOTHER_RUN_DIR}"
-            )
-        raise everywhere(
-            TrainingError(
-                f"step {first.step}: {first.what}, and no step could update for {PATIENCE} in a "
-                f"row, up to step {step}; {way}"
-            )
-        )
-
-    def culprit(self, verdict: StepResult) -> str:
-        """The rank, stage and replica whose loss or gradient is not finite, and which tensor's.
-
-        A loss that is not finite spoils all gradients, so gradients are named only where every
-        loss is finite. Where the gradients of each replica are finite by themselves, their sum
-        is too large for its type, and the stage is named instead of a rank.
-        """
-        grid = self.plan.coords.grid
-        if verdict.bad_loss is not None:
-            rank = grid.rank(grid.g_inter - 1, verdict.bad_loss)
-            return f"{grid.coords(rank)}: the loss is not finite"
-        assert verdict.culprit is not None, "a loss or a gradient is not finite"
-        stage = self.plan.stage_of(verdict.culprit)
-        shard = int(verdict.culprit.rpartition("#")[2]) if "#" in verdict.culprit else 0
-        column = grid.dp_group(stage, shard)
-        # A single replica sums nothing, so that its gradients are looked at only once.
-        bad = [rank for rank in column if rank in verdict.bad_ranks or len(column) == 1]
-        where = str(grid.coords(bad[0])) if bad else f"stage {stage}, summed"
-        text = f"{where}: the gradient of {verdict.culprit} is not finite"
-        return printable(text)[:LONGEST_REASON]

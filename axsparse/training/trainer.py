@@ -981,7 +981,7 @@ class Trainer:
             grad_norm=verdict.grad_norm,
             loss_scale=scale,
             weights_digest=verdict.digest,
-            skip_reason=None if verdict.finite else self._step.skips.culprit(verdict),
+            skip_reason=None if verdict.finite else self._step.culprit(verdict),
             skipped_steps=self.progress.not_finite,
         )
         maxima = {

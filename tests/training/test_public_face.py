@@ -105,7 +105,7 @@ made(steps=5).train()
 second = made(steps=2, overwrite=True)
 os.chdir("other")
 second.train()
-assert second._step.skips.run_dir.folder == second.run_dir and second.run_dir.is_dir()
+assert second._step.run_dir.folder == second.run_dir and second.run_dir.is_dir()
 for step in made("third", steps=3):
     os.chdir("..")
     raise ValueError("a mistake of the user's")
