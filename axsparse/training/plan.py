@@ -87,8 +87,6 @@ HOLES = 0.3
 """The part of a process's memory that may be freed blocks, which glibc keeps."""
 START = "start values"
 """The name of the fact that differs where ranks have drawn different start values."""
-SUGGESTIONS = {START: "call torch.manual_seed before you make the modules"}
-"""Suggestions for differences in a fact that starting all ranks alike does not resolve."""
 
 
 @dataclass(frozen=True)
@@ -591,8 +589,10 @@ def reject_mismatching_rank(transport: Transport, facts: Mapping[str, str]) -> N
     odd = mismatching_rank(transport, facts)
     if odd is not None:
         fact, text = odd
-        suggestion = "start all ranks with the same command, configuration and environment"
-        raise ConfigError(f"{text}; {SUGGESTIONS.get(fact, suggestion)}")
+        way = "start all ranks with the same command, configuration and environment"
+        if fact == START:
+            way = "call torch.manual_seed before you make the modules"
+        raise ConfigError(f"{text}; {way}")
 
 
 def mismatching_rank(

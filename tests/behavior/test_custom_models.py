@@ -245,13 +245,10 @@ def hidden(m: Any, x: Tensor) -> Any:
     return m.linear(x)
 
 
-def with_middle(middle: Callable[..., Any] = lambda m, x: m.linear(x)) -> Model:
-    ends = [partial(nn.Linear, WIDTH, outputs) for outputs in (WIDTH, 5)]
-    layers = [
-        Layer("in", ends[0], init=random_init),
-        Layer("middle", partial(Doing, middle), init=random_init),
-        Layer("out", ends[1], init=random_init),
-    ]
+def drifting() -> Model:
+    parts: list[Callable[[], nn.Module]] = [partial(nn.Linear, WIDTH, each) for each in (WIDTH, 5)]
+    parts.insert(1, partial(Doing, hidden))
+    layers = [Layer(f"part{n}", part, init=random_init) for n, part in enumerate(parts)]
     return Model(layers, summed_loss)
 
 
@@ -268,18 +265,16 @@ def test_replicas_that_drift_apart_are_found_out(
         "look for code that writes to weights beside the optimizer (through .data in a forward, "
         "say), or for bad memory of a host; resume from a checkpoint before that"
     )
+    config = comparing(compare_replicas_every=every)
     with pytest.raises(TrainingError, match=f"^{re.escape(told)}$") as caught:
-        train_in_process(
-            g_inter, 2, with_middle(hidden), comparing(compare_replicas_every=every), vector_data()
-        )
+        train_in_process(g_inter, 2, drifting(), config, vector_data())
     assert caught.value.on_all_ranks
 
 
 @pytest.mark.parametrize("every", [0, 5])
 def test_replicas_are_compared_when_it_is_asked_for(every: int) -> None:
-    [*_, (_, trace)] = train_in_process(
-        1, 2, with_middle(hidden), comparing(compare_replicas_every=every), vector_data()
-    )
+    config = comparing(compare_replicas_every=every)
+    [*_, (_, trace)] = train_in_process(1, 2, drifting(), config, vector_data())
 
     assert len(trace.losses) == 4
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.images import assert_equal_tensors
 from support.resuming import ran
 from support.runs import (
     FEW_MICROBATCHES,
@@ -105,11 +106,7 @@ def test_a_trainer_has_what_its_checkpoint_has(
     ran(layout, config, tmp_path / "run", look=taken.look)
 
     state, model = taken.on_first_rank()
-    saved = ax.load(tmp_path / "run")
-    assert state.keys() == saved.keys()
-    for name, value in saved.items():
-        assert value.dtype == state[name].dtype, name
-        assert torch.equal(value, state[name]), name
+    assert_equal_tensors(state, ax.load(tmp_path / "run"))
     head, embedding = model.get_parameter("head.weight"), model.get_parameter("embed.token.weight")
     assert head is embedding  # one weight with two uses stays one
     with torch.no_grad():
@@ -157,7 +154,7 @@ def test_the_plain_module_has_the_loss_that_was_reported(
     again = ax.start_from(ax.from_sequential(modules(), summed_loss), opened).start
     assert again is not None
     assert torch.equal(opened.read("2.second.weight"), state["2.first.weight"])
-    assert all(torch.equal(saved[name], value) for name, value in state.items())
+    assert_equal_tensors(saved, state)
     reported = taken.trainers[0].last_evaluation
     (inputs,), targets = validation.read(np.arange(30))
     with torch.no_grad():

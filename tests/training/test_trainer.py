@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.images import assert_equal_tensors
 from support.local_world import WorldLink
 from support.resuming import ran
 from support.runs import (
@@ -284,7 +285,7 @@ def test_a_closed_trainer_trains_no_more_and_still_has_its_model(
         after, model = trainer.state_dict(), trainer.model()
         assert (state is None) == (after is None) == (model is None) == (transport.rank > 0)
         if state is not None and after is not None:
-            assert all(torch.equal(after[name], one) for name, one in state.items())
+            assert_equal_tensors(after, state)
         trainer.close()
 
     on_ranks(ranks, closed)
@@ -407,7 +408,7 @@ def test_the_best_is_found_without_other_checkpoints_and_has_the_weights_of_then
     assert saved_steps(tmp_path / "a" / "checkpoints") == [5, 2]
     best, newest = ax.load(tmp_path / "c", step="best"), ax.load(tmp_path / "c")
     second = ax.load(tmp_path / "c", step=2)
-    assert all(torch.equal(best[name], second[name]) for name in best)
+    assert_equal_tensors(best, second)
     assert not all(torch.equal(best[name], newest[name]) for name in best)
 
 
