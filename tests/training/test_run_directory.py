@@ -874,19 +874,9 @@ def test_a_run_or_its_newest_checkpoint_may_be_named(
 # -- records --------------------------------------------------------------------------------
 
 
-def progress(**changes: Any) -> Progress:
-    values = {
-        **{"step": 4, "updates": 4, "schedule_start": 0, "masks_changed": None},
-        **{"evaluated": True, "masked": True, "loss_scale": 1.0, "good_steps": 4},
-        "skipped_at_floor": 0,
-    }
-    return Progress.model_validate({**values, **changes})
-
-
+DONE = {"step": 4, "evaluated": True, "masked": True}
 RECORDS = [
-    *({"step": step, "loss": 1.0} for step in (3, 4, 5)),
-    *({"step": step, "eval_loss": 1.0} for step in (3, 4, 5)),
-    *({"step": step, "masks": "pruned"} for step in (3, 4, 5)),
+    {"step": step, kind: 1.0} for kind in ("loss", "eval_loss", "masks") for step in (3, 4, 5)
 ]
 
 
@@ -907,7 +897,8 @@ def test_records_after_the_checkpoint_are_taken_back_also_behind_a_link(
     own = '{"mine": 1}'
     path.write_text("\n".join([own, "torn {", "[]", *lines, '{"step": 1, "loss"']))
 
-    rewind_metrics(path, progress(**changes))
+    progress = Progress.at_start(Config()).model_copy(update={**DONE, **changes})
+    rewind_metrics(path, progress)
 
     first, *left = [json.loads(line) for line in log.read_text().splitlines()]
     assert first == json.loads(own)
