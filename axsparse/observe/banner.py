@@ -37,11 +37,8 @@ class ModelLayout:
 def banner(
     config: Config, model: ModelLayout, *, data: str, metrics: Path, planned: str = ""
 ) -> Iterator[str]:
-    """The lines in order.
-
-    `config` has every `auto` resolved. `data` describes the training data, `metrics` is the file
-    of the records. `planned` says what the planner predicts and why it chose this layout.
-    """
+    """The lines in order. `config` has every `auto` resolved; `planned` says what the planner
+    predicts and why it chose this layout."""
     profile, grid = model.profile, model.grid
     parameters = f"{format_count(profile.num_params)} parameters"
     ranks = f"{grid.size} rank" + "s" * (grid.size > 1)

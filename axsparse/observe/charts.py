@@ -82,7 +82,6 @@ PHONE = 44
 """Letters that fit next to each other on a telephone; a wider table says that it scrolls."""
 LONG = 32
 """A text of a cell with more letters than this is broken into lines of half as many."""
-COLOURS = list(PHASE_COLOURS.values())
 Point = tuple[float, float | None]
 """A step, and a value; None where there is none, which interrupts the curve."""
 WIDTH, HEIGHT = 400, 220
@@ -210,13 +209,9 @@ class Areas:
 
     def draw(self, axes: Axes) -> None:
         _number_steps(axes)
-        below = [0.0] * len(self.edges)
-        for name, values in self.parts.items():
-            above = [a + b for a, b in zip(below, [*values, values[-1]], strict=True)]
-            axes.fill_between(
-                self.edges, below, above, step="post", color=self.key[name], linewidth=0
-            )
-            below = above
+        heights = [[*values, values[-1]] for values in self.parts.values()]
+        colours = [self.key[name] for name in self.parts]
+        axes.stackplot(self.edges, heights, colors=colours, step="post", linewidth=0)
         axes.set_xlim(self.edges[0], self.edges[-1])
         axes.set_ylim(bottom=0)
 
@@ -271,8 +266,10 @@ class Timeline:
         return WIDE, ROW * self.stages + 30
 
     def draw(self, axes: Axes) -> None:
-        colours = [[int(c[at : at + 2], 16) / 255 for at in (1, 3, 5)] + [1.0] for c in COLOURS]
-        rows = numpy.asarray([*colours, [0.0] * 4])[self._phases()]
+        from matplotlib.colors import to_rgba
+
+        colours = [to_rgba(PHASE_COLOURS[phase]) for phase in PHASES]
+        rows = numpy.asarray([*colours, (0.0,) * 4])[self._phases()]
         # A bare line below each row keeps it apart from the next one.
         bars = numpy.repeat(rows, ROW, axis=0)
         bars[ROW - 1 :: ROW] = 0.0
@@ -374,10 +371,8 @@ def svg(chart: Chart) -> str:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most about `most` points: of each stretch of steps the lowest and the highest.
-
-    So no peak is lost. The first and the last point stay, and one gap of each stretch.
-    """
+    """At most about `most` points: of each stretch of steps the lowest and the highest. So no peak
+    is lost. The first and the last point stay, and one gap of each stretch."""
     if len(points) <= most:
         return list(points)
     size = -(-2 * len(points) // max(2, most - 2))
@@ -399,19 +394,16 @@ PAGE_MARK = '<meta name="generator" content="axsparse">'
 
 def page(title: str, lines: Iterable[str]) -> str:
     """The text of a page; `lines` are HTML."""
-    return "\n".join(
-        [
-            "<!DOCTYPE html>",
-            f'<html lang="en"><head><meta charset="utf-8">{PAGE_MARK}',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            f"<title>{escape(title)}</title>",
-            f"<style>{PAGE_STYLE}{PICTURE_STYLE}</style></head><body>",
-            f"<h1>{escape(title)}</h1>",
-            *lines,
-            "</body></html>",
-            "",
-        ]
-    )
+    body = "\n".join(lines)
+    return f"""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8">{PAGE_MARK}
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{PAGE_STYLE}{PICTURE_STYLE}</style></head><body>
+<h1>{escape(title)}</h1>
+{body}
+</body></html>
+"""
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:

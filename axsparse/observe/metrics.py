@@ -76,8 +76,6 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class EvalRecord:
-    """One evaluation."""
-
     step: int
     """Optimizer steps done before it."""
     eval_loss: float

@@ -18,11 +18,8 @@ def with_advice(
     where: Callable[[], str], state: Callable[[], StateBytes], predicted_bytes: float | None
 ) -> Iterator[None]:
     """Raise TrainingError in place of torch's own error if the memory of the GPU or, where the
-    system limits it, of the process runs out in the block.
-
-    The error concerns this rank alone. `where` says what the rank was doing, `state` gives its
-    bytes of model state.
-    """
+    system limits it, of the process runs out in the block. It concerns this rank alone; `where`
+    says what the rank was doing."""
     way = (
         "raise layout.g_inter, lower batch.microbatch_size, or set pipeline.checkpoint_activations"
     )

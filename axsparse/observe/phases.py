@@ -178,10 +178,8 @@ class DevicePhases(Phases):
         return step
 
     def start_spans(self) -> None:
-        """Keep the stretches of all steps that begin from now on.
-
-        The first call waits for the GPU, to relate its clock to the host's.
-        """
+        """Keep the stretches of all steps that begin from now on. The first call waits for the GPU,
+        to relate its clock to the host's."""
         self._traced = []
         if self._anchor is None:
             self._anchor = self._set_mark()
@@ -241,10 +239,8 @@ class _Stretch(NamedTuple):
 
 @dataclass(eq=False)
 class LateSeconds(Mapping[str, float]):
-    """Seconds of a step by phase; reading them waits until the GPU is through with the step.
-
-    They are the times between the marks of the step, which are read once.
-    """
+    """Seconds of a step by phase; reading them waits until the GPU is through with the step. They
+    are the times between the marks of the step, which are read once."""
 
     begin: Mark
     anchor: Mark | None

@@ -22,7 +22,7 @@ from axsparse.observe.metrics import (
 from axsparse.observe.phases import LateSeconds
 from axsparse.observe.watchdog.slow_ranks import SlowRanks
 from axsparse.runtime.communication import Backoff, Collective, Op, Work, wait
-from axsparse.runtime.console import Console, Unit, format_bytes, format_rate, format_seconds
+from axsparse.runtime.console import Console, Unit, format_bytes, format_count, format_seconds
 from axsparse.runtime.process import write_line
 
 DRAWN_SECONDS = 0.1
@@ -62,16 +62,13 @@ class RunFigures:
 
 
 def step_line(record: StepRecord, steps: int, eta: float | None, unit: Unit) -> str:
-    """One of the run's `steps` on one line.
-
-    `eta` is the time to the end of the run in seconds; None at the first step, which also
-    compiles and allocates, so that it says nothing about the others.
-    """
+    """One of the run's `steps` on one line. `eta` is in seconds; None at the first step, which also
+    compiles and allocates, so that it says nothing about the others."""
     later = "eta after the next steps: the first one also compiles"
     line = (
         f"step {record.step}/{steps}  loss {record.loss:.3f}  grad norm {record.grad_norm:.2f}  "
         f"bubble {100 * (record.bubble_seconds / record.step_seconds):.0f} %  "
-        f"{format_rate(record.tokens_per_second, unit)}  "
+        f"{format_count(record.tokens_per_second)} {unit}/s  "
         f"{later if eta is None else f'eta {format_seconds(eta)}'}"
     )
     return f"{line}  skipped {record.skipped_steps}" if record.skipped_steps else line
@@ -108,8 +105,7 @@ class Recorder:
     def step(
         self, figures: StepFigures, seconds: Mapping[str, float], maxima: Mapping[str, int]
     ) -> None:
-        """Record a step: `seconds` from `Phases.end_step`, and `maxima`, whose largest values over
-        ranks are recorded.
+        """Record a step: `seconds` from `Phases.end_step`, and the largest `maxima` of all ranks.
 
         The times of a GPU are combined with the next step, on all ranks alike. By then the GPU
         has passed its marks, so that no rank waits for them.
@@ -125,11 +121,8 @@ class Recorder:
     def evaluation(
         self, step: int, loss: float, metrics: Mapping[str, float], part: str = ""
     ) -> None:
-        """Record an evaluation after `step` steps: its loss, for tokens the perplexity, and the
-        fractions of targets that the model's metrics count.
-
-        `part` says how much of the validation data it was made on, if that was not all.
-        """
+        """Record an evaluation after `step` steps; `metrics` are fractions of targets. `part` says
+        how much of the validation data it was made on, if that was not all."""
         self.flush()
         shown = "".join(f"  {name} {100 * value:.2f} %" for name, value in metrics.items())
         if self.run.unit == "tokens":
@@ -255,7 +248,7 @@ class Recorder:
             eta = (time.perf_counter() - self._since) / done * (run.steps - record.step)
             left = f"eta {format_seconds(eta)}"
         if time.monotonic() - self._drawn_at >= DRAWN_SECONDS or record.step == run.steps:
-            rate = format_rate(record.tokens_per_second, run.unit)
+            rate = f"{format_count(record.tokens_per_second)} {run.unit}/s"
             text = f"{left}  {rate}  loss {record.loss:.3f}"
             console.progress(record.step, run.steps, text)
             self._drawn_at = time.monotonic()

@@ -82,11 +82,8 @@ def step_of(record: Record) -> float:
 
 
 def read_records(path: Path) -> RunRecords:
-    """The records of a metrics.jsonl.
-
-    Raises MissingInputError if it cannot be read or has no record yet, DataError if a line
-    other than the last is no record.
-    """
+    """The records of a metrics.jsonl. Raises MissingInputError if it cannot be read or has no
+    record yet, DataError if a line other than the last is no record."""
     with reading(f"{path}:", "name the directory of a run"):
         lines = path.read_bytes().split(b"\n")
     kinds: dict[str, list[Record]] = {kind: [] for kind in _KEYS}
@@ -129,7 +126,7 @@ _KEYS = {
 def _record(line: bytes) -> Record:
     """The record of a line; ValueError if it is none."""
     try:
-        fields = json.loads(line, parse_constant=lambda _: None)
+        fields = json.loads(line, parse_int=float, parse_constant=lambda _: None)
     except RecursionError:
         raise ValueError("too deep") from None
     if not isinstance(fields, dict):
@@ -141,13 +138,9 @@ def _record(line: bytes) -> Record:
 
 
 def _value(value: object) -> Value:
-    if value is None or isinstance(value, str):
-        return value
-    try:
-        number = float(value) if isinstance(value, (int, float)) else math.nan
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    if isinstance(value, bool | float):
+        return float(value) if math.isfinite(value) else None
+    return value if isinstance(value, str) else None
 
 
 MOST_RUNS = len(SERIES_COLOURS)
@@ -173,7 +166,7 @@ def _lines(runs: Sequence[RunView]) -> Iterator[str]:
         yield from _differences(runs)
     yield "<h2>Training</h2>"
     if several:
-        yield legend(_colours(runs))
+        yield legend(dict(zip((run.name for run in runs), SERIES_COLOURS, strict=False)))
     yield from _grid(training_charts(runs))
     longest = max(len(run.records.steps) for run in runs)
     if longest > _most(MOST_POINTS, runs):
@@ -216,10 +209,6 @@ def _most(of_one: int, runs: Sequence[RunView]) -> int:
     """How many points or stretches are drawn of each run, if `of_one` are drawn of a run that is
     alone."""
     return max(16, 2 * of_one // (1 + len(runs)))
-
-
-def _colours(runs: Sequence[RunView]) -> dict[str, str]:
-    return dict(zip((run.name for run in runs), SERIES_COLOURS, strict=False))
 
 
 # -- charts -------------------------------------------------------------------------------
@@ -315,14 +304,13 @@ def memory_charts(runs: Sequence[RunView]) -> Iterator[Lines]:
         scale, unit = next(u for u in units if max(known, default=0.0) >= u[0] or u[0] == 1)
         curves = _curves(runs, name, (1 / scale).__mul__)
         planned = []
-        for run in runs if name == "peak_memory_bytes" else ():
-            for record in run.records.plans[-1:]:
-                peak = number(record, "predicted_peak_memory_bytes")
+        for run, colour in zip(runs, SERIES_COLOURS, strict=False):
+            record = run.records.plans[-1] if run.records.plans else {}
+            peak = number(record, "predicted_peak_memory_bytes")
+            if peak is not None and name == "peak_memory_bytes":
                 ends = {step_of(r) for r in [*run.records.steps[:1], *run.records.steps[-1:]]}
-                if peak is not None:
-                    points = [(x, peak / scale) for x in sorted(ends)]
-                    colour = _colours(runs)[run.name]
-                    planned.append(Curve(f"{run.name} planned", points, colour, is_dashed=True))
+                points = [(x, peak / scale) for x in sorted(ends)]
+                planned.append(Curve(f"{run.name} planned", points, colour, is_dashed=True))
         dashed = "; dashed: planned" if planned else ""
         yield Lines(f"{title}, {unit}{dashed}", [*curves, *planned])
 
@@ -441,32 +429,23 @@ def _skipped(runs: Sequence[RunView]) -> Iterator[str]:
 def _masks(runs: Sequence[RunView]) -> Iterator[str]:
     """Changes of the masks, with the model state before and after each."""
     rows = [
-        [
-            run.name,
-            f"{step_of(record):g}",
-            str(record.get("masks") or ""),
-            _shown(record, "sparsity", lambda share: f"{100 * share:.2f} %") or "–",
-            f"{number(record, 'loss_before'):.4f} → {number(record, 'loss_after'):.4f}"
+        {
+            "run": run.name,
+            "after step": f"{step_of(record):g}",
+            "what happened": str(record.get("masks") or ""),
+            "sparsity": _shown(record, "sparsity", lambda share: f"{100 * share:.2f} %") or "–",
+            "loss": f"{number(record, 'loss_before'):.4f} → {number(record, 'loss_after'):.4f}"
             if number(record, "loss_after") is not None
             else "–",
-            _shown(record, "model_state_bytes_before", format_bytes) or "–",
-            _shown(record, "model_state_bytes", format_bytes) or "–",
-        ]
+            "state before": _shown(record, "model_state_bytes_before", format_bytes) or "–",
+            "state after": _shown(record, "model_state_bytes", format_bytes) or "–",
+        }
         for run in runs
         for record in run.records.masks[:: -(-len(run.records.masks) // MOST_ROWS) or 1]
     ]
     if rows:
         yield "<h2>Masks</h2>"
-        heads = [
-            "run",
-            "after step",
-            "what happened",
-            "sparsity",
-            "loss",
-            "state before",
-            "state after",
-        ]
-        yield from html_table(heads, rows)
+        yield from html_table([*rows[0]], ([*row.values()] for row in rows))
 
 
 def _rest(run: RunView, of_run: str) -> Iterator[str]:

@@ -26,8 +26,8 @@ from axsparse.runtime.exchange import gather_numbers, together
 from axsparse.runtime.grid import RankCoords
 
 TRACES = "trace"
-TRACE_FILE = re.compile(r"steps-\d+-(\d+)\.json")
 """The folder of the traces, in the run directory."""
+TRACE_FILE = re.compile(r"steps-\d+-(\d+)\.json")
 MICROSECONDS = 1e6
 BETWEEN = ",\n"
 
@@ -79,10 +79,8 @@ def _phase(name: str) -> str:
 
 
 def join(path: Path, parts: Sequence[Path], source: str) -> None:
-    """Join the ranks' parts to a trace, with one part in memory at a time, and remove them.
-
-    Raises OutputError if the trace cannot be written or a part cannot be read.
-    """
+    """Join the ranks' parts to a trace, with one part in memory at a time, and remove them. Raises
+    OutputError if the trace cannot be written or a part cannot be read."""
 
     def pieces() -> Iterator[str]:
         yield '{"traceEvents": [\n'
@@ -164,11 +162,8 @@ class TraceRecorder:
     )
 
     def begin(self, step: int) -> None:
-        """Called before a step.
-
-        The clocks of hosts differ. Before the first traced step the ranks run a collective
-        operation, which they leave at almost the same moment: there time begins.
-        """
+        """Begin a step. The clocks of hosts differ: time begins where the ranks leave a collective
+        operation before the first traced step, at almost the same moment."""
         if step not in self.steps:
             return
         if step == self.steps[0]:
@@ -177,11 +172,8 @@ class TraceRecorder:
         self.phases.start_spans()
 
     def end(self, step: int) -> None:
-        """Called after a step; the last traced step writes the file.
-
-        Raises OutputError on all ranks if one cannot write its part, and on rank 0 if it cannot
-        join the parts.
-        """
+        """End a step; the last traced one writes the file. Raises OutputError on all
+        ranks if one cannot write its part, and on rank 0 if it cannot join the parts."""
         if step not in self.steps:
             return
         # A GPU may still run this step; only the writing of all waits for it.

@@ -19,9 +19,7 @@ ALIGNMENT = 64
 
 def canonical(tensor: Tensor) -> Tensor:
     """The tensor, dense and in default order at an aligned address; itself if it is so already.
-
-    Differentiable; a copy is made only where memory differs. Sparse tensors stay as they are.
-    """
+    Differentiable; a copy is made only where memory differs. Sparse tensors stay as they are."""
     if tensor.layout != torch.strided:
         return tensor
     tensor = tensor.resolve_conj().resolve_neg()

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import EXIT_INTERNAL, ConfigError, one_line
+from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.runtime.mpi.mpi_transport import (
     MpiTransport,
     end_all_ranks,
@@ -46,10 +47,8 @@ def leave_before_start(message: str, code: int) -> NoReturn:
 
 
 def connect_alone() -> Transport:
-    """The transport of this process by itself, without MPI.
-
-    ConfigError if a launcher started several processes.
-    """
+    """The transport of this process by itself, without MPI. ConfigError if a launcher started
+    several processes."""
     from axsparse.runtime.gpu.rank_gpus import bind_early
 
     for name in (*SIZE_VARIABLES, SRUN_SIZE):
@@ -60,7 +59,7 @@ def connect_alone() -> Transport:
             )
     bind_early(os.environ)
     remove_leftovers()
-    return _alone()
+    return LocalTransport()
 
 
 def connect() -> Transport:
@@ -92,7 +91,7 @@ def connect() -> Transport:
                 f"({reason}); load the site's MPI module, or install axsparse[mpich]"
             ) from reason
         check_size(1)
-        return _alone()
+        return LocalTransport()
     finally:
         for name in own:  # it has been read
             os.environ.pop(name, None)
@@ -113,9 +112,3 @@ def mpi_has_ended() -> bool:
     """Whether the program has called `MPI.Finalize`, after which no rank reaches another one."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_finalized())
-
-
-def _alone() -> Transport:
-    from axsparse.runtime.local.local_transport import LocalTransport
-
-    return LocalTransport()

@@ -18,10 +18,8 @@ _CLEAR = "\x1b[K"
 
 @dataclass(eq=False)
 class Console:
-    """Prints lines on a stream and keeps a row with a progress bar below them, if asked to.
-
-    The cursor rests at the beginning of that row, so that what others print covers it.
-    """
+    """Prints lines on a stream and keeps a row with a progress bar below them, if asked to. The
+    cursor rests at the beginning of that row, so that what others print covers it."""
 
     stream: TextIO | None
     """None where the process has none, as a daemon; nothing is printed then."""
@@ -50,10 +48,8 @@ class Console:
             self._write(_CLEAR)
 
     def _write(self, text: str) -> None:
-        """Write and flush; after a failure do nothing, since metrics.jsonl has it all.
-
-        A stream that the program has closed is replaced by the present stdout, without a bar.
-        """
+        """Write and flush; after a failure do nothing, since metrics.jsonl has it all. A stream
+        that the program has closed is replaced by the present stdout, without a bar."""
         if self.stream is None:
             return
         try:
@@ -73,11 +69,8 @@ class Console:
 
 
 def make_console(stream: TextIO | None) -> Console:
-    """A console that keeps a bar if the stream is a terminal.
-
-    What a rank under mpirun writes passes through its launcher, so that no rank knows of a
-    terminal.
-    """
+    """A console that keeps a bar if the stream is a terminal. What a rank under mpirun writes
+    passes through its launcher, so that no rank knows of a terminal."""
     is_terminal = getattr(stream, "isatty", bool)()
     is_able = is_terminal and os.environ.get("TERM") not in ("dumb", "unknown")
     return Console(stream, bar=is_able and not started_by_launcher())
@@ -91,11 +84,6 @@ def format_bytes(n: float) -> str:
 def format_count(n: float) -> str:
     """A count with a suffix: 4_700_000 is "4.7M". B is 10⁹, as in the names of models."""
     return _scaled(n, ("", "k", "M", "B", "T"))
-
-
-def format_rate(rate: float, unit: Unit) -> str:
-    """A rate per second: 3_100 is "3.1k tokens/s"."""
-    return f"{format_count(rate)} {unit}/s"
 
 
 def format_seconds(s: float) -> str:

@@ -15,11 +15,11 @@ invariants are asserts, not members of this tree.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from errno import EACCES, EEXIST, EISDIR, ELOOP, ENOENT, ENOTDIR, EROFS
 from types import NoneType
 from typing import Any, SupportsFloat, SupportsInt, TypeVar
 
@@ -96,15 +96,7 @@ def everywhere(error: Error) -> Error:
     return error
 
 
-NO_LACK = (
-    errno.EEXIST,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.ENOENT,
-    errno.EACCES,
-    errno.EROFS,
-    errno.ELOOP,
-)
+NO_LACK = (EEXIST, ENOTDIR, EISDIR, ENOENT, EACCES, EROFS, ELOOP)
 """Errors of files that have nothing to do with the space on a disk."""
 _FREEING = re.compile(r"^free (the disk|space [a-z ]+),? or |, or free the disk$")
 
@@ -123,7 +115,7 @@ def _using(error: type[AxsparseError], what: str, suggestion: str) -> Iterator[N
         elif isinstance(reason, UnicodeEncodeError) or "embedded null" in str(reason):
             why = "its name has characters that no file name can have"
         elif str(reason).startswith("Symlink loop"):  # of Path.resolve, before Python 3.13
-            why, suggestion = os.strerror(errno.ELOOP), _FREEING.sub("", suggestion)
+            why, suggestion = os.strerror(ELOOP), _FREEING.sub("", suggestion)
         else:
             raise
         raise error(f"{what} ({why}); {suggestion}") from reason
@@ -171,10 +163,8 @@ def one_line(reason: BaseException) -> str:
 
 @contextmanager
 def note_errors(where: str, kind: type[Exception] = Exception) -> Iterator[None]:
-    """Add a note that says where to an exception of the code within, which stays of its class.
-
-    This is `BaseException.add_note`, which Python 3.10 lacks.
-    """
+    """Add a note that says where to an exception of the code within, which stays of its class. This
+    is `BaseException.add_note`, which Python 3.10 lacks."""
     try:
         yield
     except kind as error:

@@ -104,10 +104,8 @@ def value_of_first(transport: Transport, value: Any) -> Any:
 
 
 def gather_numbers(transport: Transport, values: Sequence[float]) -> list[list[float]]:
-    """The values of every rank, in rank order, on all ranks, without rounding.
-
-    All ranks call this together, each with as many values.
-    """
+    """The values of every rank, in rank order, on all ranks, without rounding. All ranks call this
+    together, each with as many values."""
     slots = torch.zeros(transport.size, len(values), dtype=torch.float64)
     slots[transport.rank] = torch.tensor(list(values), dtype=torch.float64)
     wait(transport.world.start(Op.ALL_REDUCE, slots.view(-1)), transport.backoff)
@@ -144,12 +142,9 @@ def sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
 
 
 def store_sum_in_rank_order(parts: Sequence[Tensor], into: Tensor) -> None:
-    """Write the sum of flat parts to `into`, which may be one of them.
-
-    Two are added by one operation of torch's, which rounds once. More are summed with temporaries
-    that stay in the processor's cache.
-    """
-    if len(parts) == 2:
+    """Write the sum of flat parts to `into`, which may be one of them, with temporaries that stay
+    in the processor's cache."""
+    if len(parts) == 2:  # one operation of torch's rounds once
         torch.add(*parts, out=into)
         return
     for start in range(0, into.numel(), PIECE):

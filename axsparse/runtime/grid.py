@@ -19,9 +19,6 @@ class Grid:
     g_data: int
     g_tensor: int = 1
 
-    def __post_init__(self) -> None:
-        assert min(self.g_inter, self.g_data, self.g_tensor) >= 1, "the configuration says so"
-
     @property
     def size(self) -> int:
         return self.g_inter * self.g_data * self.g_tensor
@@ -39,9 +36,8 @@ class Grid:
 
     def rank(self, stage: int, replica: int, tp_rank: int = 0) -> int:
         """The rank of a tensor-parallel rank of a stage of a replica."""
-        assert 0 <= stage < self.g_inter, f"stage {stage} outside {self.g_inter}"
-        assert 0 <= replica < self.g_data, f"replica {replica} outside {self.g_data}"
-        assert 0 <= tp_rank < self.g_tensor, f"rank {tp_rank} outside {self.g_tensor}"
+        is_there = 0 <= stage < self.g_inter and 0 <= replica < self.g_data
+        assert is_there and 0 <= tp_rank < self.g_tensor, f"outside {self}"
         return (replica * self.g_inter + stage) * self.g_tensor + tp_rank
 
     def dp_group(self, stage: int, tp_rank: int = 0) -> tuple[int, ...]:

@@ -40,10 +40,7 @@ finds nothing may have let MPI take in messages (docs/decisions/013), and schedu
 all arrivals."""
 END = -1
 """Replaces the microbatch number in the last header of a link, which closes the link."""
-_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 Header = NDArray[np.int64]
-Allocate = Callable[[Sequence[int], torch.dtype], Tensor]
-"""Makes a tensor of a shape and type, with undefined contents."""
 
 
 class HostChannel(Protocol):
@@ -161,18 +158,19 @@ class ChannelLink:
             for source, target in neighbours(coords, direction):
                 here = self._outgoing if source == coords.rank else self._incoming
                 here[direction] = ends(direction, source, target)
-        self._sending: dict[Direction, deque[_OutgoingMessage]]
-        self._sending = {direction: deque() for direction in self._outgoing}
-        self._receiving: dict[Direction, deque[tuple[Message, Event]]]
-        self._receiving = {direction: deque() for direction in self._incoming}
+        self._sending = {direction: deque[_OutgoingMessage]() for direction in self._outgoing}
+        self._receiving = {
+            direction: deque[tuple[Message, Event]]() for direction in self._incoming
+        }
         self._ended: set[Direction] = set()
 
     def send(self, message: Message) -> None:
         assert message.direction in self._outgoing, "no such neighbour"
-        message = dense(message)
+        tensors = tuple(None if t is None else t.detach().contiguous() for t in message.tensors)
+        message = replace(message, tensors=tensors)
         header = encode_header(message)
         self.bytes_sent += sum(tensor.nbytes for tensor in contents(message))
-        # The event comes after `dense`, which may enqueue a copy.
+        # The event comes after `contiguous`, which may enqueue a copy.
         outgoing = _OutgoingMessage(message, header, self._ready())
         self._sending[message.direction].append(outgoing)
         self.push()
@@ -243,7 +241,7 @@ class ChannelLink:
                 if header[0] == END:
                     self._ended.add(direction)
                     continue
-                message = decode_header(header, direction, way.empty)
+                message = decode_header(header, direction, way)
                 receiving.append((message, way.receive(contents(message))))
             way.advance()
             while receiving and receiving[0][1].query():
@@ -260,17 +258,17 @@ def encode_header(message: Message) -> Header:
         if tensor is None:
             words += [-1, 0, 0]
             continue
-        if tensor.dtype not in _NUMBERS:
+        if tensor.dtype not in DTYPES:
             raise ValueError(
                 f"a stage sends a tensor of {tensor.dtype}; messages carry "
                 + ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             )
-        words += [_NUMBERS[tensor.dtype], int(requires_grad), tensor.dim(), *tensor.shape]
+        words += [DTYPES.index(tensor.dtype), int(requires_grad), tensor.dim(), *tensor.shape]
     return np.array(words, dtype=np.int64)
 
 
-def decode_header(words: Header, direction: Direction, allocate: Allocate) -> Message:
-    """The message that a header describes, with tensors from `allocate` to receive into."""
+def decode_header(words: Header, direction: Direction, way: Way) -> Message:
+    """The message that a header describes, with tensors of the way's to receive into."""
     microbatch, count = words[:2].tolist()
     tensors: list[Tensor | None] = []
     requires_grad = []
@@ -280,17 +278,9 @@ def decode_header(words: Header, direction: Direction, allocate: Allocate) -> Me
         at += 3
         shape = words[at : at + dims].tolist()
         at += dims
-        tensors.append(None if number < 0 else allocate(shape, DTYPES[number]))
+        tensors.append(None if number < 0 else way.empty(shape, DTYPES[number]))
         requires_grad.append(bool(needs_gradient))
     return Message(direction, microbatch, tuple(tensors), tuple(requires_grad))
-
-
-def dense(message: Message) -> Message:
-    """The message as it travels: cut off from the autograd graph, every tensor contiguous."""
-    tensors = tuple(
-        None if tensor is None else tensor.detach().contiguous() for tensor in message.tensors
-    )
-    return replace(message, tensors=tensors)
 
 
 def contents(message: Message) -> list[Tensor]:

@@ -78,10 +78,8 @@ class Run(Protocol):
 
 
 class Job:
-    """The state of the job that one rank knows, filled in as the run proceeds.
-
-    If the rank fails, its error message is made from this.
-    """
+    """The state of the job that one rank knows, filled in as the run proceeds. If the rank fails,
+    its error message is made from this."""
 
     def __init__(self, transport: Transport, stop: StopRequest | None = None) -> None:
         """`transport` connects the hosts of the ranks."""
@@ -218,9 +216,7 @@ def _interrupt_again(own: Callable[..., object], hook: sys.UnraisableHookArgs) -
     if not isinstance(hook.exc_value, KeyboardInterrupt):
         own(hook)
         return
-    main = threading.main_thread().ident
-    assert main is not None, "it runs"
-    timer = threading.Timer(INTERRUPT_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
+    timer = threading.Timer(INTERRUPT_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
     timer.daemon = True
     timer.start()
 

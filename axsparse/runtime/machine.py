@@ -114,10 +114,8 @@ def own_share(cgroup: Path = CGROUP, own: Path = OWN) -> CoreShare:
 
 
 def share_cores(ranks: Sequence[CoreShare]) -> bool:
-    """Whether these ranks of one machine are more than the cores that they may use together.
-
-    A rank counts for one core, so that settings of threads do not matter.
-    """
+    """Whether these ranks of one machine are more than the cores that they may use together. A rank
+    counts for one core, so that settings of threads do not matter."""
     cores = frozenset[int]().union(*(rank.cores for rank in ranks))
     quotas = [rank.quota for rank in ranks if rank.quota is not None]
     return len(ranks) > min([len(cores), *quotas])

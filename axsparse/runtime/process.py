@@ -78,10 +78,8 @@ def speaks() -> bool:
 
 
 def limit_threads(environ: MutableMapping[str, str]) -> None:
-    """Set OMP_NUM_THREADS to 1 where it is not set and several ranks share this host.
-
-    Each rank would have a thread for each core. OpenMP reads it when torch is loaded.
-    """
+    """Set OMP_NUM_THREADS to 1 where it is not set and several ranks share this host. Each rank
+    would have a thread for each core. OpenMP reads it when torch is loaded."""
     sizes = [re.match(r"\d+", environ.get(name, "")) for name in LOCAL_SIZES]
     if "OMP_NUM_THREADS" not in environ and any(size and int(size[0]) > 1 for size in sizes):
         environ["OMP_NUM_THREADS"] = "1"

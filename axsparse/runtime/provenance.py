@@ -29,11 +29,8 @@ def versions() -> dict[str, str]:
 
 @cache
 def checkout_commit() -> str | None:
-    """The commit of the checkout that axsparse runs from, with "-dirty" if files differ from it.
-
-    Git is asked once in a process, since it takes 40 ms. None if the package is installed, or git
-    fails.
-    """
+    """The commit of the checkout that axsparse runs from, with "-dirty" if files differ from it;
+    None if the package is installed, or git, which takes 40 ms, fails."""
     if not (CHECKOUT / ".git").exists():
         return None
     try:

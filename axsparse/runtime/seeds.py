@@ -6,7 +6,6 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,13 @@ from torch import Tensor
 
 _NUMPY: Any = np.random
 """numpy's module, whose type stubs lack some of its functions."""
+_SEEDED = np.random.MT19937()
+"""The generator of code that seeds it before it draws."""
 
 
 def keyed_seed(*key: int | str) -> int:
-    """A 63-bit seed for a key such as (seed, "block3.fc1.weight", "init").
-
-    Equal keys give equal seeds on every rank, platform and run.
-    """
+    """A 63-bit seed for a key such as (seed, "block3.fc1.weight", "init"). Equal keys give equal
+    seeds on every rank, platform and run."""
     text = "\x1f".join(f"{type(part).__name__}:{part}" for part in key)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -31,12 +30,14 @@ def keyed_generator(*key: int | str) -> torch.Generator:
 
 
 def seed_all(*key: int | str) -> None:
-    """Start the global generators of torch, Python and numpy from the seed of a key.
-
-    Only within `preserved_rng`, where numpy's is one that takes seeds.
-    """
+    """Start the global generators of torch (as in `preserved_rng`), Python and numpy from the seed
+    of a key; only within `preserved_rng`, where numpy's is one that takes seeds."""
     seed = keyed_seed(*key)
-    _seed_torch(seed)
+    # `torch.manual_seed` would also keep the stack of its caller for each kind of device that might
+    # still come, which takes 0.1 to 1 ms for each layer of each microbatch.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)
 
@@ -49,15 +50,6 @@ def seed_main() -> None:
         np.random.seed(0)
 
 
-def _seed_torch(seed: int) -> None:
-    """Seed the generators of the CPU and, once CUDA is in use, of the current GPU.
-    `torch.manual_seed` would also keep the stack of its caller for each kind of device that might
-    still come, which takes 0.1 to 1 ms for each layer of each microbatch."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
-
-
 @contextmanager
 def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
     """Let the code within draw from the global generators of torch, Python and numpy, and restore
@@ -67,7 +59,7 @@ def preserved_rng(*, is_seeded: bool = False) -> Iterator[None]:
     `seed_all` before it draws, so that numpy's state is not restored: its copy takes ten times as
     long as all the rest. The code does not wait for other ranks.
     """
-    meanwhile = _spare() if is_seeded else np.random.MT19937()
+    meanwhile = _SEEDED if is_seeded else np.random.MT19937()
     of_torch, of_python = _torch_state(), random.getstate()
     of_numpy = _NUMPY.get_bit_generator()
     if not is_seeded and isinstance(of_numpy, np.random.MT19937):
@@ -89,11 +81,6 @@ def rng_state() -> tuple[object, ...]:
     of_torch = (state.numpy().tobytes() for state in _torch_state())
     words, place = _NUMPY.get_state()[1:3]
     return *of_torch, random.getstate(), words.tobytes(), place
-
-
-@cache
-def _spare() -> np.random.MT19937:
-    return np.random.MT19937()
 
 
 def _torch_state() -> tuple[Tensor, ...]:

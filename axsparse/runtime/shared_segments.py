@@ -22,10 +22,8 @@ STARTING_SECONDS = 300.0
 
 
 def leftovers(shared: Path, processes: Path) -> list[str]:
-    """Names of shared-memory files of this user that no process maps or has open.
-
-    Files of other users do not count, since their processes cannot be looked into.
-    """
+    """Names of shared-memory files of this user that no process maps or has open. Files of other
+    users do not count, since their processes cannot be looked into."""
     names = set[str]()
     with contextlib.suppress(OSError):
         for path in shared.iterdir():
@@ -58,10 +56,8 @@ def remove_leftovers(shared: Path = SHARED, processes: Path = PROCESSES) -> None
 
 
 def remove_own(shared: Path = SHARED, processes: Path = PROCESSES) -> None:
-    """Remove the names of the segments that this process maps, before it ends a job for good.
-
-    Other ranks of the job keep their segments until they end.
-    """
+    """Remove the names of the segments that this process maps, before it ends a job for good. Other
+    ranks of the job keep their segments until they end."""
     with contextlib.suppress(OSError):
         for line in (processes / "self" / "maps").read_text(errors="replace").splitlines():
             path = Path(line.split(maxsplit=5)[-1])

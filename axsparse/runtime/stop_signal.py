@@ -74,11 +74,8 @@ class StopRequest:
         return self.reason is not None
 
     def listen(self) -> None:
-        """Take the signals from now on, but those for which the program has a handler of its own;
-        in another thread than the main one, do nothing.
-
-        A second call takes again what `rest` has given back.
-        """
+        """Take the signals from now on, but those for which the program has a handler of its own,
+        and again those that `rest` has given back; in another thread than the main one, nothing."""
         if threading.current_thread() is not threading.main_thread():
             return
         self._rests = False

@@ -96,21 +96,18 @@ def test_records_go_on_where_theirs_were_moved_removed_or_emptied(
     assert capsys.readouterr().err.count(f"warning: {path}: was moved, removed or emptied") == 1
 
 
-@pytest.mark.parametrize("is_a_runs", [False, True])
-def test_records_go_into_no_directory_that_took_the_place_of_the_runs(
-    is_a_runs: bool, tmp_path: Path
-) -> None:
-    """Nor into another run's."""
+def test_records_go_into_no_directory_that_took_the_place_of_the_runs(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     path.parent.mkdir()
     RunMark.of(path.parent)
     with closing(MetricsFile(path)) as metrics:
         path.parent.rename(tmp_path / "moved")
         path.parent.mkdir()
-        if is_a_runs:
-            RunMark.of(path.parent)
-        with pytest.raises(OutputError, match="run is not the directory of this run any more"):
-            metrics.write(STEP_RECORD)
+        for has_mark in (False, True):
+            if has_mark:
+                RunMark.of(path.parent)  # of another run
+            with pytest.raises(OutputError, match="run is not the directory of this run any more"):
+                metrics.write(STEP_RECORD)
 
     assert not path.exists()
 

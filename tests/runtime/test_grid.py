@@ -28,13 +28,3 @@ def test_neighbouring_stages_have_neighbouring_ranks() -> None:
         "rank 2 (stage 0, replica 1)",
         "rank 3 (stage 1, replica 1)",
     ]
-
-
-def test_the_ends_of_the_pipeline_know_themselves() -> None:
-    assert [Grid(3, 1).coords(rank).is_first for rank in range(3)] == [True, False, False]
-    assert [Grid(3, 1).coords(rank).is_last for rank in range(3)] == [False, False, True]
-
-
-def test_a_grid_is_said_in_words() -> None:
-    assert str(Grid(1, 1)) == "1 stage × 1 replica"
-    assert str(Grid(2, 3)) == "2 stages × 3 replicas"

@@ -64,10 +64,8 @@ class HeartbeatFolder:
         self._own = self._path(rank)
 
     def reserve(self) -> None:
-        """Take the space, so that heartbeats can be written even if the disk is full later.
-
-        The folder exists. OSError if this rank cannot write there.
-        """
+        """Take the space, so that heartbeats can be written even if the disk is full later. The
+        folder exists. OSError if this rank cannot write there."""
         self._own.write_bytes(b" " * RECORD_BYTES)
 
     def clear(self) -> None:
@@ -78,15 +76,12 @@ class HeartbeatFolder:
             path.unlink()
 
     def write(self, heartbeat: Heartbeat, stacks: str = "") -> None:
-        """Write this rank's heartbeat, and its stacks for a report if it makes no progress.
-
-        Makes the folder if another rank has just removed it as the last one. Raises OSError, on a
-        full disk once the heartbeat is written.
-        """
+        """Write this rank's heartbeat, and its stacks for a report if it makes no progress. Raises
+        OSError, on a full disk once the heartbeat is written."""
         record = json.dumps(asdict(heartbeat)).encode().ljust(RECORD_BYTES - 1) + b"\n"
         text = stacks.encode(errors="replace")
         # A network file system shows other hosts what was written once the file is closed.
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # another rank may just have removed it as the last one
         number = os.open(self._own, os.O_WRONLY | os.O_CREAT, 0o644)
         try:
             os.pwrite(number, record, 0)

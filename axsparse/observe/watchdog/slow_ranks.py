@@ -22,10 +22,8 @@ class SlowRanks:
     def __init__(
         self, grid: Grid, work: Sequence[float], hosts: Sequence[str], *, ratio: float, steps: int
     ) -> None:
-        """`work` has the work of each stage in any unit, `hosts` the hosts of all ranks.
-
-        A rank is slow if it takes `ratio` times as long as others, over `steps` steps together.
-        """
+        """`work` has the work of each stage in any unit, `hosts` the hosts of all ranks. A rank is
+        slow if it takes `ratio` times as long as others, over `steps` steps together."""
         self._places = [grid.coords(rank) for rank in range(grid.size)]
         self._has_peers = grid.g_data > 1
         self._work = [work[coords.stage] for coords in self._places]

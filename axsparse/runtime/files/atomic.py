@@ -29,7 +29,8 @@ def new_path(path: Path) -> Iterator[Path]:
         if unfinished.is_dir():
             _replace_folder(unfinished, path)
         else:
-            _sync(unfinished, os.O_RDONLY)
+            with unfinished.open("rb") as file:
+                os.fsync(file.fileno())
             unfinished.replace(path)
         sync_folder(path.parent)
     finally:
@@ -58,11 +59,7 @@ def write_new(path: Path, content: bytes | Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Put on the disk which names were added to a folder, changed in it or removed from it."""
-    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     finally:

@@ -10,22 +10,14 @@ from typing import Literal
 
 from axsparse.runtime.errors import ConfigError, OutputError, check_kind, reading, writing
 
-_VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{)")
-"""Matches the remains of a variable that is not set."""
-_HEAD_BYTES = 4096
-"""Where a file has the mark of those that write such files."""
-
 
 def expanded(given: str | os.PathLike[str]) -> str:
     """A path with `~` and `$VARIABLE` in their place: a shell leaves them in `--out=~/x` and in
-    quotes, and no shell reads a program's texts.
-
-    ConfigError for users and variables that are not known, and for what is no path.
-    """
+    quotes, and no shell reads a program's texts. ConfigError for those that are not known."""
     check_kind("path", given, str | os.PathLike, "give the path of a file or folder")
     text = os.fspath(given)
     path = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path would change the text
-    if path.startswith("~") or _VARIABLE.search(path) is not None:
+    if path.startswith("~") or re.search(r"\$([A-Za-z_]\w*|\{)", path):  # of one that is not set
         raise ConfigError(
             f"{text!r} should be a path of known users and variables; write it in full"
         )
@@ -47,12 +39,12 @@ def kind_of(where: str, path: Path) -> Literal["file", "folder", "other", ""]:
 
 
 def is_own(path: Path, mark: str) -> bool:
-    """Whether axsparse, which begins files of this kind with `mark`, has written the file; an empty
-    one is nobody's. OSError if it cannot be read."""
+    """Whether axsparse, which writes `mark` near the beginning of files of this kind, has written
+    the file; an empty one is nobody's. OSError if it cannot be read."""
     if path.is_symlink() or not path.is_file():
         return False
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
+        head = file.read(4096)
     return not head or mark.encode() in head
 
 

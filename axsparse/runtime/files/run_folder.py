@@ -43,8 +43,6 @@ RUN_FILES = (
     *("heartbeat", "healing", "hang-report.txt", TRACEBACK_FILE.format("*")),
 )
 """The files that a run writes into its directory, by pattern, apart from its lock."""
-LINKED = ("checkpoints", "trace", METRICS_FILE)
-"""Of those the ones that may be links, whose targets the run writes to."""
 _KEY = "axsparse run"
 
 
@@ -72,10 +70,7 @@ def _is_of_other(path: Path, name: str) -> bool:
 
 def last_run(setting: str, name: str) -> Path | None:
     """The run that `run_dir` (the setting) means, or under `auto` the last run of the
-    configuration's name; None where no run has begun.
-
-    ConfigError for a directory that has files of a run and no mark.
-    """
+    configuration's name; None where no run has begun. ConfigError as of `is_marked`."""
     if setting != "auto":
         return Path(setting) if is_marked(Path(setting)) else None
     last = None
@@ -150,8 +145,6 @@ def identifier_in(path: Path) -> str | None:
 
 
 class RunMark:
-    """The mark of a run directory."""
-
     def __init__(self, path: Path, content: dict[str, Any]) -> None:
         self._path, self._content = path, content
 
@@ -217,8 +210,8 @@ class RunMark:
 
 def _links_out(run_dir: Path) -> list[Path]:
     """The links of a run directory by which it writes elsewhere."""
-    here = run_dir.resolve()
-    links = [run_dir / name for name in LINKED if (run_dir / name).is_symlink()]
+    here, names = run_dir.resolve(), ("checkpoints", "trace", METRICS_FILE)
+    links = [run_dir / name for name in names if (run_dir / name).is_symlink()]
     return [link for link in links if not link.resolve().is_relative_to(here)]
 
 
@@ -253,9 +246,6 @@ RUN_DIR = "--run-dir (in Python run_dir=)"
 ANOTHER_RUN_DIR = f"another {RUN_DIR}"
 OTHER_RUN_DIR = f"choose {ANOTHER_RUN_DIR}"
 RESUME_AUTO = '--resume auto (in Python resume="auto")'
-_JOB_VARIABLES = ("SLURM_JOB_ID", "LSB_JOBID")
-_HELD = (errno.EACCES, errno.EAGAIN)
-"""The errors by which the system says that another process holds a lock."""
 
 
 class RunLock:
@@ -264,11 +254,10 @@ class RunLock:
 
     def __init__(self, folder: Path, option: str = RUN_DIR, name: str = LOCK_FILE) -> None:
         """InUseError if another process holds the folder, OutputError if it cannot be written, and
-        for a copy of a run whose links lead to the files of the original.
+        for a copy of a run whose links lead to the files of the original. On a file system without
+        locks a warning is printed.
 
         `option` is the one by which the user names the folder, `name` is the locked file there.
-
-        If its file system has no locks, a warning is printed, and the folder is used without.
         """
         path, advice = folder / name, f"choose another {option}"
         with writing(f"{path}:", advice):
@@ -282,7 +271,7 @@ class RunLock:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as reason:
-            if reason.errno in _HELD:
+            if reason.errno in (errno.EACCES, errno.EAGAIN):  # another process holds it
                 self.release()
                 holder, way = _holder(path) or "another process", "wait for its end"
                 if holder.endswith(f"process {os.getpid()} on {socket.gethostname()}"):
@@ -296,7 +285,7 @@ class RunLock:
         if _is_foreign_lock(path) and not has_mark(folder):
             self.release()
             raise OutputError(f"{path}: is no lock of axsparse, and stays; {advice}")
-        job = next((os.environ[key] for key in _JOB_VARIABLES if key in os.environ), None)
+        job = os.environ.get("SLURM_JOB_ID", os.environ.get("LSB_JOBID"))
         said = {"host": socket.gethostname(), "process": os.getpid(), "job": job}
         with writing(f"{path}:", advice):
             os.ftruncate(number, 0)

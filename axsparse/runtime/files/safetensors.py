@@ -41,8 +41,6 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000
 """The bound that the format itself sets."""
-ALIGNMENT = 8
-"""Headers are filled up with spaces so that the data begin at a multiple of this many bytes."""
 DTYPES = {
     "C64": torch.complex64,
     "F64": torch.float64,
@@ -66,14 +64,8 @@ DTYPES = {
 if hasattr(torch, "float8_e8m0fnu"):  # torch 2.7 and newer
     DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-TORCH_SAVED = b"PK\x03\x04"
-"""Begins a file of torch.save, which is a zip archive."""
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
 """The errors of reading a JSON text that does not have the form of a header or an index."""
-
-
 NO_TEXT = re.compile("[\0\ud800-\udfff]")
 """Matches names that JSON can express and neither files nor screens can: names with zero bytes or
 halves of surrogate pairs."""
@@ -101,7 +93,7 @@ class SafetensorsFile:
             first = file.read(8)
             length = int.from_bytes(first, "little")
             size = os.fstat(file.fileno()).st_size
-            if first.startswith(TORCH_SAVED):
+            if first.startswith(b"PK\x03\x04"):  # a zip archive
                 raise DataError(
                     f"{path}: no safetensors file, but an archive as torch.save writes them; write "
                     f"its tensors anew by safetensors.torch.save_file(torch.load({str(path)!r}), "
@@ -139,10 +131,8 @@ class SafetensorsFile:
         return self.read_part(name, 0, math.prod(shape)).view(shape)
 
     def read_part(self, name: str, start: int, stop: int) -> Tensor:
-        """The entries [start, stop) of a tensor, flat; the tensor has to have them.
-
-        DataError if the file has become shorter since it was opened.
-        """
+        """The entries [start, stop) of a tensor, flat; the tensor has to have them. DataError if
+        the file has become shorter since it was opened."""
         header, first = self._places[name]
         size = header.dtype.itemsize
         assert 0 <= start <= stop <= math.prod(header.shape), "no such entries"
@@ -232,8 +222,6 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """The type and shape of a tensor in a file."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -248,7 +236,6 @@ def can_be_stored(tensor: Tensor) -> bool:
 
 
 def header_of(tensor: Tensor) -> TensorHeader:
-    """The header of a tensor that can be stored."""
     return TensorHeader(tensor.dtype, tuple(tensor.shape))
 
 
@@ -276,7 +263,7 @@ def write_safetensors(
         }
         at += tensor.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % ALIGNMENT)
+    text += b" " * (-len(text) % 8)  # so that the data begin at a multiple of 8 bytes
     with path.open("xb") as file:
         head = len(text).to_bytes(8, "little") + text
         file.write(head)
@@ -316,18 +303,14 @@ class SparseFile:
                 "write it anew by axsparse export --to sparse"
             )
         stored = self._file.shapes
-        kept = {name.removesuffix(VALUES) for name in stored if name.endswith(VALUES)}
-        parts = {name + part for name in kept for part in (VALUES, MASK, SHAPE)}
-        self._kept = kept
-        self.shapes: dict[str, tuple[int, ...]] = {
-            name: shape for name, shape in stored.items() if name not in parts
-        }
-        for name in sorted(kept):
-            self.shapes[name] = self._shape(name)
+        self._kept = {name.removesuffix(VALUES) for name in stored if name.endswith(VALUES)}
+        parts = {name + part for name in self._kept for part in (VALUES, MASK, SHAPE)}
+        self.shapes = {name: shape for name, shape in stored.items() if name not in parts}
+        self.shapes |= {name: self._shape(name) for name in sorted(self._kept)}
 
     def _shape(self, name: str) -> tuple[int, ...]:
         stored = self._file.shapes
-        if f"{name}{SHAPE}" in stored and f"{name}{MASK}" in stored:
+        if {f"{name}{SHAPE}", f"{name}{MASK}"} <= stored.keys():
             shape = tuple(self._file.read(f"{name}{SHAPE}").tolist())
             nbytes = -(-math.prod(shape) // 8)
             if min(shape, default=0) >= 0 and stored[f"{name}{MASK}"] == (nbytes,):
@@ -360,10 +343,8 @@ Stored = tuple[TensorHeader, Callable[[], Tensor]]
 
 
 def sparse_tensors(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The stored form of tensors, in bf16: the parts of each one that is smaller as its parts.
-
-    Each tensor is read once now, and each of its parts reads it again.
-    """
+    """The stored form of tensors, in bf16: the parts of each one that is smaller as its parts. Each
+    tensor is read once now, and each of its parts reads it again."""
     stored: dict[str, Stored] = {}
     for name, (header, read) in tensors.items():
         if not header.dtype.is_floating_point:

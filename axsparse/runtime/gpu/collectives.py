@@ -49,26 +49,24 @@ class NcclWork:
         the group start without waiting for anybody else.
         """
         if self.event is not None:
-            self.owner.hand_over(self.event)
+            self.owner.device.compute.wait(self.event)
+            self.owner.awaited.append(self.event)
         self.buffer = None
 
 
 class NcclCollective:
-    """Operations over the members of one communicator, on buffers in GPU memory.
-
-    Several of them may share a communicator, since members start the operations of all groups in
-    one order.
-    """
+    """Operations over the members of one communicator, on buffers in GPU memory. Several of them
+    may share a communicator, since members start the operations of all groups in one order."""
 
     def __init__(self, communicator: NcclGroup, device: Device, backoff: Backoff) -> None:
         self.rank = communicator.rank
         self.size = communicator.size
         self.bytes_sent = 0
+        self.device = device
         self._communicator = communicator
-        self._device = device
         self._backoff = backoff
         self._last: NcclWork | None = None
-        self._awaited: deque[Event] = deque()
+        self.awaited = deque[Event]()
         """Operations that compute waits for and the host has not seen complete."""
 
     def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> NcclWork:
@@ -80,15 +78,10 @@ class NcclCollective:
         self._last = NcclWork(self, buffer, self._call(op, buffer, limits) if is_needed else None)
         return self._last
 
-    def hand_over(self, event: Event) -> None:
-        """Have compute wait for an operation of this group."""
-        self._device.compute.wait(event)
-        self._awaited.append(event)
-
     def advance(self) -> None:
         """Look at the operations that compute waits for: TrainingError for one that failed."""
-        while self._awaited and self._awaited[0].query():
-            self._awaited.popleft()
+        while self.awaited and self.awaited[0].query():
+            self.awaited.popleft()
 
     def close(self) -> None:
         """Wait for the running operations; whoever made the communicator closes it."""
@@ -98,7 +91,7 @@ class NcclCollective:
     def _call(self, op: Op, buffer: Tensor, bounds: list[int]) -> Event:
         """Enqueue an operation that runs once compute has made its buffer."""
         communicator = self._communicator
-        communicator.stream.wait(self._device.compute.record())
+        communicator.stream.wait(self.device.compute.record())
         if op in (Op.BROADCAST, Op.ALL_GATHER):
             # NCCL knows no int16, so buffers whose values are not added go as bytes.
             bounds = [bound * buffer.itemsize for bound in bounds]

@@ -29,17 +29,12 @@ class Stream(Protocol):
         compute stream also after the operations that a communicator has begun there."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Enqueue a copy within device memory, or between it and pinned host memory, of equal
-        shape and type.
-
-        Both stay alive and unchanged until an event that was recorded after the copy completes.
-        """
+        """Enqueue a copy of equal shape and type within device memory, or between it and pinned
+        host memory. Both stay alive and unchanged until an event recorded after it completes."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Device memory with undefined contents that this stream may write to at once.
-
-        The last to use it may be the compute stream; its memory is used anew only after that.
-        """
+        """Device memory with undefined contents that this stream may write to at once. The last to
+        use it may be the compute stream; its memory is used anew only after that."""
 
 
 class Mark(Protocol):
@@ -56,8 +51,6 @@ class Mark(Protocol):
 
 
 class Device(Protocol):
-    """The device of one rank."""
-
     @property
     def kind(self) -> str:
         """The type of the torch device that its tensors are on, such as "cuda"."""
@@ -74,9 +67,6 @@ class Device(Protocol):
 
     def mark(self) -> Mark:
         """A new mark, which is not set yet."""
-
-
-MILLISECONDS = 1e3
 
 
 class CudaEvent(Event, Protocol):
@@ -131,13 +121,11 @@ class CudaMark:
 
     def since(self, earlier: Mark) -> float:
         assert isinstance(earlier, CudaMark)
-        elapsed: float = earlier._event.elapsed_time(self._event)
-        return elapsed / MILLISECONDS
+        milliseconds: float = earlier._event.elapsed_time(self._event)
+        return milliseconds / 1e3
 
 
 class CudaDevice:
-    """One GPU."""
-
     kind = "cuda"
 
     def __init__(self, device: torch.device) -> None:

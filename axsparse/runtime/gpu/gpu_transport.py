@@ -70,10 +70,8 @@ class GpuTransport:
     def __init__(
         self, host: MpiTransport, device: Device, *, connections: NcclConnections | None
     ) -> None:
-        """Contents travel over NCCL's `connections`, or without any through pinned memory.
-
-        MPI carries host memory only, since NCCL and MPI on one GPU may block each other.
-        """
+        """Contents travel over NCCL's `connections`, or without any through pinned memory. MPI
+        carries host memory only, since NCCL and MPI on one GPU may block each other."""
         self.name = f"{'pinned' if connections is None else 'nccl'}, {host.name}"
         self.rank = host.rank
         self.size = host.size
@@ -211,11 +209,8 @@ class StagedContents:
 
 
 class Staged:
-    """A `Way` through pinned memory of the hosts.
-
-    One end copies contents from the device to the host and sends them from there; the other
-    receives them on the host and copies them to the device.
-    """
+    """A `Way` through pinned memory of the hosts: contents are copied there from the device and
+    sent, and at the other end received there and copied to the device."""
 
     sends_in_turn = False
 

@@ -22,15 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceOptions,
-    BroadcastOptions,
-    PrefixStore,
-    ReduceScatterOptions,
-    Store,
-    TCPStore,
-)
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from axsparse.runtime.communication import Backoff, Transport, wait_for
 from axsparse.runtime.errors import ConfigError, TrainingError
@@ -204,32 +196,30 @@ class NcclGroup:
         return self._started(lambda: self._backend.recv([content], 1 - self.rank, 0))
 
     def all_reduce(self, buffer: Tensor) -> Operation:
-        return self._started(lambda: self._backend.allreduce([buffer], AllreduceOptions()))
+        return self._started(lambda: self._backend.allreduce([buffer]))
 
     def broadcast(self, buffer: Tensor) -> Operation:
-        return self._started(lambda: self._backend.broadcast([buffer], BroadcastOptions()))
+        return self._started(lambda: self._backend.broadcast([buffer]))
 
     def reduce_scatter(self, buffer: Tensor, bounds: Sequence[int]) -> Operation:
-        shards, options = _split(buffer, bounds), ReduceScatterOptions()
+        shards = _split(buffer, bounds)
         shard = shards[self.rank]
         if _are_equal(shards):
-            return self._started(lambda: self._backend._reduce_scatter_base(shard, buffer, options))
-        return self._started(lambda: self._backend.reduce_scatter([shard], [shards], options))
+            return self._started(lambda: self._backend._reduce_scatter_base(shard, buffer))
+        return self._started(lambda: self._backend.reduce_scatter([shard], [shards]))
 
     def all_gather(self, buffer: Tensor, bounds: Sequence[int]) -> Operation:
-        shards, options = _split(buffer, bounds), AllgatherOptions()
+        shards = _split(buffer, bounds)
         shard = shards[self.rank]
         if _are_equal(shards):
-            return self._started(lambda: self._backend._allgather_base(buffer, shard, options))
-        return self._started(lambda: self._backend.allgather([shards], [shard], options))
+            return self._started(lambda: self._backend._allgather_base(buffer, shard))
+        return self._started(lambda: self._backend.allgather([shards], [shard]))
 
     def close(self) -> None:
         """Release the group, on which nothing is under way any more. May wait for the others."""
         # Torch before 2.6 names the call differently.
-        for name in ("shutdown", "_shutdown"):
-            if hasattr(self._backend, name):
-                getattr(self._backend, name)()
-                return
+        name = "shutdown" if hasattr(self._backend, "shutdown") else "_shutdown"
+        getattr(self._backend, name)()
 
     def _started(self, start: Callable[[], Any]) -> Operation:
         """An operation that runs after all earlier work of this group's stream."""
@@ -285,11 +275,8 @@ class NcclConnections:
 
     @contextlib.contextmanager
     def _connecting(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Raise TrainingError in place of torch's own errors.
-
-        If NCCL waits for ever this process ends with a traceback, since nothing watches a run
-        before it trains.
-        """
+        """Raise TrainingError in place of torch's own errors. If NCCL waits for ever this process
+        ends with a traceback, since nothing watches a run before it trains."""
         # Its timer is a thread of C, which runs while NCCL holds the interpreter.
         faulthandler.dump_traceback_later(CONNECT_SECONDS, exit=True)
         try:

@@ -36,7 +36,6 @@ BLOCKING = ("CUDA_LAUNCH_BLOCKING", "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_W
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 """A file with a number that is drawn at every start of a machine and is the same in all of its
 containers; NCCL also identifies machines by it."""
-MOST_CONNECTIONS = "32"
 BUS = ("pci_domain_id", "pci_bus_id", "pci_device_id")
 """The properties of a device that say where on the bus it is; torch 2.4 does not have them."""
 GpuTransportName = Literal["nccl", "mpi"]
@@ -83,7 +82,7 @@ def bind_early(environ: MutableMapping[str, str]) -> None:
     An MPI library that reads GPU memory takes the GPU that is the current one when it starts.
     Without a GPU the environment stays as it is.
     """
-    wanted = {CONNECTIONS: MOST_CONNECTIONS, CONNECT_AT_ONCE: "0"}
+    wanted = {CONNECTIONS: "32", CONNECT_AT_ONCE: "0"}
     own = {name: value for name, value in wanted.items() if name not in environ}
     environ.update(own)
     if not torch.cuda.is_available():
@@ -120,11 +119,8 @@ def visible_gpus() -> list[Gpu]:
 def rank_gpu(
     rank: int, host: str, local: int, gpus: Sequence[Gpu], *, nccl: bool, environ: Mapping[str, str]
 ) -> RankGpu:
-    """The GPU of a rank whose local rank on its host is `local`.
-
-    Its GPU is `local` modulo the number of visible ones. That is right if each rank sees all GPUs
-    of its host, and also if each sees one GPU alone.
-    """
+    """The GPU of a rank: its `local` rank on its host modulo the number of visible ones, which is
+    right if each rank sees all GPUs of its host, and also if each sees one GPU alone."""
     number = local % len(gpus) if gpus else None
     gpu = None if number is None else gpus[number]
     return RankGpu(rank, host, number, gpu, nccl, _hindrance(environ))
@@ -144,11 +140,8 @@ def _hindrance(environ: Mapping[str, str]) -> str | None:
 def choose_gpu_transport(
     asked: str, where: str, rank_gpus: Sequence[RankGpu]
 ) -> GpuTransportName | None:
-    """The transport between GPUs, the same on every rank; None if no rank has a GPU.
-
-    `asked` is the setting `transport`, and `where` says where it was set. ConfigError if the ranks
-    cannot work with it.
-    """
+    """The transport between GPUs, the same on every rank; None if no rank has a GPU. ConfigError if
+    the ranks cannot work with the one that is `asked` for, a setting that was set `where`."""
     without = next((one for one in rank_gpus if one.gpu is None), None)
     with_gpu = next((one for one in rank_gpus if one.gpu is not None), None)
     if with_gpu is None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from torch import Tensor
-
-from axsparse.runtime.communication import Backoff, Collective, Link, Message, Op, Work
+from axsparse.runtime.communication import Backoff, Collective, Link, Message, Op
 from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.machine import SleepingBackoff
 from axsparse.runtime.process import exit_process
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class LocalTransport:
@@ -60,19 +61,14 @@ class LocalLink:
 
 
 class LocalCollective:
-    """A group of one rank, in whose buffers all results are already."""
+    """A group of one rank, in whose buffers all results are already; its own `Work`."""
 
     rank, size, bytes_sent = 0, 1, 0
 
-    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> Work:
+    def start(self, op: Op, buffer: Tensor, bounds: Sequence[int] | None = None) -> LocalCollective:
         del op, bounds
         assert buffer.dim() == 1 and buffer.is_contiguous(), "collectives need flat buffers"
-        return _DONE
+        return self
 
-
-class _Done:
     def poll(self) -> bool:
         return True
-
-
-_DONE = _Done()

@@ -138,10 +138,8 @@ class MpiCollective:
     def __init__(
         self, comm: MPI.Comm, backoff: Backoff, max_call_bytes: int = MAX_CALL_BYTES
     ) -> None:
-        """All ranks of `comm` call this together.
-
-        No call of MPI carries more than `max_call_bytes` to a rank, the same number on all ranks.
-        """
+        """All ranks of `comm` call this together. No call of MPI carries more than `max_call_bytes`
+        to a rank, the same number on all ranks."""
         self.rank = comm.rank
         self.size = comm.size
         self.bytes_sent = 0

@@ -138,6 +138,8 @@ class MpiTransport:
 
 def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
     """End the job with this exit code, and silently, since its last line has been printed."""
+    from mpi4py import MPI
+
     flush_streams()
     remove_own()
     time.sleep(FORWARDED_SECONDS)
@@ -145,7 +147,7 @@ def end_all_ranks(comm: MPI.Intracomm, code: int) -> NoReturn:
     os.dup2(silence, 2)
     forget_ways_out()  # this is one, and MPICH's ends by C's exit
     is_main = threading.current_thread() is threading.main_thread()
-    if is_main or thread_level() == "multiple":
+    if is_main or MPI.Query_thread() == MPI.THREAD_MULTIPLE:
         comm.Abort(code)
     exit_at_once(code)  # the launcher ends the others
 
@@ -200,15 +202,3 @@ def mpi_library() -> str:
 
     name, version = MPI.get_vendor()
     return f"{name} {'.'.join(str(part) for part in version)}"
-
-
-def thread_level() -> str:
-    from mpi4py import MPI
-
-    levels = {
-        MPI.THREAD_SINGLE: "single",
-        MPI.THREAD_FUNNELED: "funneled",
-        MPI.THREAD_SERIALIZED: "serialized",
-        MPI.THREAD_MULTIPLE: "multiple",
-    }
-    return levels[MPI.Query_thread()]

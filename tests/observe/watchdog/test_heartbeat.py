@@ -48,14 +48,10 @@ def folders(tmp_path: Path) -> list[HeartbeatFolder]:
     return [HeartbeatFolder(tmp_path, rank) for rank in range(2)]
 
 
-def test_what_a_rank_writes_others_read(folders: list[HeartbeatFolder]) -> None:
-    folders[1].write(BEAT)
-
-    assert folders[0].read(1) == BEAT
-    assert folders[0].read(0) is None
-
-
-def test_stacks_are_there_as_long_as_a_rank_is_quiet(folders: list[HeartbeatFolder]) -> None:
+def test_others_read_what_a_rank_writes_and_its_stacks_as_long_as_it_is_quiet(
+    folders: list[HeartbeatFolder],
+) -> None:
+    assert folders[0].read(1) is None
     assert folders[0].stacks_of(1) == ""
     folders[1].write(BEAT, "thread one:\n  line")
     assert folders[0].stacks_of(1) == "thread one:\n  line"
@@ -80,17 +76,6 @@ def test_on_a_full_disk_a_heartbeat_goes_before_the_stacks(
         folders[1].write(BEAT, "stacks")
 
     assert folders[0].read(1) == BEAT
-
-
-def test_a_new_run_begins_with_an_empty_folder(
-    tmp_path: Path, folders: list[HeartbeatFolder]
-) -> None:
-    folders[0].claim()
-    folders[1].write(BEAT, "any")
-
-    folders[1].clear()
-
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_heartbeat_says_where_a_rank_stands() -> None:

@@ -57,6 +57,7 @@ USES: dict[str, Callable[[], object]] = {
     "mask": lambda: trainer(quiet=True).save_mask("~/made/mask.safetensors"),
     "config": lambda: ax.configure("~/run/config.yaml"),
     "resume": lambda: trainer(resume="~/run").close(),
+    "run_dir": lambda: trainer(run_dir="~/made/run").train(),
     "load_pruned": lambda: ax.load_pruned("$HOME/model", fewest_zeros=None),
     "save_hf": lambda: of_folder("~/model").save_hf("~/made/model"),
     "cluster": lambda: ax.plan_for(tiny_gpt(tiny_config()), "~/laptop.yaml", 2),
@@ -77,7 +78,7 @@ def test_a_program_names_paths_as_in_a_shell(use: str, home: Path) -> None:
 
     USES[use]()
 
-    assert len([*(home / "made").iterdir()]) == (use in ("export", "mask", "save_hf"))
+    assert len([*(home / "made").iterdir()]) == (use in ("export", "mask", "save_hf", "run_dir"))
     assert not [*Path().iterdir()]
 
 
