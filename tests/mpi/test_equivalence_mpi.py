@@ -26,28 +26,17 @@ from axsparse.runtime.grid import Grid
 
 SIZE = MPI.COMM_WORLD.size
 LAYOUTS = [(g, SIZE // g) for g in range(SIZE, 0, -1) if SIZE % g == 0]
-METHODS = ("early-bird", "snip", "gradual", "iterative")
-"""Each has one layout here, and the first is usual; in one process, every method has every layout.
-"""
 FEW = replace(GPT, settings={"batch": {"microbatch_size": 3}})
 ROWS = [
     *(
         Row(layout, steps(3, model={"tie_embeddings": tied}), subject=FEW)
         for layout, tied in zip(LAYOUTS, itertools.cycle([True, False]), strict=False)
     ),
-    *(
-        Row(
-            layout,
-            {"pruning": PRUNING[method], "schedule": {"warmup_steps": 1}, "train": {"steps": 9}},
-            subject=FEW,
-            is_usual=method == METHODS[0],
-        )
-        for method, layout in zip(METHODS, itertools.cycle(LAYOUTS), strict=False)
-    ),
-    *(
-        Row(layout, {"samo": {"zero_stage": int(shard)}}, subject=WIDE, is_usual=shard)
-        for layout, shard in itertools.product(LAYOUTS, [False, True])
-        if layout[1] > 1
+    # In one process every method has every layout.
+    Row(
+        LAYOUTS[0],
+        {"pruning": PRUNING["early-bird"], "schedule": {"warmup_steps": 1}, "train": {"steps": 9}},
+        subject=FEW,
     ),
     *(
         Row(

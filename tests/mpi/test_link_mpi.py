@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
@@ -14,7 +13,7 @@ from support.runs import all_here
 
 from axsparse.runtime.communication import Direction, Link, Message, Transport
 from axsparse.runtime.grid import Grid
-from axsparse.runtime.host_channel import ChannelLink, decode_header, encode_header
+from axsparse.runtime.host_channel import ChannelLink, encode_header
 from axsparse.runtime.mpi.mpi_communication import CONTENT_TAG, HEADER_TAG, MpiChannel
 from axsparse.runtime.mpi.mpi_transport import MpiTransport
 
@@ -127,19 +126,3 @@ def test_closing_waits_for_what_was_sent() -> None:
             transport.backoff.pause()
 
     assert link.unsent == 0
-
-
-def test_a_header_says_everything_but_the_contents() -> None:
-    tensors = (torch.zeros(2, 3, dtype=torch.bfloat16), None, torch.tensor(True), torch.ones(0, 5))
-    sent = Message(Direction.BACKWARD, 41, tensors, (True, False, False, True))
-
-    words = encode_header(sent)
-    read = decode_header(
-        words, Direction.BACKWARD, lambda shape, dtype: torch.empty(shape, dtype=dtype)
-    )
-
-    assert words.dtype == np.int64
-    assert (read.direction, read.microbatch) == (Direction.BACKWARD, 41)
-    assert read.requires_grad == sent.requires_grad
-    kinds = [None if t is None else (t.dtype, t.shape) for t in read.tensors]
-    assert kinds == [None if t is None else (t.dtype, t.shape) for t in tensors]

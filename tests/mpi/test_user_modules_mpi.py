@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from torch import Tensor, nn
 from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.data.order import samples_of_step
 from axsparse.models.sequential import from_sequential
-from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.training.trainer import build
@@ -38,63 +34,16 @@ CONFIG = tiny_config(
 class Backbone(nn.Module):
     """Layers with statistics and dropout, as if published."""
 
-    def __init__(self, *, overrides: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.drop, self.overrides = nn.Dropout(0.5), overrides
+        self.drop = nn.Dropout(0.5)
         self.norm.get_buffer("running_mean").fill_(0.25)
         self.norm.get_buffer("running_var").fill_(2.0)
         self.requires_grad_(requires_grad=False)
 
-    def train(self, mode: bool = True) -> Any:
-        return super().train(mode and not self.overrides)
-
     def forward(self, x: Tensor) -> Any:
         return self.drop(torch.relu(self.norm(self.linear(x))))
-
-
-class Scaled(nn.Module):
-    """Multiplies by frequencies that are computed once."""
-
-    freq: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.register_buffer("freq", 10000 ** (-torch.arange(WIDTH) / WIDTH), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(x @ self.weight.T) * self.freq
-
-
-class Coordinates(nn.Linear):
-    """Takes coordinates, or their bits, and subtracts what would be lost in half precision."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        floats = x if x.is_floating_point() else x.view(torch.float32)
-        assert x.is_floating_point() or x.is_meta or bool((floats == 1000.5).all())
-        return super().forward((floats - 1000).to(self.weight.dtype))
-
-
-class Chain(nn.Sequential):
-    """With a forward of its own."""
-
-    def forward(self, x: Tensor) -> Any:
-        return self[1](torch.tanh(self[0](x)))
-
-
-class Stateful(nn.Linear):
-    """Returns a state next to its outputs, as layers of Hugging Face's do."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), None
-
-
-class Last(nn.LSTM):
-    """The outputs alone."""
-
-    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
-        return super().forward(x)[0]
 
 
 def followed(*first: nn.Module) -> nn.Sequential:
@@ -123,14 +72,6 @@ def masked() -> nn.Sequential:
     return modules
 
 
-def scaled() -> nn.Sequential:
-    modules = followed()
-    for layer, factor in ((0, 0.1), (2, 10.0)):
-        weight = modules.get_parameter(f"{layer}.weight")
-        weight.register_hook(partial(torch.mul, torch.tensor(factor)))
-    return modules
-
-
 def words(samples: int = 30) -> ArrayDataset:
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randint(9, (samples, 4), generator=generator)
@@ -139,10 +80,8 @@ def words(samples: int = 30) -> ArrayDataset:
 
 SET: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], ArrayDataset]]] = {
     "a frozen backbone in evaluation": (lambda: followed(Backbone().eval()), vector_data),
-    "a train() of its own": (lambda: followed(Backbone(overrides=True).train()), vector_data),
     "rows of an embedding frozen by a hook": (rows_frozen, words),
     "gradients masked by a hook after their sum": (masked, vector_data),
-    "gradients scaled by a hook": (scaled, vector_data),
 }
 
 
@@ -191,90 +130,3 @@ def test_what_is_set_in_a_module_trains_as_in_plain_torch(
         # Microbatches are added in another order; AdamW moves each weight by 1e-2 a step.
         torch.testing.assert_close(found[key], value, rtol=0, atol=2e-5)
     assert not found[key].equal(start[key]), "the last layer did not train"
-
-
-def train(
-    transport: Transport, make: Callable[[], nn.Sequential], data: ArrayDataset, **values: Any
-) -> int:
-    """The steps done by a pipeline of all ranks."""
-    config = with_layout(CONFIG.with_values(values), Grid(SIZE, 1))
-    model = from_sequential(seeded(make), summed_loss)
-    trainer = build(Job(transport), model, lambda: Datasets(data), config, quiet=True)
-    trainer.train()
-    return trainer.steps_done
-
-
-def said_by_all(make: Callable[[], nn.Sequential], data: ArrayDataset, **values: Any) -> str:
-    """The line of each rank, which is the same."""
-    with on_mpi() as transport, pytest.raises(ConfigError) as refused:
-        train(transport, make, data, **values)
-    said = MPI.COMM_WORLD.allgather(str(refused.value))
-    assert len({*said}) == 1, said
-    return str(refused.value)
-
-
-def test_coordinates_that_half_precision_would_round_end_the_run_and_their_bits_train() -> None:
-    def make() -> nn.Sequential:
-        return followed(Coordinates(WIDTH, WIDTH))
-
-    values, classes = torch.full((30, WIDTH), 1000.5), torch.arange(30) % 5
-
-    said = said_by_all(make, ArrayDataset(values, classes), precision="bf16")
-
-    assert said.startswith("layer 0: "), said
-    bits = ArrayDataset(values.view(torch.int32), classes)
-    with on_mpi() as transport:
-        assert train(transport, make, bits, precision="bf16") == STEPS
-
-
-def compiled(child: nn.Module) -> nn.Module:
-    return torch.compile(child, backend="eager")  # type: ignore[return-value]
-
-
-def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return make()
-
-
-def linear() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-REFUSED: dict[str, tuple[Callable[[], nn.Sequential], Callable[[], nn.Sequential], str]] = {
-    "a compiled child": (
-        *(lambda: followed(compiled(linear())), lambda: followed(linear())),
-        "model: Sequential is compiled, .*; give it as it was before torch.compile, and set pip",
-    ),
-    "buffers on the meta device": (
-        *(lambda: followed(on_meta(Scaled)), lambda: followed(Scaled())),
-        "model: Sequential is on the meta device, where nothing has values; make it with",
-    ),
-    "a forward of its own": (
-        *(lambda: Chain(linear(), nn.Linear(WIDTH, 5)), followed),
-        "sequential: Chain has a forward of its own, .*; give it to ax.from_module",
-    ),
-    "a lazy layer": (
-        *(lambda: followed(nn.LazyLinear(WIDTH)), lambda: followed(linear())),
-        "model: Sequential: parameter '0.weight' has no shape yet; give its module all sizes",
-    ),
-    "a state that is None": (
-        *(lambda: followed(Stateful(WIDTH, WIDTH)), lambda: followed(linear())),
-        "layer 0: its forward returned tuple whose entry 1 is None",
-    ),
-    "an nn.LSTM": (
-        *(lambda: followed(nn.LSTM(WIDTH, WIDTH)), lambda: followed(Last(WIDTH, WIDTH))),
-        "layer 0: its forward returned tuple whose entry 1 is tuple; return a tensor, or a tuple",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_every_rank_says_the_same_of_modules_that_are_refused_and_trains_mended_ones(
-    name: str,
-) -> None:
-    wrong, mended, line = REFUSED[name]
-    said = said_by_all(wrong, vector_data())
-
-    assert re.match(line, said), said
-    with on_mpi() as transport:
-        assert train(transport, mended, vector_data()) == STEPS
