@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from soak.killing import Run, shared_memory
-from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path
+from support.mpirun import ENVIRONMENT, LONGEST_SECONDS, mpirun_path, ranks_of, shared_memory
 from support.resuming import records_of
 
 from axsparse.runtime.files.run_folder import RESUME_AUTO
@@ -85,7 +84,7 @@ def interrupted(
             while not (metrics.exists() and metrics.stat().st_size):
                 assert job.poll() is None and time.monotonic() < until
                 time.sleep(0.05)
-            ranks = [*Run(run, ()).ranks()]
+            ranks = [*ranks_of(run)]
             mapped = set[Path]().union(*map(shared_memory, ranks))
             if of_launcher:
                 os.killpg(job.pid, number)

@@ -17,9 +17,8 @@ GRID is stages x replicas, such as 1x2. It saves every second step. FAULT is "no
     data:STEP           rank 0 never ends reading the batch of that step
     slow:STEP           the first forward of rank 2 takes longer than `watchdog.timeout`, every
                         other some milliseconds more
-    raise:STEP          rank 1 raises an exception in a forward of that step; likewise exit5
-                        (`sys.exit(5)`), kill (kill -9) and stop (SIGSTOP). RUN_DIR/moment has the
-                        monotonic time
+    raise:STEP          rank 1 raises an exception in a forward of that step; likewise kill
+                        (kill -9) and stop (SIGSTOP). RUN_DIR/moment has the monotonic time
 """
 
 from __future__ import annotations
@@ -71,7 +70,6 @@ def break_down() -> None:
 
 IN_FORWARD: dict[str, Callable[[], object]] = {
     "raise": break_down,
-    "exit5": lambda: sys.exit(5),
     "kill": die,
     "stop": stop,
 }
@@ -107,41 +105,22 @@ def break_writing(step: int, happen: Callable[[], None]) -> None:
     vars(save)["write_safetensors"] = breaking
 
 
-def break_renaming(name: str) -> None:
-    rename = Path.rename
-
-    def breaking(self: Path, target: Path) -> Path:
-        if self.name == name:
-            die()
-        return rename(self, target)
-
-    type.__setattr__(Path, "rename", breaking)
-
-
-def break_removing(name: str) -> None:
-    unlink = Path.unlink
-
-    def breaking(self: Path, missing_ok: bool = False) -> None:
-        if self.parent.name == name:
-            die()
-        unlink(self, missing_ok)
-
-    type.__setattr__(Path, "unlink", breaking)
-
-
 def never_end() -> None:
     threading.Event().wait()
 
 
-def break_reading(step: int) -> None:
-    read = Batches.training
+def break_method(
+    owner: type, name: str, breaks: Callable[..., bool], happen: Callable[[], object]
+) -> None:
+    """Something happens before the calls of a method with arguments for which it `breaks`."""
+    method = getattr(owner, name)
 
-    def reading(self: Batches, number: int) -> Any:
-        if number == step - 1:
-            never_end()
-        return read(self, number)
+    def breaking(*args: Any, **more: Any) -> Any:
+        if breaks(*args):
+            happen()
+        return method(*args, **more)
 
-    type.__setattr__(Batches, "training", reading)
+    type.__setattr__(owner, name, breaking)
 
 
 def break_forward(trainer: Trainer, kind: str, step: int, run_dir: Path) -> None:
@@ -171,31 +150,36 @@ def break_it(kind: str, step: int, rank: int, beside: Path) -> Callable[[int], N
             told.set()
             tell_launcher()
 
-    if kind == "kill-write" and rank == 1:
-        break_writing(step, die)
-    if kind == "kill-commit" and rank == 0:
-        break_renaming(f"step-{step}.tmp")
-    if kind == "kill-remove" and rank == 0:
-        break_removing(f"step-{step}.old")
-    if kind == "signal-save" and rank == 0:
-        break_writing(step, tell_once)
-    if kind == "stop-save" and rank == 0:
-        break_writing(step, stop)
-    if kind == "data" and rank == 0:
-        break_reading(step)
+    def hold() -> None:
+        beside.joinpath("held").write_text(str(os.getpid()))
+        beside.joinpath("go").read_text()
+
+    match kind, rank:
+        case "kill-write", 1:
+            break_writing(step, die)
+        case "kill-commit", 0:
+            break_method(Path, "rename", lambda path, _: path.name == f"step-{step}.tmp", die)
+        case "kill-remove", 0:
+            old = f"step-{step}.old"
+            break_method(Path, "unlink", lambda path, *_: path.parent.name == old, die)
+        case "signal-save", 0:
+            break_writing(step, tell_once)
+        case "stop-save", 0:
+            break_writing(step, stop)
+        case "data", 0:
+            break_method(Batches, "training", lambda _, number: number == step - 1, never_end)
+
+    size = (SMALLEST_BYTES, SMALLEST_BYTES)
+    happens: dict[tuple[str, int], Callable[[], object]] = {
+        ("kill-step", 1): die,
+        ("limit", 1): lambda: resource.setrlimit(resource.RLIMIT_FSIZE, size),
+        ("signal", 0): tell_launcher,
+        ("hold", 0): hold,
+    }
 
     def after(done: int) -> None:
-        if done != step:
-            return
-        if kind == "kill-step" and rank == 1:
-            die()
-        if kind == "limit" and rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (SMALLEST_BYTES, SMALLEST_BYTES))
-        if kind == "signal" and rank == 0:
-            tell_launcher()
-        if kind == "hold" and rank == 0:
-            beside.joinpath("held").write_text(str(os.getpid()))
-            beside.joinpath("go").read_text()
+        if done == step and (kind, rank) in happens:
+            happens[kind, rank]()
 
     return after
 

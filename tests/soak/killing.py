@@ -23,11 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from support.mpirun import ENVIRONMENT, mpirun_path
+from support.mpirun import ENVIRONMENT, mpirun_path, ranks_of, shared_memory
 from support.resuming import records_of
 
 from axsparse.training.checkpoint.checkpoint_folder import (
@@ -69,7 +68,6 @@ LIMIT_SECONDS = 300.0
 CHOSEN = re.compile(
     r"^axsparse: (?:goes on from .*/step-(\d+), |.*starts from the beginning$)", re.M
 )
-MEMORY = "/dev/shm/"  # noqa: S108  # where MPI libraries put it
 
 
 class WrongError(Exception):
@@ -93,21 +91,6 @@ class Run:
     def steps(self) -> int:
         metrics = self.folder / "metrics.jsonl"
         return metrics.read_text().count('"loss"') if metrics.exists() else 0
-
-    def ranks(self) -> Iterator[int]:
-        """The processes of its ranks; launchers start them in separate sessions."""
-        for entry in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if str(self.folder).encode() in words and words[0] == sys.executable.encode():
-                    yield int(entry.name)
-
-
-def shared_memory(process: int) -> set[Path]:
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
-        return {Path(line.split()[-1]) for line in lines if MEMORY in line}
-    return set()
 
 
 class Soak:
@@ -241,7 +224,7 @@ class Soak:
 
     def _kill(self, run: Run, job: subprocess.Popen[bytes]) -> None:
         """One rank, or all of them and the launcher; returns when none is left."""
-        ranks = [*run.ranks()]
+        ranks = [*ranks_of(run.folder)]
         shared = set[Path]().union(*map(shared_memory, ranks))
         one = ranks and self.draw.random() < 0.7
         for process in [self.draw.choice(ranks)] if one else [*ranks, job.pid]:
@@ -249,7 +232,7 @@ class Soak:
                 os.kill(process, signal.SIGKILL)
         until = time.monotonic() + OUTLIVES_SECONDS
         job.wait(OUTLIVES_SECONDS)
-        while any(run.ranks()):
+        while any(ranks_of(run.folder)):
             if time.monotonic() > until:
                 raise WrongError(f"ranks outlive the kill by {OUTLIVES_SECONDS:.0f} s")
             time.sleep(0.01)

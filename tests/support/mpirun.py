@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -9,11 +10,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from support.warm_python import warm_python
+
+from axsparse.runtime.shared_segments import SHARED
 
 TESTS = Path(__file__).resolve().parents[1]
 LONGEST_SECONDS = 300.0
@@ -107,6 +110,23 @@ def run_alone(
 def run_fresh(*args: str, env: Mapping[str, str] | None = None) -> Finished:
     """`python args…` in an interpreter that has loaded nothing yet."""
     return run_alone(args, env, python=sys.executable)
+
+
+def ranks_of(run_dir: Path) -> Iterator[int]:
+    """The processes of a run's ranks; launchers start them in separate sessions."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+            if str(run_dir).encode() in words and words[0] == sys.executable.encode():
+                yield int(entry.name)
+
+
+def shared_memory(process: int) -> set[Path]:
+    """The files of shared memory that a process maps."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process}/maps").read_text().splitlines()
+        return {Path(line.split()[-1]) for line in lines if f"{SHARED}/" in line}
+    return set()
 
 
 def _run(
