@@ -149,8 +149,6 @@ GROUPS: Mapping[type[object], str] = {
 
 Write = Callable[[int, Mapping[str, float]], None]
 """Takes the step and the numbers of one record, by the names of their curves."""
-OpenSink = Callable[[int], AbstractContextManager[Write]]
-"""Opens a sink at its first record's step; at the end it flushes."""
 
 
 def curves_of(record: Record) -> dict[str, float]:
@@ -165,8 +163,8 @@ def curves_of(record: Record) -> dict[str, float]:
 class SinkThread:
     """A sink in a separate thread, behind a queue."""
 
-    def __init__(self, key: str, open_sink: OpenSink) -> None:
-        """`key` is the setting that asks for it."""
+    def __init__(self, key: str, open_sink: Callable[[int], AbstractContextManager[Write]]) -> None:
+        """`key` is the setting that asks for it; it opens at its first record's step."""
         self._key = key
         self._open = open_sink
         self._queue: queue.Queue[Record | None] = queue.Queue(WAITING)

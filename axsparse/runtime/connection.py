@@ -26,9 +26,6 @@ from axsparse.runtime.process import (
 )
 from axsparse.runtime.shared_segments import remove_leftovers
 
-UCX_SIGNALS = "UCX_DEBUG_SIGNO"
-"""The environment variable with the signals that UCX, below MPI, handles once it is loaded."""
-
 
 def cannot_start(reason: Exception) -> NoReturn:
     """End the job, because this rank cannot load something, such as a missing package."""
@@ -73,7 +70,8 @@ def connect() -> Transport:
     bind_early(os.environ)
     if not local_rank(os.environ):
         remove_leftovers()
-    own = dict.fromkeys({UCX_SIGNALS} - os.environ.keys(), "0")  # it would take SIGHUP for itself
+    # UCX, below MPI, would take SIGHUP for itself.
+    own = dict.fromkeys({"UCX_DEBUG_SIGNO"} - os.environ.keys(), "0")
     os.environ.update(own)
     try:
         import mpi4py

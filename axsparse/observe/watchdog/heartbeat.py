@@ -22,8 +22,6 @@ HEARTBEATS = "heartbeat"
 RECORD_BYTES = 1024
 """The size of every record, filled up with blanks, so that one call overwrites the last one. The
 stacks of a rank that makes no progress follow its record, in separate lines."""
-STEPLESS = ("calibration", "writing")
-"""Tasks outside of training."""
 _CLAIM = "hang"
 _FILE = re.compile(rf"rank-\d+\.json|{_CLAIM}")
 
@@ -50,7 +48,7 @@ class Heartbeat:
         if self.task == "training":
             action = f" ({self.action})" if self.action else ""
             return f"{self.phase}{action} of step {self.step}"
-        if self.task in STEPLESS:
+        if self.task in ("calibration", "writing"):  # outside of training
             return self.task
         action = f", {self.action}" if self.action else ""
         return f"{self.task} after step {self.step} ({self.phase}{action})"
