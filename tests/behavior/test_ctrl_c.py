@@ -60,11 +60,7 @@ def test_a_terminal_that_closes_has_the_run_saved(ranks: int, tmp_path: Path) ->
 
 
 def interrupted(
-    command: Sequence[str],
-    folder: Path,
-    number: int = signal.SIGINT,
-    *,
-    of_launcher: bool = True,
+    command: Sequence[str], folder: Path, number: int = signal.SIGINT, *, of_launcher: bool = True
 ) -> tuple[int, set[Path]]:
     """The exit code of a training in folder/run that a signal reaches after a step, and the shared
     memory that its ranks had mapped."""

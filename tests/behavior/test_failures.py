@@ -204,6 +204,8 @@ def within(call: str) -> tuple[int, str]:
 
 
 FINE = 0, ""
+CALLS = "calls close() after step 2", "calls step() after step 2"
+MODEL = "calls model() after step {}"
 ABORT = "from mpi4py import MPI; MPI.COMM_WORLD.Abort({})"
 IN_A_THREAD = """
 threading.Thread(target=os._exit, args=[0]).start()
@@ -262,6 +264,15 @@ FAILED = "rank 0 (stage 0, replica 0): on_step after step 1: ValueError: bad"
 GO_ON = ", with resume='auto' to go on"
 LARGER = ", with resume='auto' and a larger train.steps to go on"
 CLOSED = "rank 0 (stage 0, replica 0): {}: the trainer is closed; make another one"
+ENDED = (
+    "rank 0 (stage 0, replica 0): the loop: the trainer is closed since ZeroDivisionError has "
+    f"ended it; make another one{GO_ON}"
+)
+KEPT = (
+    "interrupted; run/checkpoints/step-2 is kept, and --resume auto (in Python "
+    'resume="auto") goes on'
+)
+OVER = "model: the job has ended; call it before the program's exit"
 
 
 WAYS_OUT = [
@@ -276,64 +287,20 @@ WAYS_OUT = [
     ("before", "0", ABORT.format(3), (3, "")),
     ("after", "0", ABORT.format(3), (3, "")),
     ("callback", "1", "raise KeyboardInterrupt", (130, "interrupted; nothing was saved")),
-    (
-        "callback",
-        "all",
-        "trainer.save()\nif trainer.rank: raise KeyboardInterrupt",
-        (
-            130,
-            "interrupted; run/checkpoints/step-2 is kept, and --resume auto (in Python "
-            'resume="auto") goes on',
-        ),
-    ),
+    ("callback", "all", "trainer.save()\nif trainer.rank: raise KeyboardInterrupt", (130, KEPT)),
     ("callback", "1", IN_A_THREAD, left(1, "os._exit(0)")),
     ("loop", "1", "sys.exit(0)", apart("has ended", "calls step() after step 2")),
-    (
-        "loop",
-        "1",
-        "trainer.close()",
-        apart(*(f"calls {c}() after step 2" for c in ("close", "step"))),
-    ),
-    (
-        "loop",
-        "all",
-        SKIPPED,
-        (
-            78,
-            "rank 0 (stage 0, replica 0): the loop: the trainer is closed since ZeroDivisionError "
-            f"has ended it; make another one{GO_ON}",
-        ),
-    ),
+    ("loop", "1", "trainer.close()", apart(*CALLS)),
+    ("loop", "all", SKIPPED, (78, ENDED)),
     ("loop", "all", HANDLING, FINE),
     ("before", "all", "trainer.close(); trainer.step()", (78, CLOSED.format("step") + GO_ON)),
     ("after", "all", "trainer.close(); trainer.train()", (78, CLOSED.format("train") + LARGER)),
-    (
-        "before",
-        "all",
-        "ax.Trainer(mlp(), lambda: sys.exit(), quiet=True)",
-        left(0, "sys.exit(None)"),
-    ),
-    (
-        "before",
-        "all",
-        IN_A_DAEMON,
-        OTHER_TRAINS,
-    ),
+    ("before", "all", IN_A_DAEMON, OTHER_TRAINS),
     ("before", "1", "os._exit(0)", apart("has ended", "calls train() after step 0")),
     ("after", "1", "os._exit(0)", FINE),
-    ("after", "0", "trainer.model()", apart("has ended", "calls model() after step 6")),
-    (
-        "callback",
-        "0",
-        "trainer.save_hf('x')",
-        apart("returns from on_step", "calls save_hf() after step 2"),
-    ),
-    (
-        "exit",
-        "0",
-        "trainer.model()",
-        (78, "model: the job has ended; call it before the program's exit"),
-    ),
+    ("after", "0", "trainer.model()", apart("has ended", MODEL.format(6))),
+    ("callback", "0", "trainer.model()", apart("returns from on_step", MODEL.format(2))),
+    ("exit", "0", "trainer.model()", (78, OVER)),
     ("callback", "1", "trainer.train()", within("train")),
     ("callback", "1", "trainer.close()", within("close")),
     ("callback", "all", "trainer.evaluate(); trainer.save(); trainer.model()", FINE),

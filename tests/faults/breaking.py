@@ -68,11 +68,7 @@ def break_down() -> None:
     raise RuntimeError("a layer of glass\nbroke")
 
 
-IN_FORWARD: dict[str, Callable[[], object]] = {
-    "raise": break_down,
-    "kill": die,
-    "stop": stop,
-}
+IN_FORWARD: dict[str, Callable[[], object]] = {"raise": break_down, "kill": die, "stop": stop}
 
 
 def tell_launcher() -> None:
