@@ -136,14 +136,11 @@ class ArrayDataset:
         given: Any
         for given in tensors:
             if not isinstance(given, Tensor):
-                way = "make a tensor of it by torch.as_tensor"
-                if isinstance(given, list) and all(isinstance(one, Tensor) for one in given):
-                    way = "make one of samples by torch.stack, and a tuple of several inputs"
-                elif hasattr(given, "to_numpy"):  # a table of pandas or polars
-                    way = "make a tensor of it by torch.as_tensor(TABLE.to_numpy())"
                 raise DataError(
                     f"dataset ({name}): inputs and targets are tensors, not "
-                    f"{type(given).__name__}; {way}"
+                    f"{type(given).__name__}; make a tensor of it by torch.as_tensor, of a table "
+                    "by its to_numpy() first, of a list of tensors by torch.stack (or a tuple of "
+                    "several inputs)"
                 )
             if given.layout != torch.strided or given.is_nested or given.is_meta:
                 kind = "nested" if given.is_nested else str(given.layout).removeprefix("torch.")
@@ -320,18 +317,14 @@ def read_tensors(
     """The inputs of samples and, last, their targets; DataError for anything that no layer can
     take."""
     reads_epochs = getattr(dataset, "reads_epochs", False)
-    read: object = dataset.read(*((samples, epochs) if reads_epochs else (samples,)))
-    if not isinstance(read, (tuple, list)) or len(read) != 2:
+    read: Any = dataset.read(*((samples, epochs) if reads_epochs else (samples,)))
+    is_pair = isinstance(read, tuple | list) and len(read) == 2
+    if not is_pair or not isinstance(read[0], tuple | list):
         raise DataError(
             f"data ({dataset.name}): read returns {type(read).__name__}; return two things, a "
             "tuple of inputs and the targets"
         )
     inputs, targets = read
-    if not isinstance(inputs, (tuple, list)):
-        raise DataError(
-            f"data ({dataset.name}): inputs are read as {type(inputs).__name__}; give a tuple of "
-            "tensors"
-        )
     for tensor in (*inputs, targets):
         what = type(tensor).__name__
         if isinstance(tensor, Tensor):

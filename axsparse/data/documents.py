@@ -24,16 +24,7 @@ from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeGuard, cast
 
-from axsparse.data.chats import (
-    KWARGS,
-    SYSTEM,
-    TOOLS,
-    WHY,
-    Chat,
-    Messages,
-    chatml,
-    of_functions,
-)
+from axsparse.data.chats import KWARGS, SYSTEM, TOOLS, WHY, Chat, Messages, chatml, of_functions
 from axsparse.data.tables import open_table, open_zstd
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError
 from axsparse.runtime.targets import IGNORED
@@ -223,10 +214,7 @@ PREFERENCES = ("chosen", "rejected")
 """TRL's keys of answers; the prompt may be next to them, or at their beginning."""
 FUNCTIONS = "functions"
 """OpenAI's older column of `tools`."""
-KINDS: Sequence[tuple[str, ...]] = (
-    *(("input_ids",), ("messages",), ("conversations",)),
-    *(PAIR, TEXT),
-)
+KINDS = (("input_ids",), ("messages",), ("conversations",), PAIR, TEXT)
 """Keys of documents. A record that has several is the first that can be read, as in TRL: a chat
 whose ids, or whose text, were added to it keeps its targets."""
 LABELS = "labels"
@@ -240,10 +228,7 @@ PADDING = "attention_mask"
 """The column next to token ids that is 0 for padding, which is no text."""
 PACKED = LENGTHS, PLACES = "seq_lengths", "position_ids"
 """Columns that say where documents begin that TRL has packed into one row of ids."""
-OTHER_COLUMNS = (
-    *(LABELS, PADDING, *MASKS, LOSS_MASK, *PACKED),
-    *(TOOLS, FUNCTIONS, KWARGS, SYSTEM),
-)
+OTHER_COLUMNS = (LABELS, PADDING, *MASKS, LOSS_MASK, *PACKED, TOOLS, FUNCTIONS, KWARGS, SYSTEM)
 """Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_json),
@@ -257,7 +242,7 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
     ".zst": open_zstd,
     **dict.fromkeys((".zip", ".bz2", ".xz", ".lz4"), partial(_reject, "an archive; unpack it")),
 }
-"""The opener of a compressed file by its ending; the ending before it names the format."""
+"""The opener of a compressed file by its ending, before which is that of the format."""
 
 
 def divider(how: str) -> Callable[[bytes, int], bool]:
@@ -361,13 +346,10 @@ def _fits(kind: tuple[str, ...], record: dict[str, Any]) -> bool:
     return all(record[key] and isinstance(record[key], types) for key in kind)
 
 
-def _precedes(prompt: object, answer: object) -> bool:
+def _precedes(prompt: Any, answer: Any) -> bool:
     """Whether a prompt is next to an answer that does not begin with it."""
-    if isinstance(prompt, str) and isinstance(answer, str):
-        return bool(prompt) and not answer.startswith(prompt)
-    if isinstance(prompt, bytes) and isinstance(answer, bytes):
-        return bool(prompt) and not answer.startswith(prompt)
-    if _are_messages(prompt) and _are_messages(answer):
+    texts = isinstance(prompt, str | bytes) and type(prompt) is type(answer)
+    if texts or (_are_messages(prompt) and _are_messages(answer)):
         return bool(prompt) and answer[: len(prompt)] != prompt
     return False
 
@@ -383,29 +365,22 @@ def _single(number: int, record: dict[str, Any], key: str, *, is_text: bool) -> 
         parts = {type(one).__name__ for one in value} if isinstance(value, list) else ()
         kind = "str" if isinstance(value, bytes) else type(value).__name__  # a text of a table
         found = f"{kind}{' of ' if parts else ''}{' and '.join(sorted(parts))}"
-        wanted = "a list of messages or of whole numbers"
-        wanted = f"a text, {wanted}" if is_text else wanted
+        wanted = f"{'a text, ' if is_text else ''}a list of messages or of whole numbers"
         return Piece(number, "", problem=f"{key} that cannot be read ({found}; give {wanted})")
-    text = _text(value)
-    if text is None:
-        return Piece(number, "", problem=_no_text(value))
-    return Piece(number, text, problem=None if text.strip() else "empty")
+    text, problem = _text(value)
+    return Piece(number, text, problem=problem or (None if text.strip() else "empty"))
 
 
-def _text(value: str | bytes) -> str | None:
-    """A text of a record; None if it is not UTF-8."""
+def _text(value: object) -> tuple[str, str | None]:
+    """A text of a record, in tables of bytes, and why it cannot be used."""
     try:
-        # JSON can express a lone surrogate such as "\ud800"; texts of tables are bytes.
-        text = value.decode() if isinstance(value, bytes) else value
+        text = value.decode() if isinstance(value, bytes) else str(value)
         text.encode()
-    except UnicodeError:
-        return None
-    return text
-
-
-def _no_text(value: str | bytes) -> str:
-    """Why `_text` is None."""
-    return "not UTF-8" if isinstance(value, bytes) else "half a character (a lone surrogate)"
+    except UnicodeDecodeError:
+        return "", "not UTF-8"
+    except UnicodeEncodeError:  # JSON can express "\ud800"
+        return "", "half a character (a lone surrogate)"
+    return text, None
 
 
 def _are_messages(value: object) -> TypeGuard[list[dict[str, Any]]]:
@@ -421,8 +396,8 @@ def _chat(number: int, record: dict[str, Any], given: Messages, prompt: int | No
         return Piece(number, "", problem=str(reason))
     if not all(isinstance(message.get("role", ""), str) for message in messages):
         return Piece(number, "", problem="a role that is no text")
-    text = _text(system) if isinstance(system, str | bytes) else None
-    if system and text is None:
+    text, problem = _text(system or "")
+    if system and (problem or not isinstance(system, str | bytes)):
         return Piece(number, "", problem=f"{SYSTEM} that is no text")
     if text and messages and messages[0].get("role") != SYSTEM:
         messages = [{"role": SYSTEM, "content": text}, *messages]
@@ -439,7 +414,7 @@ def _tools(record: dict[str, Any]) -> Any:
     if isinstance(found, str | bytes):
         with suppress(ValueError, RecursionError):
             found = json.loads(found)
-    if not (isinstance(found, list) and all(isinstance(one, dict) for one in found)):
+    if not _are_messages(found):
         raise ValueError(f"{FUNCTIONS} that are no list of schemas")
     return of_functions(found)
 
@@ -452,10 +427,8 @@ def _completion(number: int, record: dict[str, Any]) -> Piece:
     if not (isinstance(prompt, str | bytes) and isinstance(completion, str | bytes)):
         what = f"{' and '.join(PAIR)} that are neither two texts nor two lists of messages"
         return Piece(number, "", problem=what)
-    first, second = _text(prompt), _text(completion)
-    if first is None or second is None:
-        return Piece(number, "", problem=_no_text(prompt if first is None else completion))
-    problem = None if completion else "empty"
+    (first, problem), (second, other) = _text(prompt), _text(completion)
+    problem = problem or other or (None if completion else "empty")
     return Piece(number, "", problem=problem, content=Completion(first, second))
 
 

@@ -91,7 +91,7 @@ SAVED = 64
 """Batches after which the files of tokens are put on the disk and their progress is recorded, at
 the next end of a document."""
 EXAMPLES = 20
-"""Number of left-out documents that are named; all of them are counted."""
+"""Left-out documents that are named; all of them are counted."""
 BEGINNING = 24
 """Number of tokens that are shown as text."""
 MEGABYTE = 1_000_000
@@ -103,15 +103,10 @@ Settings = dict[str, str | int | float | bool]
 
 @dataclass(frozen=True)
 class Request:
-    """The text to prepare, the folder to write, and the settings.
-
-    At most one of `train_bpe` and `tokenizer` is given; without either, tokens are bytes.
-    """
+    """At most one of `train_bpe` and `tokenizer` is given; without either, tokens are bytes."""
 
     inputs: tuple[Path, ...]
-    """Files and folders of text."""
     out: Path
-    """The folder that receives the tokens."""
     written: tuple[Path, ...] = ()
     """Other folders that are written to, and therefore not read."""
     validation: tuple[Path, ...] = ()
@@ -137,14 +132,12 @@ class Request:
 
 
 class PreparationProgress(BaseModel):
-    """How much of a request is done."""
+    """How many pieces of documents have been read, and what is in each file of tokens, separators
+    included."""
 
     pieces: int = 0
-    """Pieces of documents that have been read."""
     documents: dict[Split, int]
-    """Number of documents in each file of tokens."""
     tokens: dict[Split, int]
-    """Number of tokens in each file, separators included."""
     left_out: dict[str, int] = {}
     """Number of documents left out, by reason."""
     examples: list[str] = []
@@ -341,9 +334,7 @@ class _Run:
     console: Console
     given: GivenTokenizer | None
     template: ChatTemplate | None
-    """Makes tokens of chats; there if the sources hold some."""
-    chats: Sequence[Chat]
-    """The first ones."""
+    first_chats: Sequence[Chat]
     marked: bool
     """Whether tokens may be no targets."""
 
@@ -361,15 +352,15 @@ class _Run:
         for killed in (*request.out.glob(f"*{UNFINISHED}*"), *folder.glob(f"*{UNFINISHED}*")):
             killed.unlink()
         tokenizer = self._tokenizer(str(settings.get("separator", SEPARATOR)))
-        progress = self._write(tokenizer, left_out)
+        encoder = _Encoder(tokenizer, self.template, marked=self.marked)
+        progress = self._write(encoder, left_out)
         _reject_empty(progress, request)
-        dtype, documents = dtype_for(tokenizer.vocab_size, marked=self.marked), progress.documents
+        documents = sum(progress.documents.values())
         if request.validation_fraction and not all(progress.documents.values()):
-            self._hold_out_end(progress, stored(dtype))
+            self._hold_out_end(progress, encoder.dtype)
         paths = [token_path(folder, split) for split in request.splits]
-        mark = mark_of(stored(dtype)) if self.marked else 0
-        facts = [id_facts(path, stored(dtype), mark, tokenizer.separator) for path in paths]
-        inner = sum(ends for _, ends in facts) - sum(documents.values())
+        facts = [id_facts(path, encoder.dtype, encoder.mark, tokenizer.separator) for path in paths]
+        inner = sum(ends for _, ends in facts) - documents
         records = {
             split: SplitRecord(
                 documents=progress.documents[split],
@@ -382,7 +373,7 @@ class _Run:
         for path in (*paths, folder / TOKENIZER):
             if path.exists():
                 path.replace(request.out / path.name)
-        self._report(progress, tokenizer, inner)
+        self._report(progress, encoder, inner)
         sidecar = Sidecar(
             version=FORMAT,
             axsparse=__version__,
@@ -391,10 +382,10 @@ class _Run:
             largest_id=max(largest for largest, _ in facts),
             separator=tokenizer.separator,
             inner_separators=inner,
-            dtype=dtype,
+            dtype=dtype_for(tokenizer.vocab_size, marked=self.marked),
             marked=self.marked,
             chat_template="" if self.template is None else self.template.templates,
-            chat_ends=() if self.template is None else self.template.ends(self.chats),
+            chat_ends=() if self.template is None else self.template.ends(self.first_chats),
             train=records["train"],
             validation=records.get("validation"),
             sources=SourceCounts(
@@ -454,12 +445,9 @@ class _Run:
                 yield piece, before + piece.read
             before += source.size
 
-    def _write(
-        self, tokenizer: Tokenizer, left_out: Sequence[tuple[str, str]]
-    ) -> PreparationProgress:
+    def _write(self, encoder: _Encoder, left_out: Sequence[tuple[str, str]]) -> PreparationProgress:
         """Write the files of tokens into the folder, continuing where an earlier run was."""
         with contextlib.ExitStack() as files:
-            encoder = _Encoder(tokenizer, self.template, marked=self.marked)
             writer = _Writer(self.folder, self.request.splits, encoder, files)
             progress = writer.progress
             if progress.pieces:
@@ -503,10 +491,10 @@ class _Run:
             f"the last {format_count(held)} tokens of all"
         )
 
-    def _report(self, progress: PreparationProgress, tokenizer: Tokenizer, inner: int) -> None:
+    def _report(self, progress: PreparationProgress, encoder: _Encoder, inner: int) -> None:
         """Report the left out and the written documents, and show the first tokens as text; `inner`
         separators are within documents."""
-        console = self.console
+        console, tokenizer = self.console, encoder.tokenizer
         if progress.left_out:
             total = sum(progress.left_out.values())
             console.line(f"left out {_count(total, 'document')}: {progress.reasons}")
@@ -522,7 +510,6 @@ class _Run:
         for split, tokens in progress.tokens.items():
             count = _count(progress.documents[split], "document")
             console.line(f"{split}: {count}, {format_count(tokens)} tokens")
-        encoder = _Encoder(tokenizer, self.template, marked=self.marked)
         ids = np.fromfile(token_path(self.request.out, "train"), encoder.dtype, BEGINNING)
         ids = (ids & ~encoder.dtype.type(encoder.mark)).tolist()
         console.line(f"train begins with {len(ids)} tokens: {tokenizer.decode(ids)!r}")
@@ -538,7 +525,7 @@ class _Encoder:
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | None, *, marked: bool
     ) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._template = template
         self._long_text: LongText | None = None
         """The text of a document that has not ended yet."""
@@ -573,9 +560,9 @@ class _Encoder:
         elif isinstance(content, Completion):
             # It begins at the first id that differs from those of the prompt alone, as in TRL.
             texts = [content.prompt, content.prompt + content.completion]
-            prompt, whole = self._tokenizer.encode_batch(texts)
-            ids = np.concatenate([self._tokenizer.first, whole]).astype(np.int64)
-            begin = self._tokenizer.first.size + common_prefix(prompt.tolist(), whole.tolist())
+            prompt, whole = self.tokenizer.encode_batch(texts)
+            ids = np.concatenate([self.tokenizer.first, whole]).astype(np.int64)
+            begin = self.tokenizer.first.size + common_prefix(prompt.tolist(), whole.tolist())
             counts = np.arange(ids.size) >= begin
         else:
             given = np.array(content)
@@ -584,13 +571,13 @@ class _Encoder:
             ids, counts = np.where(given < 0, -1 - given, given), given >= 0
         if not ids.size:
             return "empty"
-        if ids.max() >= self._tokenizer.vocab_size:
+        if ids.max() >= self.tokenizer.vocab_size:
             return "ids beyond the vocabulary"
         return np.where(counts, ids, ids | self.mark).astype(self.dtype)
 
     def _texts(self, batch: Sequence[Piece]) -> Iterator[Tokens]:
         """The ids of the text of each piece; of a document in several, those that are sure."""
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if isinstance(tokenizer, ByteTokenizer):
             yield from tokenizer.encode_batch([piece.text for piece in batch])
             return
@@ -615,15 +602,15 @@ class _Encoder:
 
     def begin(self, piece: Piece) -> Tokens:
         """The ids before the first piece of a document: a text's own first tokens."""
-        return self._tokenizer.first if piece.content is None else np.zeros(0, self.dtype)
+        return self.tokenizer.first if piece.content is None else np.zeros(0, self.dtype)
 
     def end(self, piece: Piece, ids: Tokens) -> Tokens:
         """The ids after the last piece of a document: a text's own last tokens and the separator,
         unless they or the given ids end with it; no target, where the document marks its
         targets."""
-        separator = self._tokenizer.separator
+        separator = self.tokenizer.separator
         is_text = piece.content is None or isinstance(piece.content, Completion)
-        last = self._tokenizer.last.tolist() if is_text else []
+        last = self.tokenizer.last.tolist() if is_text else []
         before = last or [int(ids[-1]) & ~self.mark] if ids.size else last
         if before[-1:] != [separator]:
             is_target = is_text or not has_marks(piece.content)
@@ -660,13 +647,12 @@ class _Writer:
         """The token of its file at which the document begins whose end has not been read yet."""
         self._problem: str | None = None
         """Why that document will be left out."""
-        self._unsaved = 0
-        """Batches since progress was recorded."""
+        self._unsaved_batches = 0
 
     def add(self, batch: Sequence[Piece]) -> None:
         for piece, (ids, problem) in zip(batch, self._encoder.encode(batch), strict=True):
             self._append(piece, ids, problem)
-        self._unsaved += 1
+        self._unsaved_batches += 1
 
     def save(self) -> None:
         """Put the files on the disk, then the record of how far they are, between documents."""
@@ -674,7 +660,7 @@ class _Writer:
             file.flush()
             os.fsync(file.fileno())
         _write_file(self._path, self.progress.model_dump_json().encode())
-        self._unsaved = 0
+        self._unsaved_batches = 0
 
     def _append(self, piece: Piece, ids: Tokens, problem: str | None) -> None:
         progress = self.progress
@@ -696,7 +682,7 @@ class _Writer:
             if piece.choice:
                 progress.choices[piece.choice] = progress.choices.get(piece.choice, 0) + 1
         self._begin = None
-        if self._unsaved >= SAVED:
+        if self._unsaved_batches >= SAVED:
             self.save()
 
     def _write(self, split: Split, ids: Tokens) -> None:

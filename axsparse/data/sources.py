@@ -31,7 +31,7 @@ from axsparse.data.token_file import (
     stored,
     token_path,
 )
-from axsparse.data.tokenizers import BLEND, STDLIB_SEPARATOR, check_tokenizers, split_name
+from axsparse.data.tokenizers import BLEND, STDLIB, STDLIB_SEPARATOR, check_tokenizers
 from axsparse.data.torch_dataset import reject_no_dataset
 from axsparse.runtime.errors import ConfigError, DataError, MissingInputError, check_kinds, reading
 
@@ -206,10 +206,8 @@ class Blend:
         """The length and place of each data set, by which training chooses the samples of a
         step."""
         self._ends = np.cumsum(lengths)
-        percents = (
-            f"{name} {count / BLOCK:.2%}" for name, count in zip(names, places, strict=True)
-        )
-        self.name = f"{BLEND}{', '.join(percents)}"
+        pairs = zip(names, places, strict=True)
+        self.name = BLEND + ", ".join(f"{name} {count / BLOCK:.2%}" for name, count in pairs)
         facts = [
             (one.fingerprint, *share) for one, share in zip(datasets, self.shares, strict=True)
         ]
@@ -218,7 +216,7 @@ class Blend:
         self.vocab_size = max(vocabularies) if all(vocabularies) else None
         counts = {dataset.targets_per_sample for dataset in datasets}
         self.targets_per_sample = counts.pop() if len(counts) == 1 else None
-        # It matters here only whether all data sets say where documents begin.
+        # It matters only whether all data sets say where documents begin.
         separators = [getattr(dataset, "separator", None) for dataset in datasets]
         self.separator = None if any(one is None for one in separators) else separators[0]
 
@@ -278,9 +276,6 @@ def _parts(dataset: Dataset, weight: float) -> Iterator[tuple[Dataset, float]]:
         yield one, weight * share.places / BLOCK
 
 
-VOCAB_SIZE = 256
-"""A token is a byte."""
-
 EXCLUDED_FOLDERS = frozenset(
     # Installed packages and compiled files differ between hosts. Tests are large, and
     # distributions package them separately.
@@ -296,9 +291,9 @@ def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False
     # In a virtual environment the library belongs to the base installation.
     tokens, fingerprint = source_tokens(Path(sysconfig.get_path("stdlib")), split)
     return TokenDataset(
-        name=split_name(split),
+        name=f"{STDLIB} {split}",
         fingerprint=fingerprint,
-        vocab_size=VOCAB_SIZE,
+        vocab_size=256,  # a token is a byte
         tokens=tokens,
         sequence_length=sequence_length,
         separator=STDLIB_SEPARATOR if separate else None,

@@ -103,14 +103,7 @@ def _damaged() -> Iterator[None]:
     """OSError for pyarrow's errors about a damaged file."""
     try:
         yield
-    except (
-        ValueError,
-        KeyError,
-        TypeError,
-        NotImplementedError,
-        MemoryError,
-        RecursionError,
-    ) as reason:
+    except (ValueError, KeyError, TypeError, RuntimeError, MemoryError) as reason:
         raise OSError(0, " ".join(str(reason).split())) from reason
 
 

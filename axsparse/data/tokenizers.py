@@ -82,7 +82,7 @@ class ByteTokenizer:
     """The ids that begin and that end each text, such as the token BOS; none for most."""
 
     def encode(self, text: str) -> Tokens:
-        """The ids of a text that may continue, (N,) unsigned integers: `first` and the text's."""
+        """The ids of a text that may continue: `first` and the text's."""
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
     def encode_batch(self, texts: Sequence[str]) -> Iterable[Tokens]:
@@ -342,16 +342,11 @@ def library_version() -> str:
     return f"tokenizers {import_tokenizers().__version__}"
 
 
-BLEND = "blend of "
-"""The beginning of the name of a blend."""
+BLEND, STDLIB = "blend of ", "stdlib"
+"""The beginnings of the names of blends, and of the splits of the standard library."""
 SETTINGS = "tokenizer_config.json"
 GENERATION = "generation_config.json"
 EOS = "eos_token_id"
-
-
-def split_name(split: str) -> str:
-    """The name of the data set of one split."""
-    return f"stdlib {split}"
 
 
 @dataclass(frozen=True)
@@ -425,7 +420,7 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
     Raises MissingInputError if the folder of tokens or its tokenizer cannot be read, DataError if
     the tokenizer is not the one that made the tokens, ConfigError without the library for it.
     """
-    if data.source == "stdlib" and name == split_name("train"):
+    if data.source == STDLIB and name == f"{STDLIB} train":
         return byte_tokenizer(STDLIB_SEPARATOR)
     folders = [Path(path) for path, _ in token_sources(data)]
     if data.source != "tokens" or not folders or (data.blend and not name.startswith(BLEND)):
@@ -538,19 +533,14 @@ def byte_tokenizer(separator: int) -> ExportedTokenizer:
     Texts that hold the byte `separator` itself lose it; texts of the training data do not.
     """
     vocabulary = {letter: byte for byte, letter in enumerate(_letters()) if byte != separator}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    by_bytes["use_regex"] = True
     tokenizer: dict[str, Any] = {
         "version": "1.0",
-        "added_tokens": [
-            {
-                "id": separator,
-                "content": SEPARATOR,
-                **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
-                "special": True,
-            }
-        ],
-        "pre_tokenizer": {**by_bytes, "use_regex": True},
-        "decoder": {**by_bytes, "use_regex": True},
+        "added_tokens": [{"id": separator, "content": SEPARATOR, **flags, "special": True}],
+        "pre_tokenizer": by_bytes,
+        "decoder": by_bytes,
         "model": {"type": "BPE", "vocab": {**vocabulary, SEPARATOR: separator}, "merges": []},
     }
     return ExportedTokenizer(tokenizer, SEPARATOR, separator, SEPARATOR, separator)
