@@ -98,7 +98,7 @@ def reject_adapter(where: str, folder: Path) -> None:
 
 
 def no_folder(where: str, given: str) -> MissingInputError:
-    """The error about a folder of a model that is none; of the hub's models it is to be fetched."""
+    """The error about a folder of a model that is none; models of the hub are to be fetched."""
     suggestion = f"name a Hugging Face folder of {CONFIG_FILE} and safetensors"
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", given) and not Path(given).exists():
         name = given.partition("/")[2]
@@ -162,10 +162,9 @@ _GPT2_SIZES = {
 }
 """transformers' name of a setting → our name, and the value that it assumes if a file leaves it
 out."""
-_TANH_GELU = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
 _GPT2_FIXED: Mapping[str, tuple[Any, ...]] = {
     "model_type": ("gpt2",),
-    "activation_function": _TANH_GELU,
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh", "gelu_fast"),
     "layer_norm_epsilon": (LAYER_NORM_EPSILON,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
@@ -211,21 +210,16 @@ def is_gpt2(path: Path, theirs: Mapping[str, Any]) -> bool:
 
 
 def to_gpt2(config: GptConfig, dtype: str) -> dict[str, Any]:
-    """The config.json of a GPT whose weights are saved in `dtype`.
-
-    `bos_token_id` and `eos_token_id` are null, since it is not known which tokens begin and end
-    a text.
-    """
-    sizes = {theirs: getattr(config, ours) for theirs, (ours, _) in _GPT2_SIZES.items()}
+    """The config.json of a GPT whose weights are saved in `dtype`."""
     return {
         "architectures": ["GPT2LMHeadModel"],
         **{key: values[0] for key, values in _GPT2_FIXED.items()},
-        **sizes,
+        **{theirs: getattr(config, ours) for theirs, (ours, _) in _GPT2_SIZES.items()},
         "n_inner": None,
         "embd_pdrop": config.dropout,
         "resid_pdrop": config.dropout,
         "attn_pdrop": 0.0,
-        "bos_token_id": None,
+        "bos_token_id": None,  # It is not known which tokens begin and end a text.
         "eos_token_id": None,
         "dtype": dtype,
     }
@@ -285,11 +279,8 @@ def is_headless(text: Any) -> bool:
 
 
 def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
-    """The settings of a folder as transformers has them; `where` is their place in messages.
-
-    Raises DataError for a model that transformers does not know, or that has no causal language
-    model of real numbers.
-    """
+    """The settings of a folder as transformers has them; DataError for a model that it does not
+    know, or that has no causal language model of real numbers."""
     kind = theirs.get("model_type")
     if not theirs and not isinstance(where, Path):
         raise ConfigError(f"{where}: {NO_KIND}")
@@ -348,11 +339,8 @@ def folder_settings(where: object, theirs: Mapping[str, Any]) -> Any:
 def reject_other_settings(
     path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any], where: str
 ) -> None:
-    """ConfigError if some of our settings have other values in a config.json, as transformers reads
-    both.
-
-    `where` is the place of our settings. Those that we leave to transformers are not compared.
-    """
+    """ConfigError if some of our settings, at `where`, have other values in a config.json, as
+    transformers reads both."""
     there, here = (
         folder_settings(place, settings).get_text_config().to_dict()
         for place, settings in ((path, theirs), (where, ours))
@@ -381,8 +369,8 @@ def reject_other_heads(path: Path, theirs: Mapping[str, Any]) -> None:
 
 
 def hf_sizes(where: object, theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes in settings of transformers that a run asks for, of a text model in one that also
-    takes pictures; raises the errors of `folder_settings`."""
+    """The sizes that a run asks for, of the text model in one that also takes pictures; raises the
+    errors of `folder_settings`."""
     settings = folder_settings(where, theirs).get_text_config()
     sizes = {"vocab_size": settings.vocab_size}
     longest = getattr(settings, "max_position_embeddings", None)
@@ -390,25 +378,23 @@ def hf_sizes(where: object, theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _transformers() -> tuple[Any, Any, Any, str]:
-    """The configurations and the names of the causal language models and of the models of texts and
-    images of transformers, by model_type, and its version; MissingInputError if it is not
-    installed, or too old."""
+    """The configurations of transformers and the names of its causal language models and of its
+    models of texts and images, by model_type, and its version."""
     try:
         import transformers
         from transformers.models.auto import configuration_auto, modeling_auto
+
+        lacks = f"and {transformers.__version__} is installed"
+        if tuple(map(int, transformers.__version__.split(".")[:2])) >= OLDEST:
+            return (
+                configuration_auto.CONFIG_MAPPING,
+                modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+                modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+                transformers.__version__,
+            )
     except ImportError as reason:
-        raise MissingInputError(
-            f"{HF}: needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, which is not installed "
-            f"({reason}); install it: pip install 'axsparse[hf]'"
-        ) from reason
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
-        raise MissingInputError(
-            f"{HF}: needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, and "
-            f"{transformers.__version__} is installed; install it: pip install -U 'axsparse[hf]'"
-        )
-    return (
-        configuration_auto.CONFIG_MAPPING,
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-        transformers.__version__,
+        lacks = f"which is not installed ({reason})"
+    raise MissingInputError(
+        f"{HF}: needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, {lacks}; install it: "
+        "pip install -U 'axsparse[hf]'"
     )

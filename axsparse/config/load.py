@@ -48,8 +48,7 @@ YAML_SCALARS = {
         r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z"
     ),
 }
-_RESOLVERS = {None: list(YAML_SCALARS.items())}
-"""The patterns in PyYAML's form: None tries them whatever a scalar's first character is."""
+_RESOLVERS = {None: list(YAML_SCALARS.items())}  # whatever a scalar's first character is
 
 
 class YamlLoader(yaml.SafeLoader):
@@ -96,9 +95,7 @@ def compose(text: str, at: Callable[[int], str], quotes: str = QUOTES) -> yaml.N
     except yaml.MarkedYAMLError as error:
         line = loader.line if error.problem_mark is None else error.problem_mark.line
         problem = ", ".join(part for part in (error.context, error.problem) if part)
-        suggestion = CORRECT
-        if "alias" in problem or "anchor" in problem:
-            suggestion = quotes
+        suggestion = quotes if "alias" in problem or "anchor" in problem else CORRECT
         raise ConfigError(f"{at(line + 1)}: not YAML: {problem}; {suggestion}") from None
     except (ValueError, OverflowError, RecursionError) as error:
         # PyYAML does not catch these, such as escapes beyond Unicode.
@@ -107,7 +104,7 @@ def compose(text: str, at: Callable[[int], str], quotes: str = QUOTES) -> yaml.N
 
 
 def value_of(node: yaml.Node, here: str) -> Any:
-    """The value of a node; ConfigError for one that YAML cannot make of it."""
+    """The value of a node; ConfigError if it has none."""
     try:
         return YamlLoader("").construct_object(node, deep=True)
     except Exception as error:  # Constructors raise what they like about a value under a tag.
@@ -227,7 +224,7 @@ def full_key(short: str) -> str:
 
 
 def _once(settings: Iterator[tuple[str, Setting]]) -> dict[str, Setting]:
-    """The settings by key; ConfigError if one is given twice, by different names."""
+    """ConfigError if a setting is given twice, by different names."""
     found: dict[str, Setting] = {}
     for key, setting in settings:
         if key in found:
@@ -286,8 +283,7 @@ def packaged_folder(name: str) -> Path:
 
 
 def bundled_source() -> str:
-    """The source by which `configure` reads the bundled file `BUNDLED`: its name, or its path where
-    a file of the user's has the same name."""
+    """What `configure` reads the bundled file `BUNDLED` by."""
     return str(packaged_folder("configs") / BUNDLED) if _is_own(Path(BUNDLED)) else BUNDLED
 
 
@@ -412,8 +408,7 @@ def _reject_unknown(key: str, origin: str) -> None:
 
 
 def _setting(key: str, origin: str, node: yaml.Node) -> Setting:
-    """A scalar or a flat list of scalars, since the schema has no other value but the settings of
-    another library."""
+    """A scalar or a flat list: the schema has nothing else but the settings of another library."""
     value = value_of(node, f"{key} ({origin})")
     items = value if isinstance(value, list) else [value]
     if key != HF and any(map(is_nested, items)):

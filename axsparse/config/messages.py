@@ -24,7 +24,7 @@ class Setting:
 
     value: Any
     origin: str
-    """The place where a setting was given: "quickstart.yaml:12", "--set" or "configure"."""
+    """Where it was given: "quickstart.yaml:12", "--set" or "configure"."""
     text: Any = None
     """The scalar as it was typed, or a list of them; None unless YAML was read."""
 
@@ -126,7 +126,6 @@ EXAMPLE = re.compile(r"[`\[]([^\s`,\[]+[=:][\d.]+)")
 NUMBER = re.compile(r"[-+]?\d*\.?\d+([eE][-+]?\d+)?")
 """Matches a text that is a number in quotes."""
 PERCENT = re.compile(r"(\d+\.?\d*) *%")
-"""Matches a text that is a share in percent."""
 UNIT = re.compile(r"GB|Seconds")
 """Matches the unit with which the description of a number begins."""
 NEARNESS = 0.7
@@ -157,8 +156,8 @@ def _said(problems: list[Any], setting: Setting) -> str:
         return _of_another_family(*problems[0]["loc"][1:])
     if kind == "missing":
         return f"{show(list(value))} is too short; give more entries"
-    texts = dict.fromkeys(re.sub(r"^\w+ should ", "", problem["msg"]) for problem in problems)
-    texts = dict.fromkeys(text.replace("a valid tuple", "a list") for text in texts)
+    said = (problem["msg"].replace("a valid tuple", "a list") for problem in problems)
+    texts = dict.fromkeys(re.sub(r"^\w+ should ", "", text) for text in said)
     suggestion = _suggestion(kind, value, _key_of(problems[0]), setting)
     if kind.startswith("less_than") and 1 in problems[0]["ctx"].values() and 10 <= value < 100:
         suggestion = f"; {value:g} % is {value / 100:g}"
@@ -223,12 +222,10 @@ def instead_of_nested(key: str, value: object) -> str:
 
 
 def is_nested(value: object) -> bool:
-    """Whether a value of YAML is a list or a mapping."""
     return isinstance(value, list | dict)
 
 
 def argument(key: str, text: str) -> str:
-    """The option that sets a key, as it is written in a shell."""
     return f"--set {shlex.quote(f'{key}={text}')}"
 
 
@@ -256,18 +253,15 @@ def _as_list(key: str, text: str) -> str:
 
 
 def _entries(text: str) -> list[str]:
-    """The entries that commas separate in a text, without quotes."""
     return [entry.strip("'\" ") for entry in text.split(",")]
 
 
 def _of_another_family(name: str, leaf: str) -> str:
     """The message for a key that another model has, but not the named one."""
-    others = " and ".join(
-        family for family, section in FAMILIES.items() if leaf in section.model_fields
-    )
+    others = [family for family, section in FAMILIES.items() if leaf in section.model_fields]
     return (
-        f"unknown key for model.name {name}, it is for model.name {others}; remove it, or choose "
-        "another model.name"
+        f"unknown key for model.name {name}, it is for model.name {' and '.join(others)}; remove "
+        "it, or choose another model.name"
     )
 
 
@@ -344,5 +338,4 @@ def show(value: object) -> str:
 
 
 def shorten(text: str) -> str:
-    """At most 60 characters of a text."""
     return text if len(text) <= 60 else f"{text[:57]}..."

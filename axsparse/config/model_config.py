@@ -101,8 +101,7 @@ class HfConfig(Family):
             return json.loads(json.dumps(given))
         except (TypeError, ValueError):
             raise PydanticCustomError(
-                "hf",
-                "Input should be a dict of texts and numbers, such as CONFIG.to_dict()",
+                "hf", "Input should be a dict of texts and numbers, such as CONFIG.to_dict()"
             ) from None
 
 

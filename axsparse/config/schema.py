@@ -305,6 +305,7 @@ class PruningConfig(Section):
         initial = self.initial_sparsity if draws else 0.0
         early = f"pruning.method {method} draws its masks tensor by tensor before the first step"
         at_once = ("wanda", "sparsegpt", "magnitude", "random", "custom")
+        by_layer = ("uniform", "erk")
         rules: Sequence[tuple[bool, str, str, Mapping[str, Sequence[object]]]] = (
             (
                 self.pattern is not None and self.mask is None,
@@ -329,18 +330,13 @@ class PruningConfig(Section):
                 initial > 0,
                 "initial_sparsity",
                 "from pruning.initial_sparsity gradual rises, each tensor from the share it has",
-                {"method": ["gradual"], "distribution": ["uniform", "erk"]},
+                {"method": ["gradual"], "distribution": by_layer},
             ),
             (
                 self.heal != "none",
                 "heal",
                 "pruning.heal fits what is pruned at once, layer by layer, before the first step",
-                {
-                    "method": at_once,
-                    "at_step": [0],
-                    "distribution": ["uniform", "erk"],
-                    "mask": [None],
-                },
+                {"method": at_once, "at_step": [0], "distribution": by_layer, "mask": [None]},
             ),
         )
         for applies, source, why, fitting in rules:
@@ -350,7 +346,6 @@ class PruningConfig(Section):
 
     def _way(self, key: str, values: Sequence[object], source: str) -> str:
         """The suggestion of the values that do with all other settings, if any."""
-
         usual = {name: field.default for name, field in type(self).model_fields.items()}
         needs_time = any(getattr(self, leaf) != usual[leaf] for leaf in OVER_TIME)
 
@@ -579,14 +574,11 @@ class LoggingConfig(Section):
 class ConfigSource:
     """The origin of a configuration. It does not count in comparisons: any two are equal."""
 
-    name: str | None = None
+    name: str | None = field(default=None, compare=False)
     """The stem of its file, or another name that was given to it; None if it has none."""
-    settings: Mapping[str, tuple[Any, str | None]] = field(default_factory=dict)
+    settings: Mapping[str, tuple[Any, str | None]] = field(default_factory=dict, compare=False)
     """Dotted key -> its value there, and its origin: a line, or an override; None if the value
     counts as a default."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, ConfigSource)
 
 
 class Config(Section):
@@ -647,7 +639,6 @@ class Config(Section):
         return f"{key} ({self.origins.get(key, 'default')})"
 
     def by_key(self) -> dict[str, Any]:
-        """The values by dotted key."""
         return flat(self.model_dump())
 
     def named(self, name: str) -> Config:
@@ -655,8 +646,7 @@ class Config(Section):
         return self if self._source.name else self._with(ConfigSource(name, self._source.settings))
 
     def with_origins(self, name: str | None, origins: Mapping[str, str]) -> Config:
-        """The configuration under a name, with the origin of every key; others count as
-        defaults."""
+        """The configuration under a name; keys without an origin count as defaults."""
         values = self.by_key()
         settings = {key: (value, origins.get(key)) for key, value in values.items()}
         return self._with(ConfigSource(name, settings))
@@ -711,9 +701,7 @@ def _fields() -> dict[str, Any]:
         for section in FAMILIES.values() if name == "model" else (kind,):
             if isinstance(section, type) and issubclass(section, Section):
                 leaves = section.model_json_schema()["properties"]
-                fields.update(
-                    (f"{name}.{leaf}", leaf_schema) for leaf, leaf_schema in leaves.items()
-                )
+                fields |= {f"{name}.{leaf}": leaf_schema for leaf, leaf_schema in leaves.items()}
             else:
                 fields[name] = schema
     return fields | {"model.name": {"type": "string", "enum": list(FAMILIES)}}

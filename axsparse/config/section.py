@@ -126,7 +126,6 @@ class BrokenRule(ValueError):  # noqa: N818 - pydantic wraps it, and nobody catc
     """Settings of a section contradict each other; `load.py` adds where they were set."""
 
     def __init__(self, key: str, said: str) -> None:
-        """The arguments are one of `Section.broken_rules`."""
         super().__init__(f"{key}: {said}")
         self.key = key
         self.said = said

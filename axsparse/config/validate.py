@@ -24,8 +24,6 @@ DISTANCES = 5
 STAGING_BYTES = 1e9
 """Memory of each rank for copies of a checkpoint on their way to the disk; a step waits for the
 disk only if a rank has more to save."""
-
-
 ONLY_WITH = (
     ("optimizer.name", ("adamw", "lamb"), ("betas", "eps")),
     ("optimizer.name", ("sgd",), ("momentum", "nesterov")),
@@ -53,9 +51,7 @@ REPLACED = {
         *("data.source", "data.path", "data.blend", "data.validation", "data.sequence_length"),
     ),
     "the learning rate of the program": ("schedule.*",),
-    "the optimizer of the program": (
-        *("optimizer.name", "optimizer.momentum", "optimizer.nesterov"),
-    ),
+    "the optimizer of the program": ("optimizer.name", "optimizer.momentum", "optimizer.nesterov"),
     "pruning.pattern": ("pruning.sparsity",),
     "pruning.mask": (
         *("pruning.method", "pruning.sparsity", "pruning.pattern", "pruning.layers"),
@@ -88,11 +84,7 @@ Rule = tuple[bool, str, str]
 def _model_rules(config: Config) -> Iterator[Rule]:
     model, fused = config.model, config.pipeline.compile
     if isinstance(model, HfConfig):
-        yield (
-            "model_type" not in model.hf,
-            "model.hf",
-            NO_KIND,
-        )
+        yield "model_type" not in model.hf, "model.hf", NO_KIND
         yield (
             fused is True,
             "pipeline.compile",
@@ -151,9 +143,7 @@ def _training_rules(config: Config) -> Iterator[Rule]:
         config.samo.zero_stage == 3 and config.samo.weights == "dense",
         "samo.zero_stage",
         "3 gathers weights that are sparse at rest, and samo.weights is dense; "
-        + (
-            "set samo.weights to sparse or auto, or choose 1" if config.samo.enabled else "choose 1"
-        ),
+        f"{'set samo.weights to sparse or auto, or ' if config.samo.enabled else ''}choose 1",
     )
     # Not for `auto`: a short trial of a long run, by --steps 5, may end within its warm-up.
     end, warm_up = config.schedule.decay_steps, config.schedule.warmup_steps
@@ -206,8 +196,8 @@ def remarks(config: Config, samples: int) -> Iterator[str]:
 def replaced(config: Config, given: Iterable[str]) -> Iterator[str]:
     """Lines about settings that have no effect; `given` are keys of `REPLACED`."""
     # The search of early-bird begins after the warm-up, under any learning rate.
-    searches = config.pruning.method == "early-bird"
     pruning = config.pruning
+    searches = pruning.method == "early-bird"
     chosen = ["pruning.mask"] if pruning.mask is not None else []
     if not math.isclose(pruning.sparsity, final_sparsity(pruning)):
         chosen.append("pruning.pattern")
@@ -266,7 +256,6 @@ def _plain(value: object) -> str:
 
 
 def check_offload(config: Config, *, has_gpu: bool) -> None:
-    """ConfigError if state is to be offloaded from a GPU and there is none."""
     if config.samo.offload and not has_gpu:
         raise ConfigError(
             f"{config.where('samo.offload')}: true takes state off a GPU, and there is none; "
@@ -352,7 +341,7 @@ def check_data(config: Config, *, source: str, words: int | None, vocab_size: in
 
 
 def check_step(config: Config, source: str, num_samples: int) -> None:
-    """DataError if the training samples, of which `source` is the name, are fewer than a step's."""
+    """DataError if the training samples, which `source` names, are fewer than a step's."""
     batch = config.batch.global_batch_size
     if num_samples < batch:
         raise DataError(

@@ -32,14 +32,13 @@ class Microbatch:
     """
 
     inputs: tuple[Tensor, ...]
-    """The inputs of the first layer; empty on a stage that reads no inputs."""
+    """Of the first layer; empty on a stage that reads no inputs."""
     targets: Tensor | None
-    """The targets of the loss; None on a stage that reads no targets."""
+    """None on a stage that reads no targets."""
     first_sample: int
     """Global position of the first sample: step × global_batch_size + its place in the global
     batch. Random numbers are keyed by it, so that they do not depend on the layout."""
     size: int
-    """Number of samples."""
     num_targets: int = 0
     """Number of targets that count in the loss; 0 where none are read."""
     numbers: Sequence[int] = ()
@@ -101,10 +100,7 @@ class Batches:
         return self._read(step, samples_of_step(self.num_samples, size, step, self.seed), epochs)
 
     def first(self, samples: int) -> tuple[Microbatch, ...]:
-        """The first samples of training, in its order; the same for every replica.
-
-        Every stage that has a data set reads their targets.
-        """
+        """The first samples of training, in its order; the same for every replica."""
         return self.alone(samples).training(0).microbatches
 
     def alone(self, samples: int) -> Batches:
@@ -113,7 +109,7 @@ class Batches:
 
     @property
     def num_evaluation_batches(self) -> int:
-        """Number of batches that contain every sample once; the last one may be smaller."""
+        """Batches that contain every sample once; the last one may be smaller."""
         return -(-self.num_samples // self.global_batch_size)
 
     def evaluation(self, number: int) -> Batch:
@@ -135,9 +131,8 @@ class Batches:
         cuts = [*range(0, len(samples), self.microbatch_size), len(samples)]
         shares = shard_bounds(len(cuts) - 1, self.g_data)
         own = cuts[shares[self.replica] : shares[self.replica + 1] + 1]
-        spans = [slice(begin, end) for begin, end in itertools.pairwise(own)]
         microbatches = []
-        for span in spans:
+        for span in itertools.starmap(slice, itertools.pairwise(own)):
             inputs, targets = self._plain(samples[span], epochs[span])
             count = 0 if targets is None else self._count_targets(targets, samples[span])
             if self.pinned:

@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import chain, groupby
+from itertools import chain, compress, groupby
 from typing import Any, NamedTuple
 
 from axsparse.data.token_file import TOKENIZER
@@ -167,11 +167,10 @@ def _turn(
 
 
 class Encoded(NamedTuple):
-    """The tokens of a chat."""
+    """The tokens of a chat, and whether each is of the assistant's words, which the loss counts."""
 
     ids: list[int]
     counts: list[bool]
-    """Whether a token belongs to the assistant's words, so that the loss counts it."""
 
 
 def _without_idle(encoded: Encoded, messages: Messages) -> Encoded | str:
@@ -223,8 +222,7 @@ class ChatTemplate:
         found = [self._tokenizer.eos_token_id]
         for encoded in map(self.encode, chats):
             if isinstance(encoded, Encoded) and any(encoded.counts):
-                pairs = zip(encoded.ids, encoded.counts, strict=True)
-                targets = (id_ for id_, counts in reversed([*pairs]) if counts)
+                targets = reversed([*compress(encoded.ids, encoded.counts)])
                 words = (id_ for id_ in targets if self._tokenizer.decode([id_]).strip())
                 found += {next(words, None)} & special
                 break
@@ -253,8 +251,8 @@ class ChatTemplate:
                 "preparation sets what apply_chat_template does)"
             )
         named = arguments.get(TEMPLATE)
+        asked = named if isinstance(named, str) else None
         try:
-            asked = named if isinstance(named, str) else None
             template = self._tokenizer.get_chat_template(asked, arguments[TOOLS])
         except ValueError:
             names = ", ".join(sorted(self._tokenizer.chat_template))

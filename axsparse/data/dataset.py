@@ -61,10 +61,7 @@ class Dataset(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A hex digest of the contents.
-
-        All ranks that read must have the same one; it is compared at the start of a run.
-        """
+        """A hex digest of the contents, which must be the same on all ranks that read."""
         ...
 
     @property
@@ -74,10 +71,8 @@ class Dataset(Protocol):
 
     @property
     def targets_per_sample(self) -> int | None:
-        """How many targets of every sample count in the loss.
-
-        None if samples differ in this: then `count_targets` is asked for each microbatch.
-        """
+        """How many targets of every sample count in the loss; None if samples differ in this: then
+        `count_targets` is asked for each microbatch."""
         ...
 
     def __len__(self) -> int:
@@ -85,10 +80,8 @@ class Dataset(Protocol):
         ...
 
     def count_targets(self, targets: Tensor) -> int:
-        """How many of these targets of one microbatch count in the loss.
-
-        Padding does not. The loss of a step is divided by the sum over all its microbatches.
-        """
+        """How many of these targets of one microbatch count in the loss; padding does not. The loss
+        of a step is divided by the sum over all its microbatches."""
         ...
 
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -104,10 +97,8 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Datasets:
-    """The data of a run, as the function that is passed to `axsparse.build` returns it.
-
-    That function is called only on ranks that read.
-    """
+    """The data of a run, as the function that `axsparse.build` gets returns it on ranks that
+    read."""
 
     training: Dataset
     validation: Dataset | None = None
@@ -169,7 +160,6 @@ class ArrayDataset:
         return len(self._targets)
 
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The rows with these numbers, of every input and of the targets."""
         rows = torch.from_numpy(indices)
         return tuple(tensor[rows] for tensor in self._inputs), self._targets[rows]
 
@@ -228,13 +218,12 @@ class TokenDataset:
             )
         size = self.tokens.size
         if not 1 <= self.sequence_length < size:
-            said = f"{self.sequence_length} must be from 1 to {size - 1}, since there are {size}"
-            few = f"a sample takes 2 tokens or more, and there are {size}"
+            said = f"a sample takes 2 tokens or more, and there are {size};"
+            if size > 1:
+                most = f"must be from 1 to {size - 1}, since there are {size} tokens"
+                said = f"{self.sequence_length} {most}; change it, or"
             kind = "held-out data" if self.name.endswith(" validation") else "data"
-            raise DataError(
-                f"data.sequence_length ({self.name}): "
-                f"{f'{said} tokens; change it, or' if size > 1 else f'{few};'} bring more {kind}"
-            )
+            raise DataError(f"data.sequence_length ({self.name}): {said} bring more {kind}")
 
     @property
     def targets_per_sample(self) -> int | None:
@@ -265,8 +254,8 @@ class TokenDataset:
         return read, torch.from_numpy(targets)
 
     def _check_map(self) -> None:
-        """Raise DataError if the file of a memory map is shorter than the map: to read the end of
-        it would end the process."""
+        """DataError for a memory map that is longer than its file, whose end would end the
+        process."""
         if not isinstance(self.tokens, np.memmap):
             return
         path, needed = Path(str(self.tokens.filename)), self.tokens.nbytes
@@ -282,11 +271,9 @@ class TokenDataset:
 
 
 def document_starts(tokens: NDArray[np.int64], separator: int) -> NDArray[np.int32]:
-    """For each token the position, in its sample, of the first token of its document.
-
-    (b, s) to (b, s). A separator belongs to the document that it ends. A document that has begun in
-    an earlier sample begins at 0.
-    """
+    """For each token the position, in its sample, of the first token of its document: (b, s) to
+    (b, s). A separator belongs to the document that it ends. A document that has begun in an
+    earlier sample begins at 0."""
     starts = np.zeros(tokens.shape, np.int32)
     positions = np.arange(1, tokens.shape[1], dtype=np.int32)
     starts[:, 1:] = np.where(tokens[:, :-1] == separator, positions, 0)

@@ -61,7 +61,6 @@ folder of code, where other names have such words too, the words mean something 
 UNREADABLE = "unreadable"
 NO_DATA = "no data (next to files of data; name it to take it)"
 CACHE = "a cache, which state.json does not name (name it to take it)"
-"""Why files are left out."""
 NAMED = 8
 """Fields of a record that are named where it has none that is read."""
 WORD_END = re.compile(r"\S(?=[ \t\r\n])")
@@ -107,7 +106,6 @@ class Piece(NamedTuple):
     line: int
     """The line of the file, or the row of a table, at which the document begins, from 1 on."""
     text: str
-    """The text; empty if there is a problem."""
     ends: bool = True
     """Whether the document ends here. A reader cuts a long document at the end of a line."""
     problem: str | None = None
@@ -117,7 +115,6 @@ class Piece(NamedTuple):
     place: str = ""
     """File and line at which the document begins, for messages."""
     validation: bool = False
-    """Whether the document is held out for validation."""
     read: int = 0
     """Bytes of the file that have been read so far."""
     choice: str = ""
@@ -151,7 +148,6 @@ def read_text(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
 
 
 def read_json_lines(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
-    """The records of a JSONL file: each line is a document."""
     for number, (line, is_huge) in enumerate(_lines(file, reading.max_line), 1):
         if is_huge:
             yield Piece(number, "", problem="huge line")
@@ -171,7 +167,6 @@ def read_json(file: BinaryIO, reading: Reading) -> Iterator[Piece]:
 
 
 def _json_records(file: BinaryIO, begin: bytes, reading: Reading) -> Iterator[Piece]:
-    """The records of a JSON file that begins so."""
     begin = begin.removeprefix(BYTE_ORDER_MARK).lstrip()
     first, _, rest = begin.partition(b"\n")
     is_indented = rest[:1] in (b" ", b"\t") and not first.rstrip().endswith(b"}")
@@ -192,7 +187,6 @@ def _json_records(file: BinaryIO, begin: bytes, reading: Reading) -> Iterator[Pi
 
 
 def read_table(file: BinaryIO, reading: Reading, *, parquet: bool = False) -> Iterator[Piece]:
-    """The rows of a file of Arrow or Parquet: each is a document."""
     kinds = _kinds(reading.jsonl_field)
     names, rows = open_table(file, {*OTHER_COLUMNS}.union(*kinds), parquet=parquet)
     if not any({*kind} <= {*names} for kind in kinds):
@@ -218,18 +212,15 @@ KINDS = (("input_ids",), ("messages",), ("conversations",), PAIR, TEXT)
 """Keys of documents. A record that has several is the first that can be read, as in TRL: a chat
 whose ids, or whose text, were added to it keeps its targets."""
 LABELS = "labels"
-"""The column of targets next to token ids."""
 MASKS = ("completion_mask", "assistant_masks")
 """Columns next to token ids: 0 for tokens that are no targets."""
 LOSS_MASK = "loss_mask"
 """A column next to token ids that is 0 for tokens that are no targets in some programs, and for
 those before them in others: it is rejected."""
 PADDING = "attention_mask"
-"""The column next to token ids that is 0 for padding, which is no text."""
-PACKED = LENGTHS, PLACES = "seq_lengths", "position_ids"
+PACKED = ("seq_lengths", "position_ids")
 """Columns that say where documents begin that TRL has packed into one row of ids."""
 OTHER_COLUMNS = (LABELS, PADDING, *MASKS, LOSS_MASK, *PACKED, TOOLS, FUNCTIONS, KWARGS, SYSTEM)
-"""Columns that are read next to the columns of documents."""
 READERS: dict[str, Reader] = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), read_json),
     ".parquet": partial(read_table, parquet=True),
@@ -438,7 +429,6 @@ def _missing(found: Iterable[str], field: str) -> str:
 
 
 def _some(found: Iterable[str]) -> str:
-    """The first of these names."""
     names = sorted(found)
     return f"{', '.join(names[:NAMED])}{', …' if len(names) > NAMED else ''}"[:WHY] or "none"
 
@@ -494,9 +484,7 @@ class DocumentSource:
     name: str
     """The path that messages show: as the user gave it, or below a folder that was given."""
     size: int
-    """Size in bytes."""
     changed_ns: int
-    """Time of the last change, in nanoseconds."""
     validation: bool
     """Whether the user named it as validation data."""
 
@@ -647,7 +635,7 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
     changed since it was found.
     """
     rest, held_out, begins, place, read = "", False, True, "", 0
-    *_, ending = _endings(source.named)
+    _, ending = _endings(source.named)
     unit = "row" if ending in TABLES else "line"
     try:
         with Path(source.path).open("rb") as raw:
@@ -693,19 +681,18 @@ def has_marks(content: Content | None) -> bool:
 
 def _format(path: PurePath) -> str:
     """The ending of a file's name that says its format, before one of a compression."""
-    *before, ending = _endings(path)
-    return "".join(before) if ending in COMPRESSIONS else ending
+    before, ending = _endings(path)
+    return before if ending in COMPRESSIONS else ending
 
 
 def _endings(path: PurePath) -> list[str]:
     """The last two endings of a file's name, in small letters."""
-    return ["", *map(str.lower, path.suffixes[-2:])][-2:]
+    return ["", "", *map(str.lower, path.suffixes)][-2:]
 
 
 def pieces(text: str) -> Iterator[str]:
     """The text in pieces of about `PIECE` characters, cut before white space after a word, or
-    after `PIECE` characters if there is none within `SLACK`. The last piece may be empty.
-    """
+    after `PIECE` characters if there is none within `SLACK`. The last piece may be empty."""
     begin = 0
     while len(text) - begin > PIECE + SLACK:
         end = begin + PIECE
@@ -717,10 +704,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 def falls_to_validation(begin: Piece, fraction: float) -> bool:
-    """Whether the document that begins so is held out for validation.
-
-    A digest of its text decides, so that equal documents go to the same split.
-    """
+    """By a digest of the document's text, so that equal ones go to the same split."""
     if fraction == 0:
         return False
     content = begin.content.messages if isinstance(begin.content, Chat) else begin.content

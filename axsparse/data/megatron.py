@@ -106,8 +106,7 @@ class MegatronIds:
             self._reject(f"has documents that do not divide its {self._sequences} sequences")
         # A document without sequences at the end begins after the last one.
         positions = np.append(self._places() // self.tokens.dtype.itemsize, self.tokens.size)
-        found: NDArray[np.int64] = positions[first[:-1]]
-        return found
+        return np.asarray(positions[first[:-1]])
 
     @property
     def fingerprint(self) -> str:

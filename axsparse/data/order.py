@@ -26,21 +26,17 @@ BLOCK = 10_000
 
 
 class Share(NamedTuple):
-    """One source of a blend."""
+    """One source of a blend: its samples, and how many positions of a block are read from it."""
 
     samples: int
-    """How many samples the source has."""
     places: int
-    """How many of the `BLOCK` positions of a block are read from it, at least 1."""
 
 
 def samples_of_step(
     num_samples: int, global_batch_size: int, step: int, seed: int
 ) -> NDArray[np.int64]:
-    """The sample numbers of a step, (global_batch_size,), in global order.
-
-    A batch may reach into the next epoch, or contain several epochs.
-    """
+    """The sample numbers of a step, (global_batch_size,), in global order, maybe of several
+    epochs."""
     return _in_epochs(_positions(global_batch_size, step), num_samples, seed)
 
 
@@ -116,10 +112,8 @@ def _in_epochs(
 def shuffled(
     positions: NDArray[np.int64], num_samples: int, seed: int, epoch: int, *source: int
 ) -> NDArray[np.int64]:
-    """The samples at these positions of an epoch: its permutation of [0, num_samples).
-
-    `source` is a number that gives a source of a blend another order than the others have.
-    """
+    """The samples at these positions of an epoch: its permutation of [0, num_samples), which is
+    another for each `source` of a blend."""
     entropy = np.random.SeedSequence(seed, spawn_key=(epoch, *source))
     keys = entropy.generate_state(ROUNDS, np.uint64).astype(np.uint64)
     # The network permutes all pairs of digits below `side`, hence [0, side²), which is a little

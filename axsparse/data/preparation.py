@@ -82,9 +82,8 @@ from axsparse.runtime.stop_signal import handle_interrupt
 
 PROGRESS = "progress.json"
 PARTIAL = "parts-"
-"""Prefix of the name of the folder in which a request is carried out."""
+"""Prefix of the name of the folder in which a request is carried out; `_key` follows."""
 PARTS = PARTIAL + 32 * "[0-9a-f]"
-"""The pattern of these folders, whose names end in `_key`."""
 BATCH = 1 << 20
 """Characters that are encoded at a time, by all threads together."""
 SAVED = 64
@@ -147,7 +146,6 @@ class PreparationProgress(BaseModel):
 
     @property
     def reasons(self) -> str:
-        """How many documents were left out for each reason."""
         return ", ".join(f"{count} {name}" for name, count in self.left_out.items())
 
     def leave_out(self, place: str, problem: str) -> None:
@@ -464,11 +462,8 @@ class _Run:
                 skipped = batch[0][1] if skipped is None else skipped
                 speed = max(1, read - skipped) / (time.monotonic() - began)
                 eta = format_seconds((self.size - read) / speed)
-                self.console.progress(
-                    read // MEGABYTE,
-                    max(1, self.size // MEGABYTE),
-                    f"MB  {format_bytes(speed)}/s  eta {eta}",
-                )
+                part = (read // MEGABYTE, max(1, self.size // MEGABYTE))
+                self.console.progress(*part, f"MB  {format_bytes(speed)}/s  eta {eta}")
             writer.save()
             return progress
 
@@ -716,7 +711,7 @@ def _batches(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[tuple[Piece, 
 
 
 def _reject_empty(progress: PreparationProgress, request: Request) -> None:
-    """Raise DataError if there is no document, or none in named validation files."""
+    """DataError if there is no document, or none in named validation files."""
     documents = sum(progress.documents.values())
     why, way = progress.reasons or "there is none", ""
     if progress.examples:

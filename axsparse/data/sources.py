@@ -53,10 +53,8 @@ def open_datasets(config: Config) -> Datasets:
 
 
 def _token_datasets(config: Config) -> Datasets:
-    """The tokens of `data.path`, or of all paths of `data.blend`.
-
-    The validation data are `data.validation`, else the validation parts of all sources.
-    """
+    """The tokens of `data.path`, or of all in `data.blend`, and of `data.validation`, else the
+    validation parts of all sources."""
     data, asks = config.data, config.train.eval_steps != 0
     where = "data.blend" if data.blend else "data.path"
     # The validation parts that `data.validation` replaces are not opened.
@@ -116,7 +114,6 @@ def token_datasets(
 
     The size of each file, and a digest of 64 MiB spread over it, must equal tokens.json's.
     `separate`: samples say where documents begin. `where` names the setting in error messages.
-
     Raises MissingInputError if a file is missing, DataError if it was changed or is too short,
     ConfigError if documents are to be separated that contain the separator.
     """
@@ -203,8 +200,6 @@ class Blend:
         lengths = [len(dataset) for dataset in datasets]
         self.datasets = tuple(datasets)
         self.shares = tuple(map(Share, lengths, places))
-        """The length and place of each data set, by which training chooses the samples of a
-        step."""
         self._ends = np.cumsum(lengths)
         pairs = zip(names, places, strict=True)
         self.name = BLEND + ", ".join(f"{name} {count / BLOCK:.2%}" for name, count in pairs)
@@ -226,10 +221,8 @@ class Blend:
     def read(
         self, indices: NDArray[np.int64], epochs: NDArray[np.int64] | None = None
     ) -> tuple[tuple[Tensor, ...], Tensor]:
-        """The inputs and targets of the samples with these numbers, which go through all data sets.
-
-        Raises DataError if the data sets do not read alike.
-        """
+        """The inputs and targets of the samples with these numbers, which go through all data sets;
+        DataError if these do not read alike."""
         epochs = np.zeros_like(indices) if epochs is None else epochs
         places, read = [], []
         for dataset, first, here in self._places(indices):
@@ -284,10 +277,8 @@ EXCLUDED_FOLDERS = frozenset(
 
 
 def stdlib_dataset(split: Split, sequence_length: int, *, separate: bool = False) -> TokenDataset:
-    """One split of the standard library of the running interpreter.
-
-    `separate`: samples say where documents, which are files, begin.
-    """
+    """One split of the standard library of the running interpreter; `separate`: samples say where
+    documents, which are files, begin."""
     # In a virtual environment the library belongs to the base installation.
     tokens, fingerprint = source_tokens(Path(sysconfig.get_path("stdlib")), split)
     return TokenDataset(

@@ -56,11 +56,10 @@ class TokenizerRecord(Record):
 
 
 class SplitRecord(Record):
-    """One file of tokens."""
+    """One file of tokens, separators included."""
 
     documents: PositiveInt
     tokens: PositiveInt
-    """Number of tokens, separators included."""
     digest: str
     """BLAKE2b-128 of the file."""
     sample_digest: str
@@ -111,14 +110,12 @@ class Sidecar(Record):
     """Key of the request: a digest of the settings and of paths, sizes and times of the sources."""
 
     def splits(self) -> Iterator[tuple[Split, SplitRecord]]:
-        """Name and record of each split that exists."""
         yield "train", self.train
         if self.validation is not None:
             yield "validation", self.validation
 
 
 def token_path(folder: Path, split: Split) -> Path:
-    """The path of the file that holds one split."""
     return folder / f"{split}.tokens"
 
 
@@ -153,7 +150,6 @@ def id_facts(
 
 
 def digest_of(path: Path) -> str:
-    """BLAKE2b-128 of a file's contents, in hexadecimal."""
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(1 << 20):
@@ -169,10 +165,7 @@ def sampled(size: int, block: int) -> list[int]:
 
 
 def sample_digest(path: Path) -> str:
-    """BLAKE2b-128 of a file's size and of `SAMPLED_BLOCKS` evenly spread blocks.
-
-    The first block and the last are among them.
-    """
+    """BLAKE2b-128 of a file's size and of `SAMPLED_BLOCKS` evenly spread blocks."""
     size = path.stat().st_size
     digest = hashlib.blake2b(b"%d" % size, digest_size=16)
     with path.open("rb") as file:

@@ -150,8 +150,7 @@ class Subwords:
 
     def decode(self, ids: Sequence[int]) -> str:
         with _refusing(self._path, "cannot decode ids"):
-            text: str = self._tokenizer.decode(list(ids), skip_special_tokens=False)
-        return text
+            return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 Tokenizer = ByteTokenizer | Subwords
@@ -199,7 +198,6 @@ class LongText:
         return sure
 
     def end(self) -> Tokens:
-        """The ids that are left."""
         if self._later:
             self._merge()
         return self._ids[self._given :]
@@ -311,15 +309,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> bytes:
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    text: str = tokenizer.to_str(pretty=True)
-    return text.encode()
+    return str(tokenizer.to_str(pretty=True)).encode()
 
 
 def set_threads(threads: int) -> None:
-    """Let the library encode and learn in this many threads of this process.
-
-    It reads the number once: the first call in a process decides.
-    """
+    """Threads of the library, which reads the number once: the first call in a process decides."""
     os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(threads)}
 
 
@@ -338,7 +332,6 @@ def import_tokenizers() -> Any:
 
 
 def library_version() -> str:
-    """Name and version of the library."""
     return f"tokenizers {import_tokenizers().__version__}"
 
 
@@ -371,7 +364,7 @@ class ExportedTokenizer:
 
     @property
     def ids(self) -> dict[str, int]:
-        """The token ids for config.json and generation_config.json."""
+        """For config.json and generation_config.json."""
         return {"bos_token_id": self.begin_id, EOS: self.end_id}
 
     def template_files(self) -> dict[str, bytes]:
@@ -414,9 +407,7 @@ def exported_tokenizer(data: DataConfig, name: str, fingerprint: str) -> Exporte
     """The tokenizer of the training data; None if the run read data of another origin. A blend has
     the tokenizer of its first source that was prepared.
 
-    `name` and `fingerprint` belong to the training samples: a run in Python may have custom data,
-    of which its configuration says nothing.
-
+    `name` and `fingerprint` belong to the training samples: a run in Python may have custom data.
     Raises MissingInputError if the folder of tokens or its tokenizer cannot be read, DataError if
     the tokenizer is not the one that made the tokens, ConfigError without the library for it.
     """
@@ -466,25 +457,22 @@ def check_tokenizers(config: Config) -> None:
     and a model of which tensors begin anew may learn another vocabulary.
     """
     model = None if config.model.new else config.model.from_
-    named = {"model.from": model, "train.teacher": config.train.teacher}
-    places = [(key, Path(folder)) for key, folder in named.items() if folder is not None]
+    models = {"model.from": model, "train.teacher": config.train.teacher}
     key = "data.blend" if config.data.blend else "data.path"
-    places += [(key, Path(path)) for path, _ in token_sources(config.data)]
-    if config.data.validation is not None:
-        places.append(("data.validation", Path(config.data.validation)))
-    known: tuple[Path, bytes] | None = None
-    for key, folder in places:
-        text = _tokenizer_text(folder)
-        if text is None or (known is not None and known[1] == text):
+    sources = [(key, path) for path, _ in token_sources(config.data)]
+    places = [*models.items(), *sources, ("data.validation", config.data.validation)]
+    folders = [(key, Path(path)) for key, path in places if path is not None]
+    texts = [(key, folder, _tokenizer_text(folder)) for key, folder in folders]
+    known = [(key, folder, text) for key, folder, text in texts if text is not None]
+    for key, folder, text in known[1:]:
+        _, first, of_first = known[0]
+        if text == of_first:
             continue
-        if known is None:
-            known = folder, text
-            continue
-        first, words, theirs = known[0], _ordinary_words(known[1]), _ordinary_words(text)
+        words, theirs = _ordinary_words(of_first), _ordinary_words(text)
         for id_ in words.keys() & theirs.keys():
             if words[id_] != theirs[id_]:
                 way = "name one that has the same"
-                if key not in named and (first / TOKENIZER).is_file():
+                if key not in models and (first / TOKENIZER).is_file():
                     way = f"prepare it by `axsparse data prepare --tokenizer {_options(first)}`"
                 raise ConfigError(
                     f"{config.where(key)}: {folder} has another tokenizer than {first} (token "
@@ -518,12 +506,9 @@ def _ordinary_words(text: bytes) -> dict[int, str]:
         content = json.loads(text)
         words = content["model"]["vocab"]
         added = {one["id"] for one in content["added_tokens"]}
-        by_id = (
-            dict(enumerate(word for word, _ in words))
-            if isinstance(words, list)
-            else {id_: word for word, id_ in words.items()}
-        )
-        return {id_: word for id_, word in by_id.items() if id_ not in added}
+        if isinstance(words, list):  # of words with their scores
+            words = {word: id_ for id_, (word, _) in enumerate(words)}
+        return {id_: word for word, id_ in words.items() if id_ not in added}
     return {}
 
 
@@ -547,10 +532,8 @@ def byte_tokenizer(separator: int) -> ExportedTokenizer:
 
 
 def _letters() -> list[str]:
-    """The letter that stands for each byte in byte-level encodings (Radford et al. 2019).
-
-    Bytes that Latin-1 prints stand for themselves; the others, in order, for U+0100 and on.
-    """
+    """The letter that stands for each byte in byte-level encodings (Radford et al. 2019): itself if
+    Latin-1 prints it, else the next one from U+0100 on."""
     printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printed else next(others)) for byte in range(256)]

@@ -35,12 +35,10 @@ UNFIT = (TypeError, ValueError, RuntimeError)
 WHY = 200
 """The length to which the reason of an error is cut, in letters."""
 
-DRAWS = frozenset(
-    (
-        *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
-        *("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_"),
-        *("cauchy_", "log_normal_", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
-    )
+DRAWS = (
+    *("rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial"),
+    *("uniform_", "normal_", "random_", "bernoulli_", "exponential_", "geometric_"),
+    *("cauchy_", "log_normal_", "poisson", "binomial", "_standard_gamma", "_sample_dirichlet"),
 )
 """The functions and methods of torch that draw random numbers and take a generator."""
 DRAWS_LIKE: dict[str, Callable[..., Tensor]] = {
@@ -94,7 +92,6 @@ def from_torch(
     name = type(dataset).__name__ if name is None else name
     optional = {"vocab_size": "whole number or None", "count_targets": "function or None"}
     check_kinds("from_torch", locals(), name="text", **optional)
-    _reject_others(dataset, name)
     length = _length_of(dataset, name)
     samples = TorchSamples(
         name, "", vocab_size, None, None, dataset, length, collate_fn, count_targets, seed
@@ -120,15 +117,6 @@ def from_torch(
     )
 
 
-def _reject_others(given: object, name: str) -> None:
-    """DataError for a loader, data sets by name, and a data set of axsparse."""
-    for kind, why in ((DataLoader, "makes batches"), (Mapping, "is no data set")):
-        if isinstance(given, kind):
-            raise DataError(f"from_torch ({name}): a {kind.__name__} {why}; {advice_for(given)}")
-    if hasattr(given, "fingerprint") and hasattr(given, "read"):
-        raise DataError(f"from_torch ({name}): it is a Dataset of axsparse; give it as it is")
-
-
 def _has_numbers(dataset: object) -> bool:
     """Whether it gives samples by their numbers; torch's base class raises instead."""
     has_members = all(hasattr(dataset, member) for member in ("__len__", "__getitem__"))
@@ -136,12 +124,17 @@ def _has_numbers(dataset: object) -> bool:
 
 
 def _length_of(dataset: Any, name: str) -> int:
-    """The number of samples; DataError if there is none, or if they have no numbers."""
-    has_members = _has_numbers(dataset)
+    """The number of samples; DataError if there is none, or if they have no numbers, for a loader,
+    data sets by name, and a data set of axsparse."""
+    for kind, why in ((DataLoader, "makes batches"), (Mapping, "is no data set")):
+        if isinstance(dataset, kind):
+            raise DataError(f"from_torch ({name}): a {kind.__name__} {why}; {advice_for(dataset)}")
+    if hasattr(dataset, "fingerprint") and hasattr(dataset, "read"):
+        raise DataError(f"from_torch ({name}): it is a Dataset of axsparse; give it as it is")
     example = "such as a list of what an iterable one yields"
     advice = f"give a data set with __len__ and __getitem__, {example}"
     with _rejecting(f"from_torch ({name}): its length cannot be read", advice):
-        length = len(dataset) if has_members else 0
+        length = len(dataset) if _has_numbers(dataset) else 0
     if not length:
         raise DataError(
             f"from_torch ({name}): it has no length, or gives no sample by its number; {advice}"
@@ -201,22 +194,17 @@ def advice_for(given: object) -> str:
     if isinstance(given, str):
         return "give ax.tokens(FOLDER) as the data, or folders to blend as the setting data.blend"
     if isinstance(given, DataLoader):
-        numbers, collate = (
-            "[n for batch in loader.batch_sampler for n in batch]",
-            ", loader.collate_fn",
-        )
-        if given.batch_sampler is None:
-            numbers, collate = "[*loader.sampler]", ""
+        why = "batch.global_batch_size, batch.microbatch_size and seed say what a batch is"
+        collate, numbers = "", "[*loader.sampler]"
+        if given.batch_sampler is not None:
+            collate = ", loader.collate_fn"
+            numbers = "[n for batch in loader.batch_sampler for n in batch]"
         if not _has_numbers(given.dataset):
-            return (
-                "give a list of what its data set yields, "
-                f"ax.from_torch([*loader.dataset]{collate}), since batch.global_batch_size, "
-                "batch.microbatch_size and seed say what a batch is"
-            )
+            way = f"ax.from_torch([*loader.dataset]{collate})"
+            return f"give a list of what its data set yields, {way}, since {why}"
         return (
-            f"give its data set, ax.from_torch(loader.dataset{collate}), since "
-            "batch.global_batch_size, batch.microbatch_size and seed say what a batch is; where "
-            "its sampler leaves samples out or repeats them, give those that it draws once, after "
+            f"give its data set, ax.from_torch(loader.dataset{collate}), since {why}; where its "
+            "sampler leaves samples out or repeats them, give those that it draws once, after "
             "torch.manual_seed(0), "
             f"ax.from_torch(torch.utils.data.Subset(loader.dataset, {numbers}){collate})"
         )
@@ -356,7 +344,7 @@ class _DrawnFrom(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _ThreadGenerator:
-    """torch's default generator for all threads but one, which has its own."""
+    """torch's default generator for all threads but one."""
 
     thread: int
     own: torch.Generator

@@ -12,7 +12,8 @@ import yaml
 
 from axsparse.config import load
 from axsparse.config.load import configure, full_key, to_yaml
-from axsparse.config.schema import Config
+from axsparse.config.messages import FOREIGN_KEYS
+from axsparse.config.schema import FIELDS, Config
 
 Write = Callable[[str], str]
 
@@ -46,6 +47,12 @@ def bundled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_name_of_several_sections_is_that_in_train() -> None:
     assert full_key("eval_steps") == "train.eval_steps"
+
+
+def test_names_of_other_libraries_are_of_keys_that_there_are() -> None:
+    """tests/errors has some of the lines."""
+    assert {own.partition(",")[0] for own in FOREIGN_KEYS.values()} <= FIELDS.keys()
+    assert not FOREIGN_KEYS.keys() & FIELDS.keys()
 
 
 def test_without_a_file_everything_is_default() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.runs import summed_loss, tiny_config, train_in_process
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from axsparse.data.batches import AHEAD, Batch, Batches, Prefetcher
 from axsparse.data.dataset import ArrayDataset, Dataset, TokenDataset
 from axsparse.data.order import samples_of_step
+from axsparse.data.sources import Blend
 from axsparse.models.sequential import from_sequential
 
 
@@ -80,19 +81,6 @@ class Padded:
 
 
 # -- Data sets
-
-
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.uint32])
-def test_a_target_is_the_token_after_its_input(dtype: type[np.unsignedinteger]) -> None:
-    dataset = TokenDataset("t", "f", 256, np.arange(100, 110, dtype=dtype), 3)
-
-    (inputs,), targets = dataset.read(np.array([2, 0]))
-
-    assert inputs.tolist() == [[106, 107, 108], [100, 101, 102]]
-    assert targets.tolist() == [[107, 108, 109], [101, 102, 103]]
-    assert inputs.dtype == targets.dtype == torch.int64
-    assert dataset.targets_per_sample == 3
-    assert dataset.count_targets(targets) == 6
 
 
 def test_each_token_says_where_in_its_sample_its_document_begins() -> None:
@@ -217,7 +205,6 @@ def test_targets_are_counted_by_the_data_set_where_they_are_not() -> None:
     assert batch.evaluation(0).num_targets == 6 + 7 + 8
 
 
-@settings(deadline=None)
 @given(
     num_samples=st.integers(1, 60),
     samples_of_replica=st.integers(1, 8),
@@ -288,6 +275,16 @@ def test_a_sample_knows_its_epoch_in_training_and_has_none_in_evaluation() -> No
     assert [epoch for _, epoch in seen] == [0] * 4 + [0] * 2 + [1] * 2 + [1] * 4 + [2] * 4 + [3] * 4
     assert len(set(seen)) == 20
     assert [m.inputs[0][:, 1].tolist() for m in evaluated.microbatches] == [[0, 0], [0, 0]]
+
+
+def test_sources_of_a_blend_that_read_epochs_get_their_own() -> None:
+    blend = Blend([Dated(), Dated()], [1, 1])
+
+    (inputs,), _ = blend.read(np.array([14, 0, 16, 3]), np.array([7, 0, 8, 1]))
+
+    assert inputs.tolist() == [[4, 7], [0, 0], [6, 8], [3, 1]]
+    assert (len(blend), blend.targets_per_sample, blend.vocab_size) == (20, 1, None)
+    assert blend.name == "blend of dated 50.00%, dated 50.00%"
 
 
 def test_a_stage_that_reads_nothing_has_the_same_microbatches_without_tensors() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,23 @@ def prepared(source: Path, folder: Path) -> Any:
     return token_datasets(out, sidecar.train.tokens - 1)["train"]
 
 
+def encoded_by(folder: Path, messages: Any, prompt: int | None = None) -> Encoded:
+    """The tokens of a chat that the folder's template takes."""
+    found = ChatTemplate(given_tokenizer(folder)).encode(Chat([*messages], prompt=prompt))
+    assert isinstance(found, Encoded), found
+    return found
+
+
+def targets_of(encoded: Encoded) -> list[int]:
+    return [*compress(encoded.ids, encoded.counts)]
+
+
 @pytest.mark.parametrize("kind", ["marked", "plain"])
 def test_what_counts_is_what_counts_for_trl(kind: str, tmp_path: Path) -> None:
-    template = ChatTemplate(given_tokenizer(folder_of(kind, tmp_path)))
+    folder = folder_of(kind, tmp_path)
 
     for chat, theirs in zip(CHATS, TRL[kind], strict=False):
-        encoded = template.encode(Chat(list(chat)))
-        assert not isinstance(encoded, str)
+        encoded = encoded_by(folder, chat)
         assert encoded.ids == theirs["ids"]
         counts = "".join(map(str, map(int, encoded.counts)))
         if kind == "marked":
@@ -44,7 +55,7 @@ def test_what_counts_is_what_counts_for_trl(kind: str, tmp_path: Path) -> None:
             last = theirs["counts"].index("1")
             assert counts[last:] == theirs["counts"][last:]
             said = [message["content"] for message in chat if message["role"] == "assistant"]
-            words = bytes(id_ if id_ < 256 else 0 for id_ in np.array(encoded.ids)[encoded.counts])
+            words = bytes(id_ if id_ < 256 else 0 for id_ in targets_of(encoded))
             assert words.decode().replace("\0\n", "\n").split("\n")[:-1] == said
 
 
@@ -62,32 +73,28 @@ def test_an_answer_ends_at_the_special_token_that_is_its_last_target(
 @pytest.mark.parametrize("kind", ["marked", "plain"])
 @pytest.mark.parametrize("prompt", [None, 1])
 def test_a_message_of_weight_0_is_no_target(kind: str, prompt: int | None, tmp_path: Path) -> None:
-    template = ChatTemplate(given_tokenizer(folder_of(kind, tmp_path)))
+    folder = folder_of(kind, tmp_path)
     *chat, last = CHATS[1]
 
-    whole = template.encode(Chat([*chat, last], prompt=prompt))
-    encoded = template.encode(Chat([*chat, {**last, "weight": 0}], prompt=prompt))
-    first = template.encode(Chat([{**one, "weight": 1} for one in chat], prompt=prompt))
+    whole = encoded_by(folder, [*chat, last], prompt)
+    encoded = encoded_by(folder, [*chat, {**last, "weight": 0}], prompt)
+    first = encoded_by(folder, [{**one, "weight": 1} for one in chat], prompt)
 
-    assert isinstance(whole, Encoded) and isinstance(encoded, Encoded)
-    assert isinstance(first, Encoded)
     assert encoded.ids == whole.ids
     assert sum(whole.counts) > sum(encoded.counts) >= sum(first.counts) > 0
     assert encoded.counts[: len(first.counts)] == first.counts
+    template = ChatTemplate(given_tokenizer(folder))
     odd = template.encode(Chat([*chat, {**last, "weight": 0.5}], prompt=prompt))
     assert odd == "a weight of a message that is neither 0 nor 1"
 
 
 def test_the_weight_of_a_message_of_the_prompt_changes_nothing(tmp_path: Path) -> None:
     """Also where the template says other words once further messages follow."""
-    template = ChatTemplate(given_tokenizer(folder_of("forgets", tmp_path)))
+    folder = folder_of("forgets", tmp_path)
     first, *others = [*CHATS[0], *CHATS[0]]
     told: list[dict[str, Any]] = [first, {**others[0], "weight": 0}, *others[1:]]
 
-    encoded, whole = (template.encode(Chat([*chat], prompt=3)) for chat in (told, [first, *others]))
-
-    assert isinstance(whole, Encoded)
-    assert encoded == whole
+    assert encoded_by(folder, told, 3) == encoded_by(folder, [first, *others], 3)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -102,14 +109,11 @@ def test_marks_of_messages_of_weight_0_count_for_nothing(parts: int, tmp_path: P
     user, answer = CHATS[0]
     chat: list[dict[str, Any]] = [user, {**answer, "weight": 0}, user, answer]
 
-    encoded = ChatTemplate(given_tokenizer(folder)).encode(Chat(chat))
-
     if parts == 2:
+        encoded = ChatTemplate(given_tokenizer(folder)).encode(Chat(chat))
         assert str(encoded).startswith("a chat with a weight of 0 and answers that the template ma")
         return
-    assert isinstance(encoded, Encoded)
-    said = [id_ for id_, counts in zip(encoded.ids, encoded.counts, strict=True) if counts]
-    assert bytes(said).decode() == answer["content"]
+    assert bytes(targets_of(encoded_by(folder, chat))).decode() == answer["content"]
 
 
 @pytest.mark.parametrize("content", ["", None, [], [{"type": "text", "text": ""}]])
@@ -122,11 +126,7 @@ def test_an_answer_of_calls_alone_is_a_target(content: Any, tmp_path: Path) -> N
     call = {"type": "function", "function": {"name": "f", "arguments": {}}}
     chat = [CHATS[0][0], {"role": "assistant", "content": content, "tool_calls": [call]}]
 
-    encoded = ChatTemplate(given_tokenizer(folder)).encode(Chat(chat))
-
-    assert isinstance(encoded, Encoded), encoded
-    said = [id_ for id_, counts in zip(encoded.ids, encoded.counts, strict=True) if counts]
-    assert said == [ord("f"), 257]
+    assert targets_of(encoded_by(folder, chat)) == [ord("f"), 257]
 
 
 def test_labels_are_those_of_trls_collator(tmp_path: Path) -> None:
@@ -222,12 +222,11 @@ def test_turns_that_no_marks_enclose_count_as_if_marks_did(shape: str, tmp_path:
         chats.append([first, *CHATS[0]])
 
     for chat in chats:
-        encoded = ChatTemplate(given).encode(Chat(chat))
+        encoded = encoded_by(folder, chat)
 
         theirs = given.loaded.apply_chat_template(
             chat, chat_template=marked, return_dict=True, return_assistant_tokens_mask=True
         )
-        assert isinstance(encoded, Encoded), encoded
         assert encoded.ids == theirs["input_ids"]
         assert encoded.counts == [*map(bool, theirs["assistant_masks"])]
 
@@ -253,10 +252,7 @@ def test_an_answer_that_is_the_first_message_is_a_target(turn: str, tmp_path: Pa
     (folder / "chat_template.jinja").write_text(template)
     chat = [{"role": role, "content": role[:2]} for role in ("assistant", "user", "assistant")]
 
-    encoded = ChatTemplate(given_tokenizer(folder)).encode(Chat(chat))
-
-    assert isinstance(encoded, Encoded)
-    said = [id_ for id_, counts in zip(encoded.ids, encoded.counts, strict=True) if counts]
+    said = targets_of(encoded_by(folder, chat))
     assert [id_ for id_ in said if id_ != ord("\n")] == 2 * [ord("a"), ord("s"), 257]
 
 
@@ -483,13 +479,6 @@ def test_functions_and_calls_in_openais_older_form_are_tools_and_their_calls(
     tools: Any = [{"type": "function", "function": SCHEMA}]
     expected = judge.apply_chat_template(new, tools=tools, return_dict=True)["input_ids"]
     assert found.read(np.array([0]))[0][0][0].tolist() == expected
-
-
-def test_functions_that_are_no_schemas_are_named(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path / "a.jsonl", [{"functions": "weather", "messages": CHATS[0]}])
-
-    with pytest.raises(DataError, match="1 functions that are no list of schemas"):
-        prepared(source, folder_of("plain", tmp_path))
 
 
 @pytest.mark.parametrize("kind", ["texts", "messages", "whole chats"])

@@ -94,7 +94,7 @@ def expected_documents(data: bytes, how: str, max_line: int) -> list[str]:
     return usable
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(
     fragments=st.lists(
         st.sampled_from([b"a", b"bc", b" ", b"\n", b"\n\n", b"= x\n", "é".encode(), b"\xff"]),
@@ -176,6 +176,33 @@ def test_folders_of_texts_and_parts_of_a_split_are_no_splits(
     assert len(found) == len(files)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "splits", "told"),
+    [
+        ("{}_sft-00000-of-00001.parquet", "test train", "test_sft, train_sft; …train_sft-*"),
+        ("{}-00000-of-00001.jsonl.gz", "train validation", "train, validation; …train-*"),
+        ("{}/data-00000-of-00001.arrow", "test train", "test, train; …train"),
+        ("{}.jsonl", "dev train", "dev, train; …train.*"),
+        ("default/{}/0000.parquet", "test train", "test, train; …default/train"),
+        ("{}_data.json", "training valid", "training, valid; …training_*"),
+        ("sp4-{}.arrow", "test train", "test, train; …sp4-train.*"),
+        ("{}/a.txt", "evaluation train", "evaluation, train; …train"),
+        ("a_{}/train_data.jsonl", "test train", "test, train; …a_train/train_*"),
+        ("{}_1.json", "training val", "training, val; …training_*"),
+    ],
+)
+def test_a_folder_of_several_splits_is_refused_with_the_files_of_one(
+    pattern: str, splits: str, told: str, tmp_path: Path
+) -> None:
+    root = write(tmp_path, *map(pattern.format, splits.split()))
+
+    with pytest.raises(ConfigError) as caught:
+        find_sources([root], [], root / "out")
+
+    said = told.replace("…", f"name the files of one, such as {root}/")
+    assert f"holds the splits {said}, and by" in str(caught.value)
+
+
 TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 SYSTEM = {"role": "system", "content": "s"}
 OLDER = [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]
@@ -229,6 +256,7 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({"conversations": OLDER, "system": "s"}, Chat([SYSTEM, *TURNS])),
     ({"messages": [SYSTEM, *TURNS], "system": "t"}, Chat([SYSTEM, *TURNS])),
     ({"messages": TURNS, "system": ["s"]}, Unusable("system that is no text")),
+    ({"messages": TURNS, "functions": "f"}, Unusable("functions that are no list of schemas")),
     (
         {"prompt": TURNS[:1], "completion": TURNS[1:], "system": "s"},
         Chat([SYSTEM, *TURNS], prompt=2),
@@ -268,14 +296,8 @@ RECORDS: list[tuple[Any, str | Content | Unusable]] = [
     ({**IDS, "labels": [1] * 5}, Unusable("labels that do not fit the ids")),
     ({**IDS, "position_ids": [0, 1, 2, 3, 4], "seq_lengths": [5]}, [5, 6, 7, 8, 9]),
     ({**IDS, "position_ids": [0, 1, 0, 1, 2]}, Unusable(PACKED)),
-    (
-        {**IDS, "position_ids": [1, 1, 0, 1, 2], "attention_mask": [0, 0, 1, 1, 1]},
-        [7, 8, 9],
-    ),
-    (
-        {**IDS, "position_ids": [1, 0, 1, 0, 1], "attention_mask": [0, 1, 1, 1, 1]},
-        Unusable(PACKED),
-    ),
+    ({**IDS, "position_ids": [1, 1, 0, 1, 2], "attention_mask": [0, 0, 1, 1, 1]}, [7, 8, 9]),
+    ({**IDS, "position_ids": [1, 0, 1, 0, 1], "attention_mask": [0, 1, 1, 1, 1]}, Unusable(PACKED)),
     ({**IDS, "seq_lengths": [2, 3]}, Unusable(PACKED)),
 ]
 
@@ -351,23 +373,13 @@ ROWS: list[dict[str, Any]] = [
 ]
 
 
-def write_arrow_file(path: Path, rows: list[dict[str, Any]], batch: int) -> Path:
-    """Arrow with a table of contents, which a stream has not."""
-    pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
-    table = pyarrow.Table.from_pylist(rows)
-    with pyarrow.ipc.new_file(str(path), table.schema) as file:
-        file.write_table(table, max_chunksize=batch)
-    return path
-
-
 @pytest.mark.parametrize(
-    ("ending", "write"),
-    [("parquet", write_table), ("arrow", write_table), ("arrow", write_arrow_file)],
+    ("ending", "kind"), [("parquet", ""), ("arrow", "stream"), ("arrow", "file")]
 )
 def test_each_row_is_a_document_and_named_by_its_row(
-    ending: str, write: Callable[..., Path], tmp_path: Path
+    ending: str, kind: str, tmp_path: Path
 ) -> None:
-    path = write(tmp_path / f"a.{ending}", ROWS, batch=2)
+    path = write_table(tmp_path / f"a.{ending}", ROWS, batch=2, kind=kind)
 
     found = pieces_of(path)
 
@@ -401,11 +413,8 @@ def test_a_text_that_is_not_utf8_leaves_the_others(kind: str, tmp_path: Path) ->
     pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
     texts = pyarrow.array([b"one", b"caf\xe9", "drei é".encode()]).cast("large_binary")
     texts = texts.cast("binary") if kind == "string" else texts
-    table = pyarrow.table({"text": texts.view(kind)})
-    with pyarrow.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
-        stream.write_table(table)
 
-    found = pieces_of(tmp_path / "a.arrow")
+    found = pieces_of(write_table(tmp_path / "a.arrow", pyarrow.table({"text": texts.view(kind)})))
 
     assert [piece.text for piece in found] == ["one", "", "drei é"]
     assert (found[1].place, found[1].problem) == (f"{tmp_path}/a.arrow, row 2", "not UTF-8")
@@ -417,18 +426,12 @@ def test_a_text_that_is_not_utf8_leaves_the_others(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("ending", ["arrow", "parquet"])
 def test_every_type_of_text_in_a_table_is_text(kind: str, ending: str, tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
-    from pyarrow import parquet
-
     texts = pyarrow.array(["one", "drei é", "one"])
     column = texts.dictionary_encode() if kind == "dictionary" else texts.cast(kind)
-    table, path = pyarrow.table({"text": column}), tmp_path / f"a.{ending}"
-    if ending == "parquet":
-        parquet.write_table(table, path)
-    else:
-        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
-            stream.write_table(table)
 
-    assert [piece.text for piece in pieces_of(path)] == ["one", "drei é", "one"]
+    found = pieces_of(write_table(tmp_path / f"a.{ending}", pyarrow.table({"text": column})))
+
+    assert [piece.text for piece in found] == ["one", "drei é", "one"]
 
 
 def test_keys_that_other_messages_have_are_not_none_in_a_table(tmp_path: Path) -> None:

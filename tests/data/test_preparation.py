@@ -282,17 +282,19 @@ for name in sys.argv[1:]:
 
 # -- a folder that is not empty -------------------------------------------------------------
 
-DEATHS = {
-    # phase: the function that is replaced by one that kills its process, and at which call
-    "before the vocabulary is learnt": ("train_bpe", 1),
-    "after the vocabulary": ("library_version", 2),
-    "before the first record": ("_Writer.save", 1),
-    "after the third record": ("_Writer.save", 4),
-    "within a document": ("_Writer._append", 55),
-    "after the last document": ("_reject_empty", 1),
-    "before the files are moved": ("sample_digest", 2),
-    "before the sidecar": ("Sidecar", 1),
-    "before the rest is removed": ("shutil.rmtree", 1),
+GOES_ON, LEARNS, IS_DONE = "from an earlier run", "learning", "already prepared"
+DEATHS: dict[str, tuple[str, int, list[str]]] = {
+    # phase: the function that is replaced by one that kills its process, at which call, and what a
+    # second run says
+    "before the vocabulary is learnt": ("train_bpe", 1, [LEARNS]),
+    "after the vocabulary": ("library_version", 2, []),
+    "before the first record": ("_Writer.save", 1, []),
+    "after the third record": ("_Writer.save", 4, [GOES_ON]),
+    "within a document": ("_Writer._append", 55, [GOES_ON]),
+    "after the last document": ("_reject_empty", 1, [GOES_ON]),
+    "before the files are moved": ("sample_digest", 2, [GOES_ON]),
+    "before the sidecar": ("Sidecar", 1, [LEARNS]),
+    "before the rest is removed": ("shutil.rmtree", 1, [IS_DONE]),
 }
 
 
@@ -348,34 +350,24 @@ def restartable(folder: Path, out: Path) -> Request:
     return Request((folder / "in",), out, validation_fraction=0.2, train_bpe=300)
 
 
-def outcome(phase: str) -> tuple[bool, bool, bool]:
-    """Whether a second run continues, learns words, and finds everything done."""
-    goes_on = phase in (
-        *("after the third record", "within a document", "after the last document"),
-        "before the files are moved",
-    )
-    learns = phase in ("before the vocabulary is learnt", "before the sidecar")
-    return goes_on, learns, phase == "before the rest is removed"
-
-
 def test_a_killed_run_goes_on_where_it_was_and_ends_in_the_same_bytes(
     shared: tuple[Path, dict[str, bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small(monkeypatch)
     folder, expected = shared
     requests = {phase: restartable(folder, tmp_path / phase) for phase in DEATHS}
-    orders = [(requests[phase], *death) for phase, death in DEATHS.items()]
+    orders = [(requests[phase], place, call) for phase, (place, call, _) in DEATHS.items()]
     command = [sys.executable, "-c", KILLED, pickle.dumps(orders).hex()]
     done = subprocess.run(command, stdout=subprocess.PIPE, timeout=LONGEST_SECONDS, check=True)
     assert done.stdout.split() == [b"9"] * len(DEATHS)
 
     for phase, request in requests.items():
-        assert (request.out / "tokens.json").exists() == (phase == "before the rest is removed")
+        *_, said = DEATHS[phase]
+        assert (request.out / "tokens.json").exists() == (said == [IS_DONE])
         _, screen = run(request)
 
         assert outputs(request.out) == expected, phase
-        said = ("from an earlier run", "learning", "already prepared")
-        assert tuple(words in screen for words in said) == outcome(phase), phase
+        assert [words for words in (GOES_ON, LEARNS, IS_DONE) if words in screen] == said, phase
 
 
 def test_progress_that_does_not_fit_the_files_is_no_progress(

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from support.preparing import write_tokens
 
 from axsparse.config.load import configure
@@ -60,6 +61,8 @@ def test_samples_are_windows_of_the_mapped_file(
     expected = (np.array([[48], [272]]) + np.arange(17)) % vocab
     np.testing.assert_array_equal(inputs, expected[:, :-1])
     np.testing.assert_array_equal(targets, expected[:, 1:])
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert (training.targets_per_sample, training.count_targets(targets)) == (16, 32)
     assert (len(validation), validation.name) == (6, "data validation")
     separate = token_datasets(folder, 16, separate=True)
     assert [part.separator for part in separate.values()] == [0, 0]

@@ -52,7 +52,7 @@ def opened(path: Path, separator: str = SEPARATOR) -> Subwords:
 
 
 @given(st.text())
-@settings(deadline=None, derandomize=True)
+@settings(derandomize=True)
 def test_bytes_are_those_of_utf8_and_never_the_separator(text: str) -> None:
     ids = ByteTokenizer().encode(text)
 
@@ -61,7 +61,7 @@ def test_bytes_are_those_of_utf8_and_never_the_separator(text: str) -> None:
     assert ByteTokenizer.separator < ByteTokenizer.vocab_size
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(st.text())
 def test_byte_pairs_decode_to_the_text_with_the_special_tokens_in_it(
     trained: Path, text: str
@@ -293,7 +293,7 @@ BYTES = pytest.param(0, id="stdlib"), pytest.param(255, id="prepared")
 
 @pytest.mark.parametrize("separator", BYTES)
 @given(text=st.text(st.characters(codec="utf-8", exclude_characters="\0")))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 def test_bytes_have_the_ids_of_training_and_come_back(separator: int, text: str) -> None:
     theirs = opened_export(byte_tokenizer(separator))
 

@@ -42,9 +42,6 @@ DRAWS = {
     "multinomial": lambda: torch.multinomial(torch.ones(64), 9),
     "uniform_": lambda: torch.empty(3).uniform_(-1, 1),
     "rand_like": lambda: torch.rand_like(torch.ones(3)),
-    "randn_like": lambda: torch.randn_like(torch.ones(3), dtype=torch.float64),
-    "randint_like": lambda: torch.randint_like(torch.ones(9), 5, high=10**6),
-    "randint_like to high": lambda: torch.randint_like(torch.ones(9), high=10**6),
     "poisson": lambda: torch.poisson(torch.full((9,), 1e6)),
     "binomial": lambda: torch.binomial(torch.full((9,), 1e6), torch.full((9,), 0.5)),
     "beta": lambda: torch.distributions.Beta(0.2, 0.2).sample((3,)),
@@ -86,6 +83,7 @@ def test_a_tensor_like_another_is_drawn_as_torch_draws_it() -> None:
         lambda: torch.randn_like(input=like, dtype=torch.float32),
         lambda: torch.randint_like(like, 5),
         lambda: torch.randint_like(like, low=5, high=9, dtype=torch.int64),
+        lambda: torch.randint_like(like, high=10**6),
         lambda: torch.rand_like(like, requires_grad=True),
     ]
     for draw in draws:

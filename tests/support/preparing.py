@@ -88,17 +88,19 @@ def write_jsonl(path: Path, records: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def write_table(path: Path, records: Sequence[dict[str, Any]], batch: int = 3) -> Path:
-    """Parquet by its ending, else the stream of Arrow that `datasets` writes."""
+def write_table(path: Path, records: Any, batch: int = 3, kind: str = "stream") -> Path:
+    """Records, or a table, as Parquet by the ending, else as Arrow: the stream that `datasets`
+    writes, or a file with a table of contents."""
     pyarrow = pytest.importorskip("pyarrow", reason="no pyarrow: pip install 'axsparse[test]'")
     from pyarrow import parquet
 
-    table = pyarrow.Table.from_pylist(list(records))
+    is_table = isinstance(records, pyarrow.Table)
+    table = records if is_table else pyarrow.Table.from_pylist(list(records))
     if path.suffix == ".parquet":
         parquet.write_table(table, path, row_group_size=batch)
         return path
-    with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
-        stream.write_table(table, max_chunksize=batch)
+    with getattr(pyarrow.ipc, f"new_{kind}")(str(path), table.schema) as file:
+        file.write_table(table, max_chunksize=batch)
     return path
 
 
