@@ -233,7 +233,7 @@ COMPRESSIONS: dict[str, Callable[[BinaryIO], object]] = {
     ".zst": open_zstd,
     **dict.fromkeys((".zip", ".bz2", ".xz", ".lz4"), partial(_reject, "an archive; unpack it")),
 }
-"""The opener of a compressed file by its ending, before which is that of the format."""
+"""The opener of a compressed file by its ending; the ending before it names the format."""
 
 
 def divider(how: str) -> Callable[[bytes, int], bool]:

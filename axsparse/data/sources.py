@@ -191,8 +191,8 @@ class Blend:
         for weight in weights:
             check_kinds("blend", {"a weight": weight}, **{"a weight": "number"})
         is_sound = all(0 < weight < float("inf") for weight in weights)
-        places = places_of(weights) if is_sound else ()
-        if not all(places) or not is_sound:
+        places = places_of(weights) if is_sound else [0]
+        if not all(places):
             raise DataError(
                 f"blend: {', '.join(names)} have the weights {list(weights)}, by which not each "
                 f"gives a sample in {BLOCK:,}; choose larger ones, or leave data sets out"
