@@ -283,7 +283,7 @@ def packaged_folder(name: str) -> Path:
 
 
 def bundled_source() -> str:
-    """What `configure` reads the bundled file `BUNDLED` by."""
+    """The source by which `configure` reads `BUNDLED`, also next to a file of that name."""
     return str(packaged_folder("configs") / BUNDLED) if _is_own(Path(BUNDLED)) else BUNDLED
 
 
