@@ -47,6 +47,8 @@ SHORT = {
     "sequence_length": "data.sequence_length",
 }
 """The options that are short forms of `--set`, and their keys."""
+PATHS = ("run_dir", "teacher")
+"""Those of them that are paths."""
 
 
 class Once(argparse._StoreAction):
@@ -341,12 +343,12 @@ def _configuration_of(arguments: argparse.Namespace) -> str | None:
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """The overrides from `--set` and the options of `add_run`, as KEY=VALUE; later ones win."""
+    """The overrides from `--set` and its short forms, as KEY=VALUE."""
     overrides = list(arguments.overrides)
-    if arguments.steps is not None:
-        overrides.append(f"train.steps={arguments.steps}")
-    if arguments.run_dir is not None:
-        overrides.append(override("run_dir", arguments.run_dir))
+    for name, key in SHORT.items():
+        value = getattr(arguments, name, None)
+        if value is not None:
+            overrides.append(override(key, value) if name in PATHS else f"{key}={value}")
     return overrides
 
 

@@ -18,6 +18,7 @@ from axsparse.cli.parser import (
     decimal,
     integer,
     override,
+    overrides_of,
     say,
     share,
 )
@@ -148,13 +149,7 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _read(arguments: argparse.Namespace) -> tuple[Config, list[str]]:
-    short = {
-        "layout.memory_per_rank": arguments.memory,
-        "pruning.sparsity": arguments.sparsity,
-        "data.sequence_length": arguments.sequence_length,
-    }
-    settings = [f"{key}={value}" for key, value in short.items() if value is not None]
-    overrides, source = [*arguments.overrides, *settings], arguments.model
+    overrides, source = overrides_of(arguments), arguments.model
     if source is None:
         return configure(arguments.config, overrides), []
     if arguments.config is not None:

@@ -16,6 +16,7 @@ from axsparse.cli.parser import (
     CommandParser,
     add_configuration,
     override,
+    overrides_of,
     reject,
     reject_early,
     run_command,
@@ -140,16 +141,10 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 def _reject_unfit(arguments: argparse.Namespace) -> None:
     """End the command for options that do not go with --from, or with each other."""
-    heal = arguments.heal
-    trains = (key for key in ("train.steps", "train.teacher") if _sets(arguments, key))
-    asked = {
-        "--steps": arguments.steps,
-        "--teacher": arguments.teacher,
-        **dict.fromkeys(trains, True),
-    }
-    for option, given in asked.items():
-        if given is not None and heal in ("none", "blocks"):
-            reject(f"{option}: --heal {heal} makes no step; choose --heal train")
+    trains = [f"--{name}" for name in ("steps", "teacher") if getattr(arguments, name) is not None]
+    trains += [key for key in ("train.steps", "train.teacher") if _sets(arguments, key)]
+    if trains and arguments.heal in ("none", "blocks"):
+        reject(f"{trains[0]}: --heal {arguments.heal} makes no step; choose --heal train")
     for key in DECIDED:
         if _sets(arguments, key):
             reject(f"--set: {key} is what --from and --out say; leave it out")
@@ -168,7 +163,6 @@ def _order(arguments: argparse.Namespace) -> PruneOrder:
         heal=arguments.heal,
         schedule=arguments.schedule,
         distribution=arguments.distribution,
-        method=arguments.method,
         separator=arguments.separator,
         jsonl_field=arguments.jsonl_field,
     )
@@ -179,51 +173,35 @@ def _sets(arguments: argparse.Namespace, key: str) -> bool:
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:
-    """The options that are short for `--set`, and `--set`, as KEY=VALUE."""
-    teacher = arguments.source if arguments.teacher == SOURCE else arguments.teacher
-    return [
-        *([] if arguments.sparsity is None else [f"pruning.sparsity={arguments.sparsity}"]),
-        *([] if arguments.steps is None else [f"train.steps={arguments.steps}"]),
-        *([] if teacher is None else [override("train.teacher", Path(teacher))]),
-        *arguments.overrides,
-    ]
+    if arguments.teacher == SOURCE:
+        arguments.teacher = arguments.source
+    return overrides_of(arguments)
 
 
 def _say_what(arguments: argparse.Namespace) -> None:
+    order = None
     if arguments.source is not None:
-        _say_what_of_folder(arguments)
-        return
-    if arguments.distribution == "owl":
+        from axsparse.cli.prune_defaults import chosen
+
+        _reject_unfit(arguments)
+        order = chosen(_order(arguments))
+        asked = order.configured()
+    elif arguments.distribution == "owl":
         reject(
             "--distribution: owl is by the activations of samples, which a dry run does not read; "
             "leave it out"
         )
-    settings = _settings(arguments)
-    if arguments.method is not None:
-        settings.append(f"pruning.method={arguments.method}")
-    asked = configure(arguments.config, settings)
+    else:
+        asked = configure(arguments.config, _settings(arguments))
     check_config(asked)
-    say("\n".join(lines(asked)))
+    say("\n".join(lines(asked, order)))
 
 
-def _say_what_of_folder(arguments: argparse.Namespace) -> None:
-    from axsparse.cli.prune_defaults import chosen
-
-    _reject_unfit(arguments)
-    order = chosen(_order(arguments))
-    asked = order.configured()
-    check_config(asked)
-    by: str = asked.pruning.method
-    if order.schedule == "gradual":
-        by += ", then magnitude while the model trains"
-    say("\n".join(lines(asked, by, by_owl=order.distribution == "owl")))
-
-
-def lines(config: Config, by: str | None = None, *, by_owl: bool = False) -> Iterator[str]:
+def lines(config: Config, order: PruneOrder | None = None) -> Iterator[str]:
     """A table of the pruned tensors, then the dense ones by the reason why.
 
-    Dense tensors of one shape whose names differ in numbers only share a line. `by` names the
-    criterion if it is not `pruning.method` alone; `by_owl` leaves out what OWL finds from samples.
+    Dense tensors of one shape whose names differ in numbers only share a line. What OWL would find
+    from samples for an `order` is left out.
     """
     # Imported late, so that --help does not load torch.
     from axsparse.models.model_profile import profile
@@ -235,8 +213,10 @@ def lines(config: Config, by: str | None = None, *, by_owl: bool = False) -> Ite
     if targets is None:
         yield "nothing is pruned: samo.enabled is false, or pruning.sparsity is 0"
         return
-    masks = targets.mask_file
-    yield f"pruned by {(by or config.pruning.method) if masks is None else masks.path}:"
+    by = config.pruning.method if targets.mask_file is None else targets.mask_file.path
+    rises = order is not None and order.schedule == "gradual"
+    by_owl = order is not None and order.distribution == "owl"
+    yield f"pruned by {by}{', then magnitude while the model trains' * rises}:"
     if by_owl:
         yield f"{100 * targets.sparsity:g} % in all; OWL finds each layer's sparsity from samples"
     yield from _kept_table(targets.shapes, None if by_owl else targets.kept())

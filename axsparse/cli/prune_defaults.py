@@ -107,10 +107,10 @@ def chosen(order: PruneOrder) -> PruneOrder:
             f"--distribution: owl sets each layer's sparsity, and so does {given[0]}; leave one out"
         )
     settings = []
-    method = order.method or config.pruning.method
-    if order.method is not None or _is_free(config, "pruning.method"):
+    method = config.pruning.method
+    if _is_free(config, "pruning.method"):
         first = BLOCKWISE if schedule == "gradual" else sparsity
-        method = order.method or ("wanda" if first <= WANDA_UP_TO else "sparsegpt")
+        method = "wanda" if first <= WANDA_UP_TO else "sparsegpt"
         settings.append(f"pruning.method={method}")
     sees_inputs = method in ("wanda", "sparsegpt") and not given
     distribution = order.distribution or (rule.distribution if sees_inputs else "uniform")

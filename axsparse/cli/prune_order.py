@@ -74,11 +74,9 @@ class PruneOrder:
     settings: tuple[str, ...]
     """Overrides KEY=VALUE, of which later ones win."""
     heal: Heal | None
-    """None lets `prune_defaults` choose, as it does for the next three."""
+    """None lets `prune_defaults` choose, as it does for the next two."""
     schedule: Schedule | None = None
     distribution: Distribution | None = None
-    method: str | None = None
-    """The value of `pruning.method`; None also if a configuration has it."""
     separator: str | None = None
     """The token after each document; None for the tokenizer's end of a text."""
     jsonl_field: str = Reading.jsonl_field
