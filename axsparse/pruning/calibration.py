@@ -32,6 +32,7 @@ from axsparse.models.start_weights import LOAD, some_of
 from axsparse.pruning.healing import (
     FITTED,
     KEPT,
+    LOSS_RATE,
     MASK,
     Errors,
     HealedLayers,
@@ -241,7 +242,8 @@ class Calibration:
         if built.spec.name == self.pruned[-1]:
             through = [built, *map(self._built, self.behind)]
             loss = partial(self._loss_through, through, samples, targets)
-            self._heal(self.fit.by_loss, "loss of a target", built, loss, masks)
+            by_loss = replace(self.fit, rate=LOSS_RATE * self.fit.rate)
+            self._heal(by_loss, "loss of a target", built, loss, masks)
 
     def _built(self, layer: Layer) -> BuiltLayer:
         alone = replace(self.options, replicas=ALONE, sharding=None, expansion=None)

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -58,11 +58,6 @@ class Reconstruction:
     batch: int = 1
     replicas: Replicas = ALONE
     """The ranks that fit the same layer, and share the microbatches."""
-
-    @property
-    def by_loss(self) -> Reconstruction:
-        """The same for a layer that is fitted by the loss."""
-        return replace(self, rate=LOSS_RATE * self.rate)
 
     def heal(
         self,
@@ -153,7 +148,6 @@ class Reconstruction:
         return means
 
     def _is_own(self, number: int) -> bool:
-        """Whether this replica computes a microbatch."""
         return number % self.replicas.size == self.replicas.rank
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -205,7 +205,7 @@ class ProductStatistics:
     def __init__(self, method: Method, name: str, weight: Tensor, input_dim: int) -> None:
         """`input_dim` is the dimension of the inputs in the weight, (E, outputs, inputs) or
         (E, inputs, outputs), without E for a matrix alone."""
-        self._name, self._weight, self._dimension = name, weight, input_dim
+        self._name, self.weight, self._dimension = name, weight, input_dim
         self._is_last = input_dim == weight.dim() - 1
         self._matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
         self._each = [method(weight.shape[input_dim], weight.device) for _ in self._matrices]
@@ -216,7 +216,7 @@ class ProductStatistics:
     def unmet(self) -> list[str]:
         """The matrices that no token met."""
         names = [self._name]
-        if self._weight.dim() == 3:
+        if self.weight.dim() == 3:
             names = [f"{self._name}[{number}]" for number in range(len(self._each))]
         return [name for name, tokens in zip(names, self._tokens, strict=True) if not tokens]
 
@@ -239,14 +239,14 @@ class ProductStatistics:
         Of the full stack, (E, inputs, outputs), each expert has separate tokens, (E, tokens,
         inputs), or the tokens from the offset of the expert before it up to its offset.
         """
-        if matrix.dim() == 3 and self._weight.dim() == 2:  # the same for each of a batch
+        if matrix.dim() == 3 and self.weight.dim() == 2:  # the same for each of a batch
             inputs, matrix = inputs.flatten(0, 1), matrix[0]
         # The strides show the orientation: neighbours are entries of the weight's last dimension.
         is_turned = (matrix.stride(-2) == 1) != self._is_last and min(matrix.shape[-2:]) > 1
         if is_turned or matrix.shape[-2:].numel() != self._matrices[0].numel():
             how = "by its other dimension" if is_turned else "in parts"
             alike = re.sub(r"\.\d+\.", ".*.", self._name)
-            if self._weight.dim() == 3:  # a stack, whose neighbours are multiplied as it is
+            if self.weight.dim() == 3:  # a stack, whose neighbours are multiplied as it is
                 alike = f"{alike.rpartition('.')[0]}.*"
             everywhere = "" if alike == self._name else f" ({alike} for all of its kind)"
             raise ConfigError(
@@ -254,7 +254,7 @@ class ProductStatistics:
                 f"{everywhere}"
             )
         if matrix.dim() == 2:
-            first = matrix.storage_offset() - self._weight.storage_offset()
+            first = matrix.storage_offset() - self.weight.storage_offset()
             self._count(first // self._matrices[0].numel(), inputs)
             return
         for expert in range(len(self._each)):
@@ -295,13 +295,11 @@ class ProductStatistics:
 
 
 class WatchedProducts(TorchDispatchMode):
-    """Adds the inputs of every product with some weights to the weights' statistics."""
+    """Adds the inputs of every product with the weight of some statistics to them."""
 
-    def __init__(
-        self, weights: Mapping[str, Tensor], gathered: Mapping[str, ProductStatistics]
-    ) -> None:
+    def __init__(self, gathered: Iterable[ProductStatistics]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._pairs = [(weights[name], own) for name, own in gathered.items()]
+        self._gathered = gathered
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -325,8 +323,9 @@ class WatchedProducts(TorchDispatchMode):
     def _of(self, factor: Tensor) -> ProductStatistics | None:
         """The statistics of the weight that a factor is, or is a part of."""
         at = factor.data_ptr()
-        for weight, own in self._pairs:
-            if weight.data_ptr() <= at < weight.data_ptr() + weight.nbytes:
+        for own in self._gathered:
+            begin = own.weight.data_ptr()
+            if begin <= at < begin + own.weight.nbytes:
                 return own
         return None
 

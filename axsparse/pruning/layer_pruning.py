@@ -126,17 +126,14 @@ class LayerPruning:
 
         `pass_samples` runs the layer on the inputs that decide; it is called if any do.
         """
-        weights = {
-            tensor.name: tensor.parameter.detach()
-            for tensor in built.state.owned
-            if tensor.name in self.targets.shapes
-        }
+        dims = self.targets.input_dims
         gathered = {
-            name: ProductStatistics(method, name, weight, self.targets.input_dims.get(name, 1))
-            for name, weight in weights.items()
+            it.name: ProductStatistics(method, it.name, it.parameter.detach(), dims.get(it.name, 1))
+            for it in built.state.owned
+            if it.name in self.targets.shapes
         }
         if gathered:
-            with WatchedProducts(weights, gathered):
+            with WatchedProducts(gathered.values()):
                 pass_samples()
         return gathered
 
@@ -200,7 +197,6 @@ class LayerPruning:
 
     @property
     def _sees_inputs(self) -> bool:
-        """Whether the method looks at inputs, and not at weights alone."""
         return self.method in METHODS or self.criterion.sees_inputs
 
     def _how_many(self, name: str) -> HowMany:

@@ -283,8 +283,8 @@ def kept_at_start(config: Config, targets: Targets | None) -> Mapping[str, int]:
     """Kept entries of the tensors that are built compressed, by name; empty if none is."""
     if targets is None or not starts_pruned(config, targets):
         return {}
-    share = initial_share(config.pruning)
-    return targets.kept((lambda final: share * final) if share else (lambda final: final))
+    share = initial_share(config.pruning) or 1.0
+    return targets.kept(lambda final: share * final)
 
 
 def initial_share(pruning: PruningConfig) -> float:

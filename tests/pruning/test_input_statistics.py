@@ -98,7 +98,7 @@ def test_a_product_shows_its_inputs_on_either_side_of_the_weight(
     weight, x = torch.randn(3, 4), torch.randn(5, 4)
     gathered = ProductStatistics(WandaStatistics, "weight", weight, 1)
 
-    with WatchedProducts({"weight": weight}, {"weight": gathered}):
+    with WatchedProducts([gathered]):
         multiply(weight, x)
 
     assert not gathered.unmet

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,9 +58,8 @@ class LiveMasks:
     def masks(self, criterion: Criterion, at: Callable[[float], float]) -> ScoredMasks:
         """Masks by the present weights, at sparsity `at(final)`; all ranks call this together."""
         own = (
-            ScoredTensor(
+            (
                 owner,
-                self.targets.shapes[owner],
                 partial(state.dense_master, tensor.full_name),
                 partial(kept_positions, state, tensor),
             )
@@ -109,20 +109,9 @@ class ScoredMasks:
         return self.criterion.mask(name, shape, weight, keep, within)
 
 
-@dataclass(frozen=True)
-class ScoredTensor:
-    """A tensor of this rank whose scores count in a common threshold."""
-
-    name: str
-    shape: Shape
-    weight: Weight
-    within: Callable[[], Tensor | None] = lambda: None
-    """Gives the flat positions that may be kept, or None if all may."""
-
-    def scores(self, criterion: Criterion) -> tuple[Tensor, Keys]:
-        scores, keys = criterion.scores(self.name, self.shape, self.weight)
-        within = self.within()
-        return (scores if within is None else scores[within]), keys
+Scored: TypeAlias = tuple[str, Weight, Callable[[], Tensor | None]]
+"""A tensor of this rank: its name, its weights, and the flat positions that may be kept, None if
+all may."""
 
 
 def masks_of_start(
@@ -133,15 +122,14 @@ def masks_of_start(
 ) -> ScoredMasks:
     """Masks by the initial weights, drawn before any state is built. `values` has, by name,
     functions that give the initial weights of the tensors that count on this rank."""
-    shapes = targets.shapes
-    own = (ScoredTensor(name, shapes[name], value) for name, value in values if name in shapes)
+    own = ((name, value, lambda: None) for name, value in values if name in targets.shapes)
     return scored_masks(targets, criterion, own, lambda final: final, total)
 
 
 def scored_masks(
     targets: Targets,
     criterion: Criterion,
-    own: Iterable[ScoredTensor],
+    own: Iterable[Scored],
     at: Callable[[float], float],
     total: Callable[[Tensor], Tensor],
 ) -> ScoredMasks:
@@ -157,12 +145,19 @@ def scored_masks(
         return ScoredMasks(criterion, kept)
     numel = sum(math.prod(targets.shapes[name]) for name in common)
     keep = numel - round(at(targets.sparsity) * numel)
-    among = [one for one in own if one.name not in targets.own]
+    among = [one for one in own if one[0] not in targets.own]
+
+    def scores(
+        name: str, weight: Weight, within: Callable[[], Tensor | None]
+    ) -> tuple[Tensor, Keys]:
+        scores, keys = criterion.scores(name, targets.shapes[name], weight)
+        places = within()
+        return (scores if places is None else scores[places]), keys
 
     def count(upper: int | None) -> Tensor:
         counts = torch.zeros(65_536, dtype=torch.int64)
         for one in among:
-            counts += histogram(*one.scores(criterion), upper)
+            counts += histogram(*scores(*one), upper)
         return total(counts)
 
     threshold = find_threshold(count, keep)
@@ -170,7 +165,7 @@ def scored_masks(
     numbers = {name: number for number, name in enumerate(common)}
     counts = torch.zeros(2, len(common), dtype=torch.int64)
     for one in among:
-        counts[:, numbers[one.name]] = counts_at(*one.scores(criterion), key)
+        counts[:, numbers[one[0]]] = counts_at(*scores(*one), key)
     above_all, equal_all = total(counts.view(-1)).view(2, -1).tolist()
     # Among equal scores, entries of earlier tensors stay, then entries at lower positions.
     thresholds = {}
