@@ -252,7 +252,7 @@ def _print(
         return
     if answers:
         request, model = answers[0].request, answers[0].request.model
-        lines.append(f"{model.name} in {model.precision} on {request.cluster.name}")
+        lines.append(f"{model.config.name} in {model.precision} on {request.cluster.name}")
         lines += ["", *report.scaling(answers)]
     say("\n".join([*lines, *(f"note: {note}" for note in notes)]))
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias, get_args
@@ -16,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from axsparse.config.load import compose, entries, find_file, read_text, value_of
+from axsparse.config.messages import nearest_choice
 from axsparse.runtime.errors import ConfigError
 
 Kind: TypeAlias = Literal["measured", "fitted", "assumed"]
@@ -179,9 +179,7 @@ def _missing(file: str, key: str) -> ConfigError:
 
 
 def _reject_unknown(name: str, where: str) -> None:
-    """ConfigError for a name that is no constant's."""
     if name in CONSTANTS:
         return
-    near = get_close_matches(name[:60], CONSTANTS, n=1)
-    suggestion = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(CONSTANTS)}"
-    raise ConfigError(f"{where}: a cluster has no {name[:60]!r}; {suggestion}")
+    suggestion = nearest_choice(name, CONSTANTS) or f"; choose one of {', '.join(CONSTANTS)}"
+    raise ConfigError(f"{where}: a cluster has no {name[:60]!r}{suggestion}")

@@ -208,7 +208,7 @@ def plan(request: SearchRequest) -> Plan:
     if not rows:
         last = rejected[-1]
         raise NoLayoutError(
-            f"{request.model.name} fits no layout of {counted(gpus, 'device')} of "
+            f"{request.model.config.name} fits no layout of {counted(gpus, 'device')} of "
             f"{request.cluster.name}; with {counted(last.g_inter, 'stage')} {last.reason}; "
             f"{last.way or 'take more devices, or prune more'}",
             rejected,
@@ -242,7 +242,6 @@ def _has_a_grid(size: int, most_stages: int, batch: int) -> bool:
 
 
 def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list[Rejection]]:
-    """The microbatch sizes at which this grid fits, and the sizes at which it does not."""
     rows: list[Candidate] = []
     most, batch = request.model.most_stages, request.global_batch_size
     if grid.g_inter > most or batch < grid.g_data:
@@ -279,7 +278,6 @@ def _try_grid(request: SearchRequest, grid: Grid) -> tuple[list[Candidate], list
 def _try_size(
     request: SearchRequest, grid: Grid, size: int, weights: WeightWay
 ) -> Candidate | Rejection:
-    """One grid at one microbatch size, under the first of the request's schedules that fits."""
     microbatches = request.microbatches(size)
     if microbatches < grid.g_data:
         reason = f"microbatches of {size} make too few of a batch of {request.global_batch_size}"

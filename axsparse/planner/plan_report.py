@@ -56,7 +56,7 @@ def answer(plan: Plan) -> str:
 def _of_one(plan: Plan) -> Iterator[str]:
     best, request, model = plan.recommended, plan.request, plan.request.model
     yield (
-        f"{model.name} ({request.method}) in {model.precision} on "
+        f"{model.config.name} ({request.method}) in {model.precision} on "
         f"{counted(request.gpus, 'device')} of {request.cluster.name}, "
         f"{gigabytes(request.rank_budget)} GB each"
     )
@@ -144,18 +144,18 @@ def scaling(plans: Sequence[Plan]) -> Iterator[str]:
 
     Efficiency is relative to the method's smallest number of devices.
     """
-    base: dict[str, Plan] = {}
+    base: dict[str, float] = {}
     rows = []
     for plan in plans:
-        row = plan.recommended
-        first = base.setdefault(plan.request.method, plan)
-        ideal = first.recommended.seconds * first.request.gpus / plan.request.gpus
+        method, gpus = plan.request.method, plan.request.gpus
+        spent = plan.recommended.seconds * gpus
+        least = base.setdefault(method, spent)
         rows.append(
             {
-                "method": plan.request.method,
-                "devices": str(plan.request.gpus),
-                **cells(plan, row),
-                "efficiency %": f"{100 * ideal / row.seconds:.0f}",
+                "method": method,
+                "devices": str(gpus),
+                **cells(plan, plan.recommended),
+                "efficiency %": f"{100 * least / spent:.0f}",
             }
         )
     yield from table(rows)
@@ -236,7 +236,7 @@ def refusal_json(refusal: DoesNotFitError) -> dict[str, Any]:
 def _request_json(request: SearchRequest, rejected: Sequence[Rejection]) -> dict[str, Any]:
     return {
         "method": request.method,
-        "model": request.model.name,
+        "model": request.model.config.name,
         "precision": request.model.precision,
         "cluster": request.cluster.name,
         "gpus": request.gpus,

@@ -207,10 +207,6 @@ class ProfiledModel:
     stages of equal layers have equal loads."""
 
     @property
-    def name(self) -> str:
-        return self.config.name
-
-    @property
     def precision(self) -> Precision:
         assert self.config.precision != "auto", "decided before profiling"
         return self.config.precision

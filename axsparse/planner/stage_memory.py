@@ -231,7 +231,6 @@ def peak_in_flight(
 def _most_of_order(
     schedule: Schedule, stage: int, g_inter: int, microbatches: int, size: float
 ) -> float:
-    """The result of `peak_in_flight` for a static order."""
     change = {Kind.FORWARD: 1.0, Kind.BACKWARD: size - 1, Kind.WEIGHT: -size}
     actions = schedule.order(stage, g_inter, microbatches)
     return max(accumulate(change[each.kind] for each in actions))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from axsparse.config.section import counted
@@ -29,18 +29,22 @@ class DoesNotFitError(ConfigError):
         """`least_bytes` is the memory of a device with which a plan finds a layout, rounded up as
         it is shown; `fewest` are the fewest devices of this memory that would do, None if no number
         does, or if the number of replicas is given, so that no others were tried."""
-        said = f"does not fit: {counted(request.gpus, 'device')} would do with "
-        said += f"{short(least_bytes)} GB"
-        if fewest is not None:
-            said += f", {fewest} with {short(request.rank_budget)}"
-        super().__init__(said + RECOMPUTED * request.model.recomputes)
+        devices, least = counted(request.gpus, "device"), short(least_bytes)
+        more = "" if fewest is None else f", {fewest} with {short(request.rank_budget)}"
+        again = RECOMPUTED * request.model.recomputes
+        super().__init__(f"does not fit: {devices} would do with {least} GB{more}{again}")
         self.request, self.rejected = request, rejected
         self.least_bytes, self.fewest = least_bytes, fewest
 
 
 def least_memory(request: SearchRequest) -> float | None:
     """The bytes that each device of the request needs; None if they have no layout."""
-    layouts = list(_layouts(request, request.gpus))
+    layouts = []
+    for stages in _stages(request):
+        replicas, left = divmod(request.gpus, stages * request.g_tensor)
+        layout = _layout(request, stages, replicas)
+        if layout is not None and not left:
+            layouts.append(layout)
     if not layouts:
         return None
 
@@ -65,16 +69,16 @@ def fewest_devices(request: SearchRequest) -> int | None:
     fewest = None
     most_replicas = request.microbatches(min(request.microbatch_sizes or [1]))
 
-    def fits(layout: Layout | None) -> bool:
+    def fits(stages: int, replicas: int) -> bool:
+        layout = _layout(request, stages, replicas)
         return layout is not None and _loads(request, layout, request.rank_budget) is not None
 
     for stages in _stages(request):
         of_replica = stages * request.g_tensor
         first = request.gpus // of_replica + 1
         last = most_replicas if fewest is None else (fewest - 1) // of_replica
-        layout_of = partial(_layout, request, stages)
-        if first <= last and fits(layout_of(last)):
-            found = bisect_left(range(first, last), True, key=lambda n: fits(layout_of(n)))
+        if first <= last and fits(stages, last):
+            found = bisect_left(range(first, last), True, key=partial(fits, stages))
             fewest = of_replica * (first + found)
     return fewest
 
@@ -88,15 +92,6 @@ def _stages(request: SearchRequest) -> Iterable[int]:
     """The numbers of stages that are tried, the most first: a stage of few layers fits earlier."""
     most = request.model.most_stages
     return sorted((n for n in request.g_inter or range(1, most + 1) if n <= most), reverse=True)
-
-
-def _layouts(request: SearchRequest, gpus: int) -> Iterator[Layout]:
-    """The layouts of `gpus` devices."""
-    for stages in _stages(request):
-        replicas, left = divmod(gpus, stages * request.g_tensor)
-        layout = _layout(request, stages, replicas)
-        if layout is not None and not left:
-            yield layout
 
 
 def _layout(request: SearchRequest, stages: int, replicas: int) -> Layout | None:

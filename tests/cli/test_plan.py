@@ -58,7 +58,7 @@ def test_a_cluster_file_to_begin_with_is_printed(axsparse: Axsparse, tmp_path: P
     mine.write_text(screen)
 
     assert code == 0
-    assert replace(load_cluster(str(mine)), name="a100-pod") == load_cluster("a100-pod")
+    assert load_cluster(str(mine)) == replace(load_cluster("a100-pod"), name="mine")
 
 
 def test_where_nothing_fits_it_says_what_would(plan: Axsparse) -> None:

@@ -7,8 +7,6 @@ from pathlib import Path
 
 from axsparse.planner.cluster import CONSTANTS, cluster_text, load_cluster, parse_cluster
 
-GOOD = cluster_text("summit")
-
 
 def test_summit_has_five_fitted_constants_and_one_of_them_stands_twice() -> None:
     summit = load_cluster("summit")
@@ -20,13 +18,6 @@ def test_summit_has_five_fitted_constants_and_one_of_them_stands_twice() -> None
     ]
     assert summit.inter_node_bandwidth == summit.intra_node_bandwidth
     assert [summit.node_of(rank) for rank in (0, 5, 6, 12)] == [0, 0, 1, 2]
-
-
-def test_a_file_is_read_from_its_path_and_named_by_its_stem(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text(GOOD)
-
-    assert load_cluster(str(path)).name == "mine"
 
 
 def test_the_manual_has_every_key_and_a_file_to_begin_with() -> None:

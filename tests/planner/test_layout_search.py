@@ -7,7 +7,7 @@ from functools import cache, partial
 import pytest
 import torch
 from support.exhaustive import by_default
-from support.planner_cases import bundled, cluster, of_three_axes, planned, schedule
+from support.planner_cases import SCHEDULE, bundled, cluster, of_three_axes, planned
 from support.runs import random_init, summed_loss, tiny_config
 from torch import Tensor, nn
 
@@ -23,7 +23,7 @@ BIG = cluster(memory_bytes=1e12)
 
 @cache
 def made(config: str, density: float, gpus: int) -> Plan:
-    return planned(config, density, gpus=gpus, global_batch_size=128, schedules=[schedule()])
+    return planned(config, density, gpus=gpus, global_batch_size=128, schedules=[SCHEDULE])
 
 
 @pytest.mark.parametrize(("density", "expected"), [(1.0, 4), (0.1, 1)])
@@ -66,13 +66,8 @@ def test_every_row_fits_and_counts_its_flops() -> None:
 # -- split backwards ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("asked", "expected"), [("auto", {1: False, 2: True}), (False, {1: False, 2: False})]
-)
-def test_backwards_are_split_where_there_are_several_stages_unless_told(
-    asked: bool | str, expected: dict[int, bool]
-) -> None:
-    settings = {"pipeline.split_backward": asked, "pipeline.checkpoint_activations": 0}
+def test_backwards_are_split_where_there_are_several_stages() -> None:
+    settings = {"pipeline.split_backward": "auto", "pipeline.checkpoint_activations": 0}
     found = plan(
         SearchRequest(
             model=bundled("gpt3_xl", 0.1).with_values(settings),
@@ -85,14 +80,14 @@ def test_backwards_are_split_where_there_are_several_stages_unless_told(
     )
 
     rows = {row.layout.grid.g_inter: row.layout.schedule.split_backward for row in found.rows}
-    assert rows == expected
+    assert rows == {1: False, 2: True}
 
 
 # -- tensor-parallel ranks ------------------------------------------------------------------
 
 
 def test_layouts_of_several_members_are_rows_or_rejected() -> None:
-    found = of_three_axes(1e9, g_tensor=2)
+    found = of_three_axes(2)
 
     assert {row.layout.grid.g_inter for row in found.rows} == {1, 2, 4}
     for row in found.rows:

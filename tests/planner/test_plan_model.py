@@ -11,6 +11,7 @@ from support.runs import tiny_config, tiny_gpt
 
 import axsparse
 from axsparse.planner import what_fits
+from axsparse.planner.cluster import Cluster
 from axsparse.planner.layout_search import Plan, split_layers
 from axsparse.planner.plan_model import PlannedModel, planned_model
 from axsparse.planner.plan_report import answer, cells, settings
@@ -20,9 +21,11 @@ from axsparse.pruning.criteria import Score
 MACHINE = cluster(peak_bf16=1e12, overhead_bytes=1e6, host_memory_bytes=None, host_bandwidth=None)
 
 
-def asked(origins: dict[str, str] | None = None, **sections: Any) -> PlannedModel:
+def asked(
+    origins: dict[str, str] | None = None, machine: Cluster = MACHINE, **sections: Any
+) -> PlannedModel:
     config = tiny_config(**sections)
-    return planned_model(config.with_origins("tiny", origins or {}), MACHINE, tiny_gpt(config))
+    return planned_model(config.with_origins("tiny", origins or {}), machine, tiny_gpt(config))
 
 
 def planned(gpus: int = 4, method: Any = "start", **sections: Any) -> Plan:
@@ -65,11 +68,12 @@ def test_replicas_that_share_the_optimizer_state_are_planned_so_and_the_plan_say
 
 
 def test_both_ways_to_store_weights_are_rows_where_that_is_open() -> None:
-    found = planned(1, samo={"weights": "auto"}, precision="bf16", pruning={"include": "all"})
-    either = {
-        weights: planned(1, samo={"weights": weights}, precision="bf16", pruning={"include": "all"})
-        for weights in ("dense", "sparse")
-    }
+    def ways_of(weights: str) -> Plan:
+        samo, pruning = {"weights": weights}, {"include": "all"}
+        return planned(1, samo=samo, precision="bf16", pruning=pruning)
+
+    found = ways_of("auto")
+    either = {weights: ways_of(weights) for weights in ("dense", "sparse")}
 
     for weights, alone in either.items():
         rows = [row for row in found.rows if row.weights == weights]
@@ -197,10 +201,8 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
     lacking: tuple[str, ...], taken: str
 ) -> None:
     peaks = {f"peak_{name}": None if name in lacking else 1e14 for name in ("bf16", "fp16")}
-    devices = cluster(host_memory_bytes=None, **peaks)
-    config = tiny_config(precision="auto")
 
-    found = planned_model(config.with_origins("tiny", {}), devices, tiny_gpt(config))
+    found = asked(machine=cluster(host_memory_bytes=None, **peaks), precision="auto")
 
     assert found.profiled("start").precision == taken
     notes = [f"summit has no units for bf16: planned as precision={taken}"] if lacking else []
@@ -208,11 +210,10 @@ def test_a_precision_left_to_auto_is_one_that_the_devices_have(
 
 
 def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
-    saves = {"train": {"steps": 20}, "checkpoint": {"every": 5}}
-    config = tiny_config(**saves)
+    saves: dict[str, Any] = {"train": {"steps": 20}, "checkpoint": {"every": 5}}
     gpus = cluster(peak_bf16=1e12, host_memory_bytes=64e9)
 
-    there = planned_model(config.with_origins("tiny", {}), gpus, tiny_gpt(config))
+    there = asked(machine=gpus, **saves)
     assert there.notes == [
         "of the host's 64.0 GB a rank takes up to 1.0 GB for copies of checkpoints, "
         "and messages under way where they go through it"
@@ -223,14 +224,8 @@ def test_on_gpus_copies_of_checkpoints_are_the_hosts_and_it_is_said() -> None:
 
 def test_offloaded_state_is_not_in_the_memory_of_a_gpu() -> None:
     gpus = replace(MACHINE, host_memory_bytes=1e9, host_bandwidth=1e10)
-    rows = []
-    for offload in (False, True):
-        config = tiny_config(precision="bf16", samo={"offload": offload})
-        found = planned_model(config.with_origins("tiny", {}), gpus, tiny_gpt(config)).plan(
-            "start", gpus, 1
-        )
-        rows.append(found.rows[0].memory[0])
-    here, offloaded = rows
+    models = (asked(machine=gpus, precision="bf16", samo={"offload": o}) for o in (False, True))
+    here, offloaded = (each.plan("start", gpus, 1).rows[0].memory[0] for each in models)
 
     assert offloaded.master == 0 < here.master
     assert 0 < offloaded.optimizer < here.master + here.optimizer  # room for two layers

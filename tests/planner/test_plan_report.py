@@ -63,7 +63,7 @@ def test_it_says_why_fewer_stages_do_not_do_or_that_more_are_predicted_faster() 
 
 
 def test_the_third_axis_is_shown_where_stages_have_several_members() -> None:
-    alone, shared = (list(lines([of_three_axes(1e9, g_tensor=each)], [])) for each in (1, 2))
+    alone, shared = (list(lines([of_three_axes(each)], [])) for each in (1, 2))
 
     assert any(line.startswith("1 × 8 ") for line in alone)
     assert any(line.startswith("1 × 2 × 4 ") for line in shared)

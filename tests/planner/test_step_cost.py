@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.planner_cases import bundled, cluster, load_of, schedule, uniform
+from support.planner_cases import SCHEDULE, bundled, cluster, load_of, uniform
 
 from axsparse.pipeline.simulator import MessageCost
 from axsparse.planner.cluster import load_cluster
@@ -184,7 +184,7 @@ UNIT_LINKS = {"intra_node_bandwidth": 1.0, "inter_node_bandwidth": 1.0}
 def test_one_stage_has_neither_messages_nor_a_bubble() -> None:
     costs = uniform(1, 1, 2, all_reduce=3, optimizer=4, compress=0.5)
 
-    run = simulate_step(costs, cluster(), Grid(1, 8), schedule(), 6)
+    run = simulate_step(costs, cluster(), Grid(1, 8), SCHEDULE, 6)
 
     assert run.seconds == 6 * 3 + 3 + 4
     assert run.mean_phases == dict(zip(STEP_PHASES, (6 * 2.5, 6 * 0.5, 4, 0, 0, 3), strict=True))
@@ -192,7 +192,7 @@ def test_one_stage_has_neither_messages_nor_a_bubble() -> None:
 
 def test_a_steady_pipeline_spends_four_messages_a_microbatch_on_an_inner_stage() -> None:
     run = simulate_step(
-        uniform(4, 10, 30, message=1.0), cluster(**UNIT_LINKS), Grid(4, 1), schedule(), 16
+        uniform(4, 10, 30, message=1.0), cluster(**UNIT_LINKS), Grid(4, 1), SCHEDULE, 16
     )
 
     assert [stage["p2p"] for stage in run.phases] == [32, 64, 64, 32]
@@ -208,7 +208,7 @@ def test_each_stage_reduces_when_it_is_done_and_all_update_together() -> None:
         optimizer=[2.0, 5.0],
     )
 
-    run = simulate_step(costs, cluster(), Grid(2, 2), schedule(), 1)
+    run = simulate_step(costs, cluster(), Grid(2, 2), SCHEDULE, 1)
 
     # Stage 1 has its backward done at 4 and reduces until 13; stage 0 at 6, until 7.
     assert run.seconds == 13 + 5
@@ -221,7 +221,7 @@ def test_a_column_waits_for_its_slowest_replica() -> None:
     )
     costs = uniform(3, 1, 1, message=1.0)
 
-    run = simulate_step(costs, machine, Grid(3, 4), schedule(), 2)
+    run = simulate_step(costs, machine, Grid(3, 4), SCHEDULE, 2)
 
     seconds = [pipeline.seconds for pipeline in run.pipelines.values()]
     assert len(set(seconds)) > 1
@@ -233,7 +233,7 @@ def test_of_replicas_that_are_alike_one_is_played() -> None:
 
     def played(**links: float) -> list[int]:
         machine = cluster(gpus_per_node=6, **links)
-        return list(simulate_step(costs, machine, Grid(4, 100), schedule(), 1).pipelines)
+        return list(simulate_step(costs, machine, Grid(4, 100), SCHEDULE, 1).pipelines)
 
     # Ranks 4-7 cross a border of nodes of six, 0-3 and 8-11 do not.
     assert played(inter_node_bandwidth=1.0, intra_node_bandwidth=2.0) == [0, 1]
@@ -254,7 +254,7 @@ def test_jitter_is_the_same_for_two_schedules_and_has_mean_one() -> None:
 
 
 def test_with_jitter_a_sample_of_the_replicas_is_played() -> None:
-    run = simulate_step(uniform(2, 1, 1), cluster(jitter=0.1), Grid(2, 12), schedule(), 4)
+    run = simulate_step(uniform(2, 1, 1), cluster(jitter=0.1), Grid(2, 12), SCHEDULE, 4)
 
     assert list(run.pipelines) == list(range(PLAYED_REPLICAS))
     assert len({pipeline.seconds for pipeline in run.pipelines.values()}) == PLAYED_REPLICAS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from functools import cache
 from typing import Any
@@ -15,7 +14,7 @@ from axsparse.config.schema import Config, num_microbatches
 from axsparse.models.layer import Model
 from axsparse.models.layer_cost import Activations
 from axsparse.models.model_profile import LayerInfo, ModelProfile, ParameterInfo, profile
-from axsparse.pipeline.policy import Schedule, ScheduleName
+from axsparse.pipeline.policy import Schedule
 from axsparse.planner.auto_layout import configured_schedule
 from axsparse.planner.cluster import Cluster, load_cluster
 from axsparse.planner.layout_search import Layout, Plan, SearchRequest, plan
@@ -62,8 +61,7 @@ def uniform(
     )
 
 
-def schedule(name: ScheduleName = "message-driven", extra_in_flight: int = 1) -> Schedule:
-    return Schedule(name, extra_in_flight)
+SCHEDULE = Schedule("message-driven", 1)
 
 
 @cache
@@ -113,37 +111,25 @@ def profiled(
     return ProfiledModel(config, profile, KEPT if kept is None else kept, ADAMW)
 
 
-def unpruned(config: Config, info: ModelProfile | None = None, **facts: Any) -> ProfiledModel:
-    """The dense GPT of a configuration, or another profile of it."""
+def unpruned(config: Config, **facts: Any) -> ProfiledModel:
+    """The dense GPT of a configuration."""
     model = tiny_gpt(config)
-    info = info or profile(model, DTYPES[config.precision])
+    info = profile(model, DTYPES[config.precision])
     return ProfiledModel(config.named("tiny"), info, {}, ADAMW, model, **facts)
 
 
-def of_three_axes(
-    room: float,
-    gpus: int = 8,
-    g_tensor: int = 1,
-    *,
-    global_batch_size: int = 8,
-    stages: Sequence[int] | None = None,
-    **constants: Any,
-) -> Plan:
-    """The plan of a GPT of four heads in so many bytes a device."""
+def of_three_axes(g_tensor: int) -> Plan:
+    """The plan of a GPT of four heads on eight devices, of so many tensor-parallel ranks."""
     whole = {"samo": {"enabled": False}, "pipeline": {"split_backward": False}}
-    subject = unpruned(tiny_config(model={"num_heads": 4}, **whole))
-    machine = cluster(**{"peak_fp32": 1e9, "overhead_bytes": 0.0, "gpus_per_node": 8} | constants)
     return plan(
         SearchRequest(
-            model=subject,
-            cluster=machine,
-            gpus=gpus,
-            global_batch_size=global_batch_size,
-            g_inter=stages,
+            model=unpruned(tiny_config(model={"num_heads": 4}, **whole)),
+            cluster=cluster(peak_fp32=1e9, overhead_bytes=0.0, gpus_per_node=8),
+            gpus=8,
+            global_batch_size=8,
             g_tensor=g_tensor,
-            schedules=[schedule(extra_in_flight=0)],
             microbatch_sizes=[1],
-            rank_budget=room,
+            rank_budget=1e9,
         )
     )
 
