@@ -29,7 +29,6 @@ of replicas (docs/explanation/bitwise.md).
 exit codes, beside those of every command:
   0 the same, as far as both go   1 they differ
 """
-DIFFERENT = 1
 DIGEST = "weights_digest"
 RECORDED = (DIGEST, "loss", "grad_norm", "loss_scale", "skipped", "eval_loss")
 """The fields of records that follow from the arithmetic of a run, and not from its time."""
@@ -44,10 +43,7 @@ def parser() -> CommandParser:
 def _compare(arguments: argparse.Namespace) -> None:
     one, other = arguments.runs
     recorded, parted = _records(one, other)
-    left_out: list[str] = []
-    saved, apart = _checkpoints(one, other, left_out)
-    for reason in left_out:
-        say(f"left out: {reason}")
+    saved, apart = _checkpoints(one, other)
     if not recorded and not saved:
         raise MissingInputError(
             f"compare: {one} and {other} have no step and no checkpoint in common; name two runs "
@@ -59,7 +55,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     for line in filter(None, (parted, apart)):
         say(line)
     if parted or apart:
-        exit_process(DIFFERENT)
+        exit_process(1)
     say(f"the same: {what}")
 
 
@@ -85,9 +81,9 @@ def _records(one: Path, other: Path) -> tuple[int, str]:
     return number, parted[min(parted)] if parted else ""
 
 
-def _checkpoints(one: Path, other: Path, left_out: list[str]) -> tuple[list[int], str]:
-    """The steps of the checkpoints that both have, and where the first that differs does; why
-    others cannot be compared is added to `left_out`."""
+def _checkpoints(one: Path, other: Path) -> tuple[list[int], str]:
+    """The steps of the checkpoints that both have, and where the first that differs does; says why
+    others cannot be compared."""
     from axsparse.training.checkpoint import checkpoint_folder, verification
 
     folders = [run / checkpoint_folder.CHECKPOINTS for run in (one, other)]
@@ -103,7 +99,7 @@ def _checkpoints(one: Path, other: Path, left_out: list[str]) -> tuple[list[int]
                 for folder in folders
             ]
         except AxsparseError as reason:
-            left_out.append(str(reason).partition("; ")[0])
+            say(f"left out: {str(reason).partition('; ')[0]}")
             continue
         both.append(step)
         if not first and (difference := next(_differences(*opened), "")):

@@ -44,25 +44,25 @@ def parser() -> CommandParser:
     add("--prompt", metavar="TEXT", required=True, help='the beginning; "": that of a document')
     add("--tokens", metavar="N", type=integer(), default=100, help="at most (default %(default)s)")
     add("--top-k", metavar="K", type=integer(), help="draw among the K most likely tokens")
-    add(
-        "--temperature",
-        metavar="T",
-        type=decimal("number from 1e-9 on, such as 0.8", lambda value: value >= 1e-9),
-        help="draw; below 1 likely tokens become likelier (default 1 with --top-k; without both, "
-        "the most likely tokens follow)",
+    number = decimal("number from 1e-9 on, such as 0.8", lambda value: value >= 1e-9)
+    text = (
+        "draw; below 1 likely tokens become likelier (default 1 with --top-k; without both, the "
+        "most likely tokens follow)"
     )
-    add(
-        "--seed",
-        metavar="S",
-        type=integer(0, 2**63 - 1),
-        help="another one draws other tokens (default 0)",
-    )
+    add("--temperature", metavar="T", type=number, help=text)
+    text = "another one draws other tokens (default 0)"
+    add("--seed", metavar="S", type=integer(0, 2**63 - 1), help=text)
     add("--compare", action="store_true", help="generate with dense weights too")
     return arguments
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    _check(arguments)
+    if arguments.seed is not None and arguments.temperature is None and arguments.top_k is None:
+        raise ConfigError("--seed: nothing is drawn; add --top-k 40 or --temperature 0.8")
+    try:
+        arguments.prompt.encode()
+    except UnicodeEncodeError:
+        raise ConfigError("--prompt: is not UTF-8; give it in the encoding of UTF-8") from None
     # Imported late, so that --help does not load torch.
     from axsparse.training.export import export
     from axsparse.training.load_pruned import load_pruned, tokenizer_of
@@ -110,17 +110,6 @@ def _one(arguments: argparse.Namespace, model: Any, tokenizer: Any) -> None:
         f"{done.tokens} tokens{full}, {done.tokens_per_second:.1f} tokens/s, weights "
         f"{format_bytes(done.weight_bytes)} ({format_bytes(done.dense_bytes)} dense)"
     )
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    """ConfigError for the first argument that cannot be used."""
-    draws = arguments.temperature is not None or arguments.top_k is not None
-    if arguments.seed is not None and not draws:
-        raise ConfigError("--seed: nothing is drawn; add --top-k 40 or --temperature 0.8")
-    try:
-        arguments.prompt.encode()
-    except UnicodeEncodeError:
-        raise ConfigError("--prompt: is not UTF-8; give it in the encoding of UTF-8") from None
 
 
 def _printable(text: str) -> str:

@@ -48,7 +48,7 @@ SHORT = {
 }
 """The options that are short forms of `--set`, and their keys."""
 PATHS = ("run_dir", "teacher")
-"""Those of them that are paths."""
+"""The short forms whose values are paths."""
 
 
 class Once(argparse._StoreAction):

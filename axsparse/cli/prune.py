@@ -140,7 +140,6 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def _reject_unfit(arguments: argparse.Namespace) -> None:
-    """End the command for options that do not go with --from, or with each other."""
     trains = [f"--{name}" for name in ("steps", "teacher") if getattr(arguments, name) is not None]
     trains += [key for key in ("train.steps", "train.teacher") if _sets(arguments, key)]
     if trains and arguments.heal in ("none", "blocks"):

@@ -137,33 +137,28 @@ def reject_full_model(config: Config) -> None:
         )
 
 
-def training_settings(config: Config, length: int, tokens: int) -> Iterator[str]:
+def training_settings(config: Config, length: int, tokens: int) -> list[str]:
     """The settings, which nobody has given, of a training on `tokens` tokens in samples of
     `length` tokens."""
     rule = rule_of(final_sparsity(config.pruning))
     total = min(rule.passes * tokens, MOST_TOKENS)
-    batch = config.batch.global_batch_size
+    batch, steps = config.batch.global_batch_size, config.train.steps
     if _is_free(config, "batch.global_batch_size"):
         batch = MOST_BATCH
         while batch > LEAST_BATCH and total < LEAST_STEPS * batch * length:
             batch //= 2
-        yield f"batch.global_batch_size={batch}"
-    steps = config.train.steps
     if _is_free(config, "train.steps"):
         steps = max(WARM_UP, round(total / (batch * length)))
-        yield f"train.steps={steps}"
+    settings: dict[str, object] = {"batch.global_batch_size": batch, "train.steps": steps}
     width = _width(config)
-    if _is_free(config, "optimizer.learning_rate") and width is not None:
-        yield f"optimizer.learning_rate={min(rule.rate / width, MOST_RATE):.2g}"
-    if _is_free(config, "train.distillation_weight") and config.train.teacher is not None:
-        yield f"train.distillation_weight={rule.teacher_share}"
-    for key, value in (
-        ("schedule.warmup_steps", steps // WARM_UP),
-        ("train.eval_every", max(1, steps // 4)),
-        ("checkpoint.every", max(1, steps // 8)),
-    ):
-        if _is_free(config, key):
-            yield f"{key}={value}"
+    if width is not None:
+        settings["optimizer.learning_rate"] = f"{min(rule.rate / width, MOST_RATE):.2g}"
+    if config.train.teacher is not None:
+        settings["train.distillation_weight"] = rule.teacher_share
+    settings["schedule.warmup_steps"] = steps // WARM_UP
+    settings["train.eval_every"] = max(1, steps // 4)
+    settings["checkpoint.every"] = max(1, steps // 8)
+    return [f"{key}={value}" for key, value in settings.items() if _is_free(config, key)]
 
 
 def rising(config: Config) -> list[str]:

@@ -35,7 +35,7 @@ from axsparse.data.preparation import Request
 from axsparse.data.sources import open_datasets
 from axsparse.data.token_file import read_sidecar
 from axsparse.data.tokenizers import ANOTHER_TOKENIZER
-from axsparse.models.layer import Model, StartValues
+from axsparse.models.layer import Model
 from axsparse.models.model_profile import profile
 from axsparse.models.start_weights import FromFile
 from axsparse.models.teacher import with_teacher
@@ -123,11 +123,10 @@ def _with_settings(order: PruneOrder) -> tuple[PruneOrder, Config]:
     config = order.configured()
     tokens = read_sidecar(order.work / "tokens", "--out").train.tokens
     trains = order.heal == "train"
-    training = [*training_settings(config, order.length(config), tokens)] if trains else []
+    training = training_settings(config, order.length(config), tokens) if trains else []
     order = replace(order, settings=(*training, *order.settings))
     config = order.configured()
-    implied = order.implied(config, config.batch.global_batch_size)
-    order = replace(order, settings=(*implied, *order.settings))
+    order = replace(order, settings=(*order.implied(config), *order.settings))
     return order, order.configured()
 
 
@@ -161,15 +160,14 @@ def _pruned(job: Job, order: PruneOrder, asked: Config) -> Facts:
         config = of_layers()
     announce = partial(_announce, order, asked, transport)
     done = prune_layers(job, model, opened, config, order.work / "layers", announce)
-    assert model.start is not None, "the model is of a folder"
-    facts = _write_pruned(transport, order, model.start, done, page)
+    facts = _write_pruned(transport, order, _weights_of(model), done, page)
     return replace(facts, layers=asked.pruning.layers)
 
 
 def _write_pruned(
     transport: Transport,
     order: PruneOrder,
-    start: StartValues,
+    start: FromFile,
     done: PrunedLayers,
     page: Callable[[Facts], str],
 ) -> Facts:
@@ -202,7 +200,7 @@ def _write_pruned(
     def write() -> None:
         if transport.rank:
             return
-        named = _dtype_of(start)
+        named = start.dtype
         written = partial(export_folder, done.plan.config, done.plan.profile, read)
         if order.heal == "train":
             written(order.work / PRUNED, lambda _: torch.float32, named, force=True)
@@ -217,7 +215,6 @@ def _write_pruned(
 def _watched_writing(
     order: PruneOrder, config: Config, coords: RankCoords, transport: Transport
 ) -> contextlib.AbstractContextManager[Callable[[], None]]:
-    """A watchdog around what rank 0 writes while the others wait."""
     return watched(
         *("writing", config.watchdog, order.work),
         coords=coords,
@@ -251,10 +248,9 @@ def _announce(
         say(f"axsparse: {line}")
 
 
-def _dtype_of(start: StartValues | None) -> Callable[[str], torch.dtype]:
-    """The type that each parameter has in the folder that is pruned, in which it is written."""
-    assert isinstance(start, FromFile), "the model is of a folder"
-    return start.dtype
+def _weights_of(model: Model) -> FromFile:
+    assert isinstance(model.start, FromFile), "the model is of a folder"
+    return model.start
 
 
 def _check_model(order: PruneOrder, *, runs: bool) -> None:
@@ -262,14 +258,13 @@ def _check_model(order: PruneOrder, *, runs: bool) -> None:
     that do not run."""
     length = f"data.sequence_length={order.length(order.configured())}"
     model = named_model(order.configured(length))
-    _reject_eight_bits(model.start)
+    _reject_eight_bits(_weights_of(model))
     if runs:
         profile(model)
 
 
-def _reject_eight_bits(start: StartValues | None) -> None:
+def _reject_eight_bits(start: FromFile) -> None:
     """DataError for matrices of eight bits, which torch does not compute with."""
-    assert isinstance(start, FromFile), "the model is of a folder"
     for name, there in start.names.items():
         kind, shape = start.dtype(name), start.file.shapes[there]
         if kind.is_floating_point and kind.itemsize == 1 and len(shape) > 1:
@@ -339,7 +334,7 @@ def _write_trained(
         beats()
         kept += int(weights.dense(name).count_nonzero())
     facts = replace(facts, kept=kept)
-    dtype_of = _dtype_of(named_model(order.configured()).start)
+    dtype_of = _weights_of(named_model(order.configured())).dtype
 
     def dtype(name: str) -> torch.dtype:
         beats()
@@ -389,7 +384,6 @@ def _without_layers(plan: RunPlan) -> list[str]:
 
 
 def _prepare(order: PruneOrder) -> None:
-    """Prepare the tokens, unless that has been done."""
     request = Request(
         inputs=order.data,
         out=order.work / "tokens",

@@ -116,12 +116,12 @@ class PruneOrder:
             return config.data.sequence_length
         return min(sample_length(config), TRAINED if self.heal == "train" else SHORT)
 
-    def implied(self, config: Config, batch: int) -> Sequence[str]:
+    def implied(self, config: Config) -> Sequence[str]:
         """The settings that the order gives unless they are given: as many held-out as calibration
-        samples, in steps of `batch`, and the length of samples."""
+        samples, and the length of samples."""
         implied = []
         if self.config == bundled_source():
-            batches = -(-config.pruning.calibration_samples // batch)
+            batches = -(-config.pruning.calibration_samples // config.batch.global_batch_size)
             implied.append(f"train.eval_steps={batches}")
         if config.data.sequence_length == "auto" and self.heal != "train":
             implied.append(f"data.sequence_length={self.length(config)}")

@@ -131,7 +131,6 @@ def _trace(folder: Path, notes: list[str]) -> tuple[str, list[Span]]:
 
 @contextlib.contextmanager
 def _collecting(notes: list[str]) -> Iterator[None]:
-    """Make a note of an error of the code within."""
     try:
         yield
     except AxsparseError as error:

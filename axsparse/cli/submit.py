@@ -154,7 +154,6 @@ def script(job: argparse.Namespace, config: Config, run_dir: Path) -> str:
 
 
 def _check_request(job: argparse.Namespace, ranks: int, cpus: int, threads: int) -> None:
-    """ConfigError for options that contradict each other."""
     if not ranks:
         raise ConfigError("--ranks: not given, nor --gpus-per-node; say how many ranks to start")
     if ranks % job.nodes:

@@ -16,20 +16,20 @@ printf 12345 > "$(dirname "{log}")/wheels/$3.whl"
 """
 
 
-def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str = "nothing") -> Path:
-    """Takes another Python, whose pip notes its words; where it notes them."""
-    tmp_path.mkdir(exist_ok=True)
+@pytest.fixture
+def log(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Takes another Python, whose pip notes its words, and fails if a test names a step; where it
+    notes them."""
     python, log = tmp_path / "python", tmp_path / "log"
-    python.write_text(PIP.format(log=log, fails=fails))
+    python.write_text(PIP.format(log=log, fails=getattr(request, "param", "nothing")))
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
     return log
 
 
 def test_the_wheels_are_of_the_tested_versions_and_for_the_machine_there(
-    axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    axsparse: Axsparse, tmp_path: Path, log: Path
 ) -> None:
-    log = use(tmp_path, monkeypatch)
     there = ("--python", "3.12", "--machine", "aarch64")
 
     said = axsparse("bundle", tmp_path / "wheels", "--extra", "mpich", *there)
@@ -51,33 +51,26 @@ def test_the_wheels_are_of_the_tested_versions_and_for_the_machine_there(
     )
 
 
-def test_an_older_torch_is_left_to_pip(
-    axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    log = use(tmp_path, monkeypatch)
-
+def test_an_older_torch_is_left_to_pip(axsparse: Axsparse, tmp_path: Path, log: Path) -> None:
     assert axsparse("bundle", tmp_path / "wheels", "--extra", "cuda12")[0] == 0
     assert "--constraint" not in log.read_text() and "--platform" not in log.read_text()
 
 
 def test_the_command_that_installs_has_the_name_of_the_folder(
-    axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    axsparse: Axsparse, tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    use(tmp_path / "my wheels", monkeypatch)
-    (tmp_path / "my wheels" / "wheels").mkdir()
+    for name in ("wheels", "my wheels"):  # where pip writes, and the one that is asked for
+        (tmp_path / name).mkdir()
     monkeypatch.chdir(tmp_path / "my wheels")
 
     assert "pip install --no-index --find-links 'my wheels' " in axsparse("bundle", ".")[1]
 
 
-@pytest.mark.parametrize("step", ["wheel", "download"])
-def test_what_pip_cannot_get_ends_it(
-    step: str, axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use(tmp_path, monkeypatch, fails=step)
-
+@pytest.mark.parametrize("log", ["wheel", "download"], indirect=True)
+def test_what_pip_cannot_get_ends_it(axsparse: Axsparse, tmp_path: Path, log: Path) -> None:
     said = axsparse("bundle", tmp_path / "wheels")
 
+    step = log.read_text().splitlines()[-1].split()[2]
     line = (
         f"pip {step}: failed, see its words above; run this where pip reaches an index, or name "
         "one in PIP_INDEX_URL"

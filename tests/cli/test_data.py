@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -23,22 +21,17 @@ TEXT = "The cat sat on the mat, and the dog did not.\n"
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-Prepare = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def prepare(axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """`prepare("--validation-fraction", "0")`: prepares thirty texts in the folder "in"."""
+def test_the_screen_says_what_was_done(
+    axsparse: Axsparse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "in").mkdir()
     for number in range(30):
         (tmp_path / "in" / f"{number}.txt").write_text(f"{number} {TEXT * 9}")
     monkeypatch.chdir(tmp_path)
-    options = ("in", "--out", "words", "--workers", "1")
-    return lambda *words: axsparse("data", "prepare", *options, *words)
+    options = ("--out", "words", "--workers", "1", "--validation-fraction", "0")
 
+    lines = axsparse("data", "prepare", "in", *options)[1].splitlines()
 
-def test_the_screen_says_what_was_done(prepare: Prepare) -> None:
-    lines = prepare("--validation-fraction", "0")[1].splitlines()
     assert lines[0] == "30 files, 12.2 kB · bytes → words"
     assert lines[1] == "train: 30 documents, 12.3k tokens"
     assert lines[2] == "train begins with 24 tokens: '0 The cat sat on the mat'"
@@ -86,18 +79,3 @@ def test_bundled_configs_say_how_their_data_are_prepared(name: str) -> None:
     assert str(arguments.out) == config.data.path
     assert config.data.source == "tokens"
     assert 0 <= config.model.vocab_size - arguments.train_bpe < 128
-
-
-def test_the_tokenizer_of_a_folder_ends_documents_as_its_settings_say(
-    prepare: Prepare, axsparse: Axsparse
-) -> None:
-    assert prepare("--validation-fraction", "0", "--train-bpe", "300")[0] == 0
-    words = json.loads(Path("words/tokenizer.json").read_text())["model"]["vocab"]
-    last = max(words, key=words.get)
-    Path("words/tokenizer_config.json").write_text(json.dumps({"eos_token": last}))
-
-    options = ("--out", "p", "--validation-fraction", "0", "--tokenizer", "words")
-    code, _, errors = axsparse("data", "prepare", "in", *options)
-
-    assert code == 0, errors
-    assert json.loads(Path("p/tokens.json").read_text())["separator"] == words[last]

@@ -40,29 +40,21 @@ def with_settings(order: PruneOrder, *settings: str) -> PruneOrder:
 
 
 @pytest.mark.parametrize(
-    ("sparsity", "heal", "schedule", "method", "passes", "distribution"),
+    ("sparsity", "heal", "method", "passes", "distribution"),
     [
-        (0.5, "blocks", "once", "wanda", 1, "uniform"),
-        (0.55, "blocks", "once", "wanda", 1, "uniform"),
-        (0.6, "train", "once", "wanda", 2, "uniform"),
-        (0.7, "train", "once", "sparsegpt", 4, "owl"),
-        (0.8, "train", "once", "sparsegpt", 4, "owl"),
-        (0.99, "train", "once", "sparsegpt", 4, "owl"),
+        (0.55, "blocks", "wanda", 1, "uniform"),
+        (0.65, "train", "wanda", 2, "uniform"),
+        (0.66, "train", "sparsegpt", 4, "owl"),
+        (0.99, "train", "sparsegpt", 4, "owl"),
     ],
 )
 def test_the_sparsity_alone_decides(
-    sparsity: float,
-    heal: str,
-    schedule: str,
-    method: str,
-    passes: int,
-    distribution: str,
-    order: PruneOrder,
+    sparsity: float, heal: str, method: str, passes: int, distribution: str, order: PruneOrder
 ) -> None:
     found = chosen(with_settings(order, f"pruning.sparsity={sparsity}"))
 
     config = found.configured()
-    assert (found.heal, found.schedule, config.pruning.method) == (heal, schedule, method)
+    assert (found.heal, found.schedule, config.pruning.method) == (heal, "once", method)
     assert (found.distribution, config.pruning.heal) == (distribution, "blocks")
     assert config.train.teacher == (None if heal == "blocks" else str(order.source))
     assert rule_of(sparsity).passes == passes
@@ -96,7 +88,7 @@ def test_a_file_that_has_the_name_of_the_bundled_one_is_the_users_own(
     text = (packaged_folder("configs") / "prune_llama.yaml").read_text()
     assert bundled_source() == "prune_llama.yaml"
     usual = chosen(order).configured()
-    implied = order.implied(usual, 8)
+    implied = order.implied(usual)
     monkeypatch.chdir(tmp_path)
     own = Path("prune_llama.yaml")
     own.write_text(text.replace("method: magnitude", "method: random"))
@@ -104,7 +96,7 @@ def test_a_file_that_has_the_name_of_the_bundled_one_is_the_users_own(
         config = chosen(replace(order, config=str(source))).configured()
         assert config.pruning.method == "random"
         assert config.where("pruning.method").startswith(f"pruning.method ({source.parent}/prune_l")
-        assert not replace(order, config=str(source), heal="train").implied(config, 8)
+        assert not replace(order, config=str(source), heal="train").implied(config)
 
     asked: list[str] = []
     monkeypatch.setattr(prune, "reject_early", lambda given, *_, **__: asked.append(given.config))
@@ -115,7 +107,7 @@ def test_a_file_that_has_the_name_of_the_bundled_one_is_the_users_own(
     hidden = replace(order, config=asked[0])
 
     assert chosen(hidden).configured() == usual
-    assert hidden.implied(usual, 8) == implied
+    assert hidden.implied(usual) == implied
 
 
 def test_outliers_spread_what_inputs_decide_and_no_other_setting_spreads(order: PruneOrder) -> None:
@@ -138,28 +130,20 @@ def test_outliers_spread_what_inputs_decide_and_no_other_setting_spreads(order: 
 def test_a_training_is_as_long_as_its_texts_and_as_fast_as_its_width(order: PruneOrder) -> None:
     config = with_settings(order, "pruning.sparsity=0.7").configured()
 
-    few = list(training_settings(config, 1024, 571_000))
-    many = list(training_settings(config, 1024, 10**12))
+    few = training_settings(config, 1024, 571_000)
+    many = training_settings(config, 1024, 10**12)
 
     assert few == [
         *("batch.global_batch_size=8", "train.steps=279", "optimizer.learning_rate=0.001"),
         *("schedule.warmup_steps=13", "train.eval_every=69", "checkpoint.every=34"),
     ]
     assert many[:2] == ["batch.global_batch_size=128", "train.steps=511"]
-    wide = config.model.model_copy(update={"hf": {"text_config": {"hidden_size": 4096}}})
-    dense = {"model": wide, "pruning": config.pruning.model_copy(update={"sparsity": 0.6})}
-    wide_settings = training_settings(config.model_copy(update=dense), 1024, 10**6)
-    assert "optimizer.learning_rate=4.9e-05" in wide_settings
-    sparser = config.pruning.model_copy(update={"sparsity": 0.9})
-    mixed = config.model_copy(
-        update={
-            "model": wide,
-            "pruning": sparser,
-            "train": config.train.model_copy(update={"teacher": "model"}),
-        }
-    )
-    found = list(training_settings(mixed, 1024, 10**6))
-    assert {"optimizer.learning_rate=0.00014", "train.distillation_weight=0.5"} <= {*found}
+    wide = config.with_values({"model.hf": {"text_config": {"hidden_size": 4096}}})
+    denser = training_settings(wide.with_values({"pruning.sparsity": 0.6}), 1024, 10**6)
+    assert "optimizer.learning_rate=4.9e-05" in denser
+    taught = wide.with_values({"pruning.sparsity": 0.9, "train.teacher": "model"})
+    found = {*training_settings(taught, 1024, 10**6)}
+    assert {"optimizer.learning_rate=0.00014", "train.distillation_weight=0.5"} <= found
     given = with_settings(order, "train.steps=7", "batch.global_batch_size=2").configured()
     assert not [s for s in training_settings(given, 64, 9) if s.startswith(("batch", "train.st"))]
 
@@ -206,24 +190,20 @@ def test_it_says_what_it_does_how_long_and_how_good_it_was_elsewhere(order: Prun
     )
     had = "SmolLM2 135M had {} times the perplexity of dense at {} % after {}".format
     assert second == had(41.7, 80, "blocks at 50 %, and 393,000 tokens with a teacher")
-    _, second = plan_lines(replace(order, schedule="once"), config, work)
-    assert second == had(1.67, 80, RECIPES["mixed"])
-    _, second = plan_lines(
-        replace(order, schedule="once"), order.configured("pruning.sparsity=0.7"), None
-    )
-    assert second == had(1.29, 70, RECIPES["mixed"])
-    _, second = plan_lines(
-        replace(order, schedule="once"), order.configured("pruning.sparsity=0.65"), None
-    )
-    assert second == had(1.61, 70, RECIPES["train"])
+    once = replace(order, schedule="once")
+    measured = {
+        0.65: (1.61, 70, RECIPES["train"]),
+        0.7: (1.29, 70, RECIPES["mixed"]),
+        0.8: (1.67, 80, RECIPES["mixed"]),
+        0.9: (2.89, 90, RECIPES["mixed"]),
+    }
+    for sparsity, figures in measured.items():
+        _, second = plan_lines(once, order.configured(f"pruning.sparsity={sparsity}"), None)
+        assert second == had(*figures)
     _, second = plan_lines(order, order.configured("pruning.sparsity=0.9"), None)
     assert second.startswith("not measured yet at 90 %; SmolLM2 135M had 1.24 at 50 %, 1.53 at 60")
-    _, second = plan_lines(
-        replace(order, schedule="once"), order.configured("pruning.sparsity=0.9"), None
-    )
-    assert second == had(2.89, 90, RECIPES["mixed"])
     assert "taught" not in next(plan_lines(order, order.configured("train.teacher=null"), None))
-    blocks = replace(order, heal="blocks", schedule="once")
+    blocks = replace(once, heal="blocks")
     first, second = plan_lines(blocks, order.configured("pruning.sparsity=0.7"), None)
     assert first == "wanda to 70 %; sparsities by OWL; blocks are healed"
     assert second == had(2.07, 70, "blocks alone")

@@ -36,8 +36,8 @@ from support.mpirun import ENVIRONMENT, Finished, run_alone, run_mpirun
 from support.runs import VOCABULARY, job_alone
 
 from axsparse.cli import prune_folder
-from axsparse.cli.prune_folder import Facts, card, own_options
-from axsparse.cli.prune_order import FACTS, PRUNED, PruneOrder
+from axsparse.cli.prune_folder import Facts, card, own_options, reworded
+from axsparse.cli.prune_order import FACTS, PRUNED, Heal, PruneOrder
 from axsparse.config.load import configure
 from axsparse.data.dataset import TokenDataset
 from axsparse.data.preparation import Request, prepare
@@ -53,7 +53,6 @@ from axsparse.runtime.errors import (
     ConfigError,
     DataError,
     OutputError,
-    TrainingError,
 )
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RESUME_AUTO
 from axsparse.training import build
@@ -71,6 +70,23 @@ JUDGED = ("--set", "train.eval_steps=1")
 ALL = ("--set", "pruning.include=all", "--set", "pruning.exclude=[lm_head.weight]")
 
 
+SETTINGS = tuple(word for word in FEW if "=" in word)
+
+
+@pytest.fixture
+def folder(transformers: Any, tmp_path: Path) -> Path:
+    """A folder that has `model`, and its texts."""
+    del transformers
+    write_folder(tmp_path / "model")
+    return tmp_path
+
+
+def order_of(folder: Path, *settings: str, heal: Heal = "none") -> PruneOrder:
+    """An order for the folder `model` in a folder."""
+    paths = (folder / "model", (folder / "texts",), (folder / "held",), folder / "out")
+    return PruneOrder(*paths, "prune_llama.yaml", settings, heal)
+
+
 def pruned(
     cwd: Path, out: str, *more: str, ranks: int = 1, texts: tuple[str, ...] = TEXTS
 ) -> dict[str, torch.Tensor]:
@@ -83,58 +99,52 @@ def pruned(
     return {name: file.read(name) for name in file.shapes}
 
 
-def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, tmp_path: Path) -> None:
-    write_folder(tmp_path / "model")
+def test_a_folder_becomes_a_pruned_and_healed_folder(transformers: Any, folder: Path) -> None:
     out = "texts/it's [out]: #1"
 
-    found = pruned(tmp_path, out)
+    found = pruned(folder, out)
 
-    read = read_sidecar(tmp_path / f"{out}.run" / "tokens", "--out").sources
-    there = [path for name in ("texts", "held") for path in (tmp_path / name).iterdir()]
+    read = read_sidecar(folder / f"{out}.run" / "tokens", "--out").sources
+    there = [path for name in ("texts", "held") for path in (folder / name).iterdir()]
     assert read.files == sum(path.is_file() for path in there), "what is written is not read"
     gates = "model.layers.1.mlp.gate_proj.weight"
     assert float((found[gates] == 0).float().mean()) == pytest.approx(0.5, abs=0.02)
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / out)
     assert torch.equal(dict(model.named_parameters())[gates], found[gates])
-    said = (tmp_path / out / "README.md").read_text()
+    said = (folder / out / "README.md").read_text()
     assert re.search(r"\| 8 validation samples \| before \| after \|", said)
     assert re.search(r"\| perplexity \| \d+\.\d+ \| \d+\.\d+ \|", said)
     assert " --set batch.global_batch_size=4" in said.partition("axsparse train")[2]
     assert "model, pruned by axsparse: wanda to 50 %; blocks are healed.\n50.0 % of the" in said
     assert "Data: texts; 8 samples of calibration; seed 1234.\n" in said
-    again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out], cwd=tmp_path)
+    again = run_alone(["-m", "axsparse", "prune", *FEW, "--out", out], cwd=folder)
     assert again.returncode == EXIT_CONFIG
     assert f"--out: {out} is there already; move it away" in again.stderr
 
 
 @pytest.mark.exhaustive
 def test_a_word_for_padding_beyond_the_embedding_needs_no_row(
-    transformers: Any, tmp_path: Path
+    transformers: Any, folder: Path
 ) -> None:
-    write_folder(tmp_path / "model")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.add_special_tokens({"pad_token": "<pad>"})
     assert tokenizer.pad_token_id == VOCABULARY
-    tokenizer.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(folder / "model")
 
-    found = pruned(tmp_path, "out", "--heal", "none", *JUDGED)
+    found = pruned(folder, "out", "--heal", "none", *JUDGED)
 
     assert found["model.embed_tokens.weight"].shape[0] == VOCABULARY
-    written = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    written = transformers.AutoTokenizer.from_pretrained(folder / "out")
     assert written.pad_token_id == VOCABULARY
 
 
-def test_one_text_is_data_and_validation_and_need_not_fill_a_step(
-    transformers: Any, tmp_path: Path
-) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
-    (tmp_path / "book.txt").write_text("b c d " * 700)
+def test_one_text_is_data_and_validation_and_need_not_fill_a_step(folder: Path) -> None:
+    (folder / "book.txt").write_text("b c d " * 700)
 
     few = ("--set", "batch.global_batch_size=9999", *JUDGED)
-    pruned(tmp_path, "out", "--heal", "none", *few, texts=("--data", "book.txt"))
+    pruned(folder, "out", "--heal", "none", *few, texts=("--data", "book.txt"))
 
-    found = read_sidecar(tmp_path / "out.run" / "tokens", "--out")
+    found = read_sidecar(folder / "out.run" / "tokens", "--out")
     assert found.validation is not None
     assert (found.train.documents, found.validation.documents) == (1, 1)
     assert found.train.tokens + found.validation.tokens == 2101
@@ -279,29 +289,24 @@ def test_of_a_folder_with_pictures_the_text_model_is_pruned_and_the_rest_stays(
 
 
 @pytest.mark.exhaustive
-def test_the_card_has_the_zeros_that_are_there_and_its_command_trains_them(
-    transformers: Any, tmp_path: Path
-) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
-
-    (tmp_path / "mine.yaml").write_text(
+def test_the_card_has_the_zeros_that_are_there_and_its_command_trains_them(folder: Path) -> None:
+    (folder / "mine.yaml").write_text(
         "model: {name: hf}\ndata: {source: tokens, path: none}\n"
         "pruning: {method: magnitude, sparsity: 0.5, heal: blocks, distribution: erk}\n"
     )
-    erk = pruned(tmp_path, "erk", "--config", "mine.yaml", "--sparsity", "0.5", *JUDGED, *ALL)
+    erk = pruned(folder, "erk", "--config", "mine.yaml", "--sparsity", "0.5", *JUDGED, *ALL)
     assert any((value == 0).any() for value in erk.values())
     [command] = re.findall(
-        r"^axsparse train .*$", (tmp_path / "erk" / "README.md").read_text(), re.MULTILINE
+        r"^axsparse train .*$", (folder / "erk" / "README.md").read_text(), re.MULTILINE
     )
     for each in ("distribution=uniform", "heal=none", "include=all"):
         assert f"--set pruning.{each}" in command
-    found = pruned(tmp_path, "out", "--sparsity", "0.55", "--heal", "none", *JUDGED)
+    found = pruned(folder, "out", "--sparsity", "0.55", "--heal", "none", *JUDGED)
 
     matrices = [value for name, value in found.items() if "_proj" in name]
     zeros = sum(int((value == 0).sum()) for value in matrices)
     share = zeros / sum(value.numel() for value in matrices)
-    said = (tmp_path / "out" / "README.md").read_text()
+    said = (folder / "out" / "README.md").read_text()
     # Wanda removes whole entries of each row, which are 32 or 44 here.
     assert 0.52 < share < 0.549
     assert f"wanda to 55 %.\n{100 * share:.1f} % of the entries of the pruned matrices are" in said
@@ -309,84 +314,70 @@ def test_the_card_has_the_zeros_that_are_there_and_its_command_trains_them(
     [command] = re.findall(r"^axsparse train .*$", said, re.MULTILINE)
     few = ("precision=fp32", "batch.global_batch_size=4", "train.peak_flops=1e12", "train.steps=1")
     words = ["-m", *shlex.split(command), *(word for one in few for word in ("--set", one))]
-    trained = run_alone(words, cwd=tmp_path)
+    trained = run_alone(words, cwd=folder)
     assert trained.returncode == 0, trained
     assert f"of which {sum(v.numel() for v in matrices) - zeros:,} stay" in trained.stdout
 
 
 def test_a_matrix_that_layers_adds_is_trained_with_its_zeros_and_written_without_checkpoints(
-    transformers: Any, tmp_path: Path
+    folder: Path,
 ) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
-
     more = ("--method", "magnitude", "--sparsity", "0.6", "--heal", "train", "--steps", "2")
     layers = ("--set", 'pruning.layers=["lm_head.weight=0.9"]')
     unsaved = ("--set", "checkpoint.every=0", "--set", "checkpoint.keep_every=3")
-    found = pruned(tmp_path, "out", *more, *layers, *unsaved, *JUDGED)
+    found = pruned(folder, "out", *more, *layers, *unsaved, *JUDGED)
 
     zeros = {name: float((value == 0).float().mean()) for name, value in found.items()}
     assert zeros["lm_head.weight"] == pytest.approx(0.9, abs=0.02)
     assert zeros["model.layers.1.mlp.up_proj.weight"] == pytest.approx(0.6, abs=0.02)
     assert zeros["model.embed_tokens.weight"] == 0
     again = "--set pruning.include=all --set 'pruning.exclude=[\"model.embed_tokens.weight\"]'\n"
-    assert again in (tmp_path / "out" / "README.md").read_text()
+    assert again in (folder / "out" / "README.md").read_text()
 
 
-def test_a_teacher_that_does_not_fit_is_rejected_before_layers_are_pruned(
-    transformers: Any, tmp_path: Path
-) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
-    (tmp_path / "words").mkdir()
-    gpt2_folder(tmp_path / "words", small_gpt().model_copy(update={"vocab_size": VOCABULARY + 1}))
+def test_a_teacher_that_does_not_fit_is_rejected_before_layers_are_pruned(folder: Path) -> None:
+    (folder / "words").mkdir()
+    gpt2_folder(folder / "words", small_gpt().model_copy(update={"vocab_size": VOCABULARY + 1}))
 
     words = ["-m", "axsparse", "prune", *FEW, "--out", "out", "--steps", "2", "--teacher", "words"]
-    done = run_alone(words, cwd=tmp_path)
+    done = run_alone(words, cwd=folder)
 
     assert done.returncode == EXIT_CONFIG
     assert f"'words' has a vocabulary of {VOCABULARY + 1}" in done.stderr
-    assert not (tmp_path / "out.run" / "layers").exists()
+    assert not (folder / "out.run" / "layers").exists()
 
 
-def test_a_training_that_does_not_fit_is_rejected_before_layers_are_pruned(
-    transformers: Any, tmp_path: Path
-) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
-
+def test_a_training_that_does_not_fit_is_rejected_before_layers_are_pruned(folder: Path) -> None:
     words = ["-m", "axsparse", "prune", *FEW, "--out", "out", "--steps", "2"]
-    done = run_alone([*words, "--set", "layout.memory_per_rank=0.1"], cwd=tmp_path)
+    done = run_alone([*words, "--set", "layout.memory_per_rank=0.1"], cwd=folder)
 
     assert done.returncode == EXIT_CONFIG
     assert "auto finds no number of stages of 1 rank that fits 100 MB a rank" in done.stderr
-    assert not (tmp_path / "out.run" / "layers").exists()
+    assert not (folder / "out.run" / "layers").exists()
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("heal", ["none", "blocks", "train", "taught"])
-def test_every_layout_writes_the_same_weights(heal: str, transformers: Any, tmp_path: Path) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
+def test_every_layout_writes_the_same_weights(heal: str, folder: Path) -> None:
     more = ["--heal", "train", "--teacher"] if heal == "taught" else ["--heal", heal]
     more += ["--steps", "2"] if heal in ("train", "taught") else []
     more += ["--set", "schedule.warmup_steps=1", "--set", "samo.gradient=exact"]
     more += ["--distribution", "owl"]
     more += ["--set", "batch.microbatch_size=2", "--set", "pruning.heal_batch=2", *JUDGED]
 
-    alone = pruned(tmp_path, "model #2", *more)
-    staged = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=2", ranks=2)
-    replicas = pruned(tmp_path, "replicas", *more, "--set", "layout.g_inter=1", ranks=2)
+    alone = pruned(folder, "model #2", *more)
+    staged = pruned(folder, "staged", *more, "--set", "layout.g_inter=2", ranks=2)
+    replicas = pruned(folder, "replicas", *more, "--set", "layout.g_inter=1", ranks=2)
     # What has been done is found done: of the run, only the folder is written again.
-    shutil.rmtree(tmp_path / "staged")
+    shutil.rmtree(folder / "staged")
     if heal == "train":
-        shutil.rmtree(tmp_path / "staged.run" / "pruned")
+        shutil.rmtree(folder / "staged.run" / "pruned")
     if heal == "taught":  # As a start that was killed before its first saved step leaves it.
-        shutil.rmtree(tmp_path / "staged.run" / "run")
-        shutil.rmtree(tmp_path / "staged.run" / "layers")
-    again = pruned(tmp_path, "staged", *more, "--set", "layout.g_inter=1", ranks=2)
+        shutil.rmtree(folder / "staged.run" / "run")
+        shutil.rmtree(folder / "staged.run" / "layers")
+    again = pruned(folder, "staged", *more, "--set", "layout.g_inter=1", ranks=2)
 
-    assert heal != "taught" or not (tmp_path / "staged.run" / "layers").exists(), "pruned once"
+    assert heal != "taught" or not (folder / "staged.run" / "layers").exists(), "pruned once"
     for other in (staged, replicas, again):
         assert other.keys() == alone.keys()
         assert all(torch.equal(other[name], value) for name, value in alone.items())
@@ -417,15 +408,13 @@ def begun(cwd: Path, out: str, number: int, words: tuple[str, ...], step: int) -
 
 @pytest.mark.exhaustive
 def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
-    transformers: Any, tmp_path: Path
+    transformers: Any, folder: Path
 ) -> None:
-    write_folder(tmp_path / "model")
-
-    alone = pruned(tmp_path, "alone", *RISING)
-    stopped = begun(tmp_path, "cut", signal.SIGINT, RISING, 3)
-    later = max(steps_in(tmp_path / "cut.run" / "run")) + 3
-    killed = begun(tmp_path, "cut", signal.SIGKILL, RISING, later)
-    cut = pruned(tmp_path, "cut", *RISING, "--set", "layout.g_inter=2", ranks=2)
+    alone = pruned(folder, "alone", *RISING)
+    stopped = begun(folder, "cut", signal.SIGINT, RISING, 3)
+    later = max(steps_in(folder / "cut.run" / "run")) + 3
+    killed = begun(folder, "cut", signal.SIGKILL, RISING, later)
+    cut = pruned(folder, "cut", *RISING, "--set", "layout.g_inter=2", ranks=2)
 
     assert stopped.returncode == EXIT_SAVED and killed.returncode == -signal.SIGKILL
     assert re.search(
@@ -443,15 +432,15 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
     assert "heal: " in stopped.stdout and "heal: " not in killed.stdout, "layers are done once"
     assert cut.keys() == alone.keys()
     assert all(torch.equal(cut[name], value) for name, value in alone.items())
-    said = (tmp_path / "alone" / "README.md").read_text()
+    said = (folder / "alone" / "README.md").read_text()
     assert "80.0 % of the entries of the pruned matrices are zero" in said
     assert "rising to 80 %, taught by model.\n" in said
     sparsities = dict(
         entry.split("=")
-        for entry in json.loads((tmp_path / "alone.run" / "pruned.json").read_text())["layers"]
+        for entry in json.loads((folder / "alone.run" / "pruned.json").read_text())["layers"]
     )
-    masks = open_masks(tmp_path / "alone.run" / "run")
-    first = open_weights(tmp_path / "alone.run" / "pruned" / "model.safetensors")
+    masks = open_masks(folder / "alone.run" / "run")
+    first = open_weights(folder / "alone.run" / "pruned" / "model.safetensors")
     for name, kept in masks.kept.items():
         zeros = alone[name] == 0
         mask = masks.mask(name, tuple(zeros.shape), lambda: torch.empty(0))
@@ -459,12 +448,12 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
         assert kept == zeros.numel() - round(float(sparsities.pop(name)) * zeros.numel())
         assert zeros[first.read(name) == 0].all(), "masks only shrink"
     assert not sparsities
-    records = (tmp_path / "cut.run" / "run" / "metrics.jsonl").read_text().splitlines()
+    records = (folder / "cut.run" / "run" / "metrics.jsonl").read_text().splitlines()
     rises = [record for record in map(json.loads, records) if "masks" in record]
     assert [record["step"] for record in rises] == list(range(7, 19))
     assert all(record["loss_before"] != record["loss_after"] for record in rises[:6])
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "alone")
-    held_out = token_datasets(tmp_path / "alone.run" / "tokens", 12)["validation"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "alone")
+    held_out = token_datasets(folder / "alone.run" / "tokens", 12)["validation"]
     (inputs,), targets = held_out.read(np.arange(len(held_out)))
     with torch.no_grad():
         logits = model(inputs).logits
@@ -475,19 +464,16 @@ def test_masks_rise_from_blocks_alike_on_two_ranks_and_after_stops(
 
 def test_the_work_is_held_while_it_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_llama(tmp_path / "model")
-    given = (tmp_path / "model", (Path("texts"),), (), tmp_path / "out", "prune_llama.yaml")
-    order = PruneOrder(*given, (), "none")
     monkeypatch.setattr(prune_folder, "_prepare", lambda again: again.take())
 
     job = job_alone()
     with pytest.raises(OutputError, match=r"out\.run: is in use by"):
-        prune_folder.prune_folder(job, order)
+        prune_folder.prune_folder(job, order_of(tmp_path))
     assert job.reworded(f"hangs; {RESUME_AUTO} goes on") == "hangs; the same command goes on"
 
 
 def test_damaged_results_of_the_layers_are_to_be_removed(tmp_path: Path) -> None:
-    given = (tmp_path / "model", (Path("texts"),), (), tmp_path / "out", "prune_llama.yaml")
-    order = PruneOrder(*given, (), "train")
+    order = order_of(tmp_path, heal="train")
     (order.work / PRUNED).mkdir(parents=True)
     (order.work / FACTS).write_text("{", encoding="utf-8")
 
@@ -496,29 +482,23 @@ def test_damaged_results_of_the_layers_are_to_be_removed(tmp_path: Path) -> None
 
 
 @pytest.mark.exhaustive
-def test_output_that_cannot_be_written_ends_it_in_one_line_before_the_work(
-    transformers: Any, tmp_path: Path
-) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
+def test_output_that_cannot_be_written_ends_it_in_one_line_before_the_work(folder: Path) -> None:
     command = [sys.executable, "-m", "axsparse", "prune", *FEW, "--out", "out", "--heal", "none"]
 
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, check=False
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder, check=False
         )
 
     assert done.returncode == 74, done.stderr
     assert done.stderr.startswith("axsparse: error: stdout: cannot be written (No space left on")
     assert done.stderr.count("\n") == 1
-    assert not (tmp_path / "out").exists()
+    assert not (folder / "out").exists()
 
 
 def test_layers_and_tensors_that_are_done_are_progress_for_the_watchdog(
-    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
     beats: list[tuple[str, int]] = []
 
     @contextlib.contextmanager
@@ -529,12 +509,10 @@ def test_layers_and_tensors_that_are_done_are_progress_for_the_watchdog(
 
     for module in (build, prune_folder):
         monkeypatch.setattr(module, "watched", counted)
-    monkeypatch.chdir(tmp_path)
-    settings = (*(word for word in FEW if "=" in word), "train.steps=1", "train.eval_steps=1")
-    given = (Path("model"), (Path("texts"),), (Path("held"),), Path("out"), "prune_llama.yaml")
-    prune_folder.prune_folder(job_alone(), PruneOrder(*given, settings, "train"))
+    more = ("train.steps=1", "train.eval_steps=1")
+    prune_folder.prune_folder(job_alone(), order_of(folder, *SETTINGS, *more, heal="train"))
 
-    tensors = len(open_weights(tmp_path / "out" / "model.safetensors").shapes)
+    tensors = len(open_weights(folder / "out" / "model.safetensors").shapes)
     assert [task for task, _ in beats] == ["calibration", "writing", "writing"]
     layers, samples = 5, 8
     assert beats[0][1] >= layers * samples
@@ -574,42 +552,34 @@ main(words)
     ),
 )
 def test_what_hangs_ends_the_job_and_the_same_command_goes_on(
-    where: str, rank: int, ranks: int, more: tuple[str, ...], transformers: Any, tmp_path: Path
+    where: str, rank: int, ranks: int, more: tuple[str, ...], folder: Path
 ) -> None:
     """A layer, or the disk of the folder that is written."""
-    del transformers
-    write_folder(tmp_path / "model")
     heal = () if "--heal" in more else ("--heal", "none")
     more = (*heal, *JUDGED, *more, "--set", f"layout.g_inter={ranks}")
     words = ["prune", *FEW, "--out", "out", *more, "--set", "watchdog.timeout=0.5"]
 
-    job = run_mpirun(ranks, ["-c", HANGS, where, str(rank), *words], cwd=tmp_path, timeout=200)
+    job = run_mpirun(ranks, ["-c", HANGS, where, str(rank), *words], cwd=folder, timeout=200)
 
     said = job.error(70)
     what = "writing" if where.startswith("export") else "calibration"
     assert said.startswith(f"rank {rank} (stage {rank}, replica 0): hangs in {what}, no progress")
     assert "are in out.run/hang-report.txt; the same command goes on, and a larger watch" in said
-    assert ", in wait\n" in (tmp_path / "out.run" / "hang-report.txt").read_text()
-    assert not (tmp_path / "out").exists()
-    pruned(tmp_path, "out", *more, ranks=ranks)
+    assert ", in wait\n" in (folder / "out.run" / "hang-report.txt").read_text()
+    assert not (folder / "out").exists()
+    pruned(folder, "out", *more, ranks=ranks)
 
 
 def test_what_came_to_the_place_meanwhile_stays(
-    transformers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    del transformers
-    write_folder(tmp_path / "model")
-
     def twice(*given: Any, **how: Any) -> int:
         export_folder(*given, **how)
         return export_folder(*given, **how)
 
     monkeypatch.setattr(prune_folder, "export_folder", twice)
-    monkeypatch.chdir(tmp_path)
-    settings = tuple(word for word in FEW if "=" in word)
-    given = (Path("model"), (Path("texts"),), (Path("held"),), Path("out"), "prune_llama.yaml")
     with pytest.raises(OutputError, match="is there already; move it away, and repeat the command"):
-        prune_folder.prune_folder(job_alone(), PruneOrder(*given, settings, "none"))
+        prune_folder.prune_folder(job_alone(), order_of(folder, *SETTINGS))
 
 
 def test_layers_that_do_not_run_are_refused_before_tokens_are_prepared(
@@ -619,38 +589,27 @@ def test_layers_that_do_not_run_are_refused_before_tokens_are_prepared(
     kinds = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8, "vocab_size": 64}
     jetmoe = transformers.AutoConfig.for_model("jetmoe", intermediate_size=44, **sizes, **kinds)
     saved_model(transformers, jetmoe, tmp_path / "model")
-    given = (tmp_path / "model", (tmp_path / "no texts",), (), tmp_path / "out", "prune_llama.yaml")
-    order = PruneOrder(*given, ("precision=fp32",), "none")
     with pytest.raises(ConfigError, match=r"^layer model.layers.0: .*; choose another model$"):
-        prune_folder.prune_folder(job_alone(), order)
+        prune_folder.prune_folder(job_alone(), order_of(tmp_path, "precision=fp32"))
 
 
-def test_weights_of_eight_bits_are_refused_before_anything_is_pruned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_folder(tmp_path / "model")
-    path = tmp_path / "model" / "model.safetensors"
+def test_weights_of_eight_bits_are_refused_before_anything_is_pruned(folder: Path) -> None:
+    path = folder / "model" / "model.safetensors"
     tensors = load_file(path)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
     save_file(tensors, path)
 
-    monkeypatch.chdir(tmp_path)
-    settings = tuple(word for word in FEW if "=" in word)
-    given = (Path("model"), (Path("texts"),), (Path("held"),), Path("out"), "prune_llama.yaml")
     with pytest.raises(DataError, match=r"'lm_head.weight' is float8_e4m3fn, and a pruned folder"):
-        prune_folder.prune_folder(job_alone(), PruneOrder(*given, settings, "none"))
+        prune_folder.prune_folder(job_alone(), order_of(folder, *SETTINGS))
     save_file({"norm": torch.ones(4).to(torch.float8_e4m3fn)}, path)  # which nothing multiplies
     start = FromFile(open_weights(path), {"norm": "norm"}, unchanged, "", {"norm": True})
     prune_folder._reject_eight_bits(start)
 
 
 def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:
-    order = PruneOrder(
-        Path("model"), (Path("texts"),), (), Path("out"), "quickstart.yaml", (), "train"
-    )
     facts = Facts(before=2.0, after=2.5, held_out=7, entries=1000, kept=400, layers=(), pruned=2.2)
 
-    said = card(order, configure(None), facts)
+    said = card(order_of(Path(), heal="train"), configure(None), facts)
 
     assert "model, pruned by axsparse: magnitude to 90 %; 100 steps (" in said
     assert "\n60.0 % of the entries of the pruned matrices are zero.\n" in said
@@ -660,18 +619,21 @@ def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:
 
 def test_errors_of_training_name_the_options_of_this_command(tmp_path: Path) -> None:
     other = "`axsparse data prepare --tokenizer t`"
-    text = rf"^--from: full; choose another --out, {other}, or the same command$"
-    with pytest.raises(OutputError, match=text), own_options():
-        raise OutputError(f"--tokenizer: full; choose {ANOTHER_RUN_DIR}, {other}, or {RESUME_AUTO}")
-    text = r"^weights were good up to step 3: repeat the command with another --out$"
-    with pytest.raises(TrainingError, match=text), own_options():
-        raise TrainingError(
-            "weights were good up to step 3: go on from there by --resume run/checkpoints/step-3 "
-            f"(in Python resume=) in {ANOTHER_RUN_DIR}"
-        )
-    text = "^--from: m has none; put its tokenizer's files next to its weights$"
-    with pytest.raises(DataError, match=text), own_options():
-        raise DataError(f"--tokenizer: m has none; {ANOTHER_TOKENIZER}")
+    of_training = {
+        f"--tokenizer: full; choose {ANOTHER_RUN_DIR}, {other}, or {RESUME_AUTO}": (
+            f"--from: full; choose another --out, {other}, or the same command"
+        ),
+        "good up to step 3: go on from there by --resume run/checkpoints/step-3 (in Python resume=)"
+        f" in {ANOTHER_RUN_DIR}": "good up to step 3: repeat the command with another --out",
+        f"--tokenizer: m has none; {ANOTHER_TOKENIZER}": (
+            "--from: m has none; put its tokenizer's files next to its weights"
+        ),
+        "data.sequence_length (tokens): 9, but …; bring more of both": (
+            "data.sequence_length (tokens): 9, but …; bring more texts, more by --validation FILES,"
+            " and choose another --out"
+        ),
+    }
+    assert {line: reworded(line) for line in of_training} == of_training
     save_file({"w": torch.full((2, 2), torch.nan)}, tmp_path / "w.safetensors")
     file = open_weights(tmp_path / "w.safetensors")
     start = FromFile(file, {"a.w": "w"}, unchanged, "", {"a.w": True})
@@ -686,12 +648,7 @@ def test_errors_of_training_name_the_options_of_this_command(tmp_path: Path) -> 
     begins = (
         r"^data\.sequence_length \(a{}\): 8, but there are 8 tokens; {}, and choose another --out$"
     )
-    for split, way in (
-        ("", "bring more texts"),
-        (" validation", "name more by --validation FILES"),
-    ):
+    ways = {"": "bring more texts", " validation": "name more by --validation FILES"}
+    for split, way in ways.items():
         with pytest.raises(DataError, match=begins.format(split, way)), own_options():
             TokenDataset(f"a{split}", "f", 256, np.zeros(8, np.uint8), 8)
-    both = "bring more texts, more by --validation FILES, and choose another --out$"
-    with pytest.raises(DataError, match=both), own_options():
-        raise DataError("data.sequence_length (tokens): 9, but …; bring more of both")

@@ -60,6 +60,18 @@ def submit(axsparse: Axsparse) -> Axsparse:
     return lambda *words: axsparse("submit", *words)
 
 
+@pytest.fixture
+def scheduler(request: pytest.FixtureRequest) -> str:
+    """SLURM, unless a test asks for each."""
+    return getattr(request, "param", "slurm")
+
+
+@pytest.fixture
+def script(scheduler: str, here: Path, submit: Axsparse) -> str:
+    """The script of a job of two ranks on two nodes, which train in `here/r`."""
+    return submit(f"--{scheduler}", *ASKED, "--run-dir", "r")[1]
+
+
 def directives(script: str) -> str:
     """The options of a script, which stand before all commands, as its scheduler reads them."""
     first, *rest = script.splitlines()
@@ -251,12 +263,10 @@ def job(
 
 
 AGAIN = "axsparse: 2 ranks on 2 of 2 nodes\n"
+FAILED = "axsparse: error: failed 5 times without a new checkpoint\n"
 
 
-def test_a_job_says_that_another_script_than_its_own_follows_it(
-    here: Path, submit: Axsparse
-) -> None:
-    script = submit(*SLURM, "--run-dir", "r")[1]
+def test_a_job_says_that_another_script_than_its_own_follows_it(here: Path, script: str) -> None:
     said = f"axsparse: note: {here}/r.sh, which is submitted again, differs from this job's script"
 
     assert said not in job(here, script, "0")
@@ -265,63 +275,36 @@ def test_a_job_says_that_another_script_than_its_own_follows_it(
 
 
 @pytest.mark.parametrize(
-    ("ends", "waits", "save_at", "said"),
+    ("ends", "waits", "last"),
     [
-        (["0"], [], 3600, "ranks end with 0\n0"),
-        *(
-            (["1 2", code], [1], 3600, f"ranks end with {code}\n{code}")
-            for code in ("65", "66", "78")
-        ),
-        (["137 2", "137 4", "0"], [1, 1], 3600, "ranks end with 0\n0"),
-        (["1", "1", "1 2", "1", "0"], [2, 4, 1, 2], 3600, "ranks end with 0\n0"),
-        (["75 2"], [], 3600, "ranks end with 75\n75"),
+        (["0"], [], "0\n0"),
+        *((["1 2", code], [1], f"{code}\n{code}") for code in ("65", "66", "78")),
+        (["137 2", "137 4", "0"], [1, 1], "0\n0"),
+        (["1", "1", "1 2", "1", "0"], [2, 4, 1, 2], "0\n0"),
+        (["75 2"], [], "75\n75"),
         # A damaged checkpoint is passed over, and its step saved again and again.
-        (
-            ["74 2"] * 6,
-            [1, 2, 4, 8, 16],
-            3600,
-            "ranks end with 74\naxsparse: error: failed 5 times without a new checkpoint\n74",
-        ),
+        (["74 2"] * 6, [1, 2, 4, 8, 16], f"74\n{FAILED}74"),
         # The run passes over a damaged checkpoint of step 67.
-        (
-            ["137 67", *(f"1 {step}0" for step in range(1, 6)), "0"],
-            [1] * 6,
-            3600,
-            "ranks end with 0\n0",
-        ),
+        (["137 67", *(f"1 {step}0" for step in range(1, 6)), "0"], [1] * 6, "0\n0"),
         # The checkpoints are those of another job, which uses the directory.
-        (
-            [f"73 {step}" for step in range(1, 6)],
-            [2, 4, 8, 16],
-            3600,
-            "ranks end with 73\naxsparse: error: failed 5 times without a new checkpoint\n73",
-        ),
-        (
-            ["1"] * 5,
-            [2, 4, 8, 16],
-            3600,
-            "ranks end with 1\naxsparse: error: failed 5 times without a new checkpoint\n1",
-        ),
-        ([], [], 0, "axsparse: error: no new checkpoint in this job, so none follows it\n70"),
+        ([f"73 {step}" for step in range(1, 6)], [2, 4, 8, 16], f"73\n{FAILED}73"),
+        (["1"] * 5, [2, 4, 8, 16], f"1\n{FAILED}1"),
     ],
     ids=str,
 )
 def test_a_job_goes_on_until_it_is_done_or_would_only_repeat_itself(
-    ends: list[str], waits: list[int], save_at: int, said: str, here: Path, submit: Axsparse
+    ends: list[str], waits: list[int], last: str, here: Path, script: str
 ) -> None:
-    script = submit(*SLURM, "--run-dir", "r")[1]
-
-    found = job(here, script, *ends, save_at=save_at)
+    found = job(here, script, *ends)
 
     again = "".join(
         f"{AGAIN}ranks end with {end.split()[0]}\n{'1' * wait}"
         for end, wait in zip(ends, waits, strict=False)
     )
-    assert found == again + (AGAIN if ends else "") + said
+    assert found == f"{again}{AGAIN}ranks end with {last}"
 
 
-def test_a_job_ends_though_nobody_can_log_it(here: Path, submit: Axsparse) -> None:
-    script = submit(*SLURM, "--run-dir", "r")[1]
+def test_a_job_ends_though_nobody_can_log_it(here: Path, script: str) -> None:
     with Path("/dev/full").open("w") as full:
         assert job(here, script, *["1"] * 9, log=full) == "1"
         assert job(here, script, save_at=0, log=full) == "70"
@@ -396,11 +379,11 @@ def test_the_clock_of_a_job_counts_its_setup(here: Path, submit: Axsparse) -> No
     (here / "setup.sh").write_text("command sleep 3; SECONDS=0\n")
     script = submit(*SLURM, "--run-dir", "r", "--setup", "setup.sh")[1]
 
-    assert job(here, script, "0", save_at=2).endswith("so none follows it\n70")
+    said = "axsparse: error: no new checkpoint in this job, so none follows it\n70"
+    assert job(here, script, "0", save_at=2) == said
 
 
-def test_a_job_that_cannot_begin_does_not_try_again(here: Path, submit: Axsparse) -> None:
-    script = submit(*SLURM, "--run-dir", "r")[1]
+def test_a_job_that_cannot_begin_does_not_try_again(here: Path, script: str) -> None:
     Path(sys.executable).unlink()
 
     found = job(here, script, "0")
@@ -411,12 +394,10 @@ def test_a_job_that_cannot_begin_does_not_try_again(here: Path, submit: Axsparse
     assert re.fullmatch(r"axsparse: error: config 'gone.yaml': .*\n66", found)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("scheduler", ALL, indirect=True)
 def test_a_script_that_was_removed_while_its_job_ran_is_there_again_for_the_next(
-    name: str, here: Path, submit: Axsparse
+    here: Path, script: str
 ) -> None:
-    words = [f"--{name}", *SLURM[1:]]
-    script = submit(*words, "--run-dir", "r")[1]
     end = f'rm -f "{here}/r.sh"; save_at=0; wait "$pid";'
     assert script.count('wait "$pid";') == 1
 
@@ -426,32 +407,27 @@ def test_a_script_that_was_removed_while_its_job_ran_is_there_again_for_the_next
     assert (here / "r.sh").read_text() == (here / "job.sh").read_text()
 
 
-def test_a_run_directory_that_is_away_is_no_progress(here: Path, submit: Axsparse) -> None:
+def test_a_run_directory_that_is_away_is_no_progress(here: Path, script: str) -> None:
     (here / "r" / "checkpoints" / "step-3").mkdir(parents=True)
     (here / "r" / "checkpoints" / "step-3" / "manifest.json").touch()
-    script = submit(*SLURM, "--run-dir", "r")[1].replace("start() {", "start() { rm -rf r;")
+    script = script.replace("start() {", "start() { rm -rf r;")
 
     assert job(here, script, *["74"] * 9).count("ranks end with 74") == 5
 
 
-def test_a_script_that_cannot_be_copied_is_not_there(here: Path, submit: Axsparse) -> None:
-    script = submit(*SLURM, "--run-dir", "r")[1].replace("cp --", "ulimit -f 1; cp --")
+def test_a_script_that_cannot_be_copied_is_not_there(here: Path, script: str) -> None:
+    found = job(here, script.replace("cp --", "ulimit -f 1; cp --"), "0")
 
-    assert job(here, script, "0").endswith("ranks end with 0\n0")
+    assert found.endswith("ranks end with 0\n0")
     assert not (here / "r.sh").exists()
 
 
-def test_nodes_that_do_not_answer_say_why(here: Path, submit: Axsparse) -> None:
-    script = submit(*SLURM, "--run-dir", "r")[1].replace(" srun -Q", " no_srun")
-
-    assert "no_srun: command not found" in job(here, script)
+def test_nodes_that_do_not_answer_say_why(here: Path, script: str) -> None:
+    assert "no_srun: command not found" in job(here, script.replace(" srun -Q", " no_srun"))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_job_whose_time_is_over_submits_itself_again(
-    name: str, here: Path, submit: Axsparse
-) -> None:
-    script = submit(f"--{name}", *ASKED, "--run-dir", "r")[1]
+@pytest.mark.parametrize("scheduler", ALL, indirect=True)
+def test_a_job_whose_time_is_over_submits_itself_again(here: Path, script: str) -> None:
     script = script.replace('wait "$pid";', "save_at=0; wait $pid;")
 
     assert job(here, script, "75 2") == f"{AGAIN}ranks end with 75\nsubmitted again\n75"
@@ -495,36 +471,30 @@ def test_where_the_ranks_of_fewer_nodes_have_no_layout_fewer_ranks_go_on(
     found = job(here, script, "78", "78", "78", "0", gone="n2")
     assert found == f"{f'{unfit}1'.join(tries)}ranks end with 0\n0"
     waits = [f"{'1' * wait}{none}" for wait in (2, 4, 8, 16)]
-    ended = "axsparse: error: failed 5 times without a new checkpoint\n70"
     found = job(here, script, *["78"] * 4, gone="n2")
-    assert found == f"{f'{unfit}1'.join(tries)}{unfit}{''.join(waits)}{ended}"
+    assert found == f"{f'{unfit}1'.join(tries)}{unfit}{''.join(waits)}{FAILED}70"
     batch = ("--set", "batch.global_batch_size=320")
     script = submit("--slurm", "--ranks", "80", *ASKED[2:], *batch, "--run-dir", "r")[1]
     counts = re.findall(r"(\d+) ranks on 1 of 2", job(here, script, *["78"] * 40, gone="n2"))
     assert [*map(int, counts)][:12] == [*range(40, 32, -1), 32, 28, 24, 16]
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_ranks_that_have_ended_by_themselves_are_stopped_silently(
-    name: str, here: Path, submit: Axsparse
-) -> None:
-    script = submit(f"--{name}", *ASKED, "--run-dir", "r")[1]
+@pytest.mark.parametrize("scheduler", ALL, indirect=True)
+def test_ranks_that_have_ended_by_themselves_are_stopped_silently(here: Path, script: str) -> None:
     end = 'save_at=0 margin=0; while kill -0 "$pid" 2>/dev/null; do :; done'
     script = script.replace("      sleep 1\n", f"      {end}\n")
 
     assert job(here, script, "75 2") == f"{AGAIN}ranks end with 75\nsubmitted again\n75"
 
 
-def test_a_cancelled_job_waits_for_its_ranks_and_none_follows(here: Path, submit: Axsparse) -> None:
-    script = submit(*SLURM, "--run-dir", "r")[1]
+def test_a_cancelled_job_waits_for_its_ranks_and_none_follows(here: Path, script: str) -> None:
     script = script.replace('wait "$pid";', 'kill -TERM $$; wait "$pid";')
 
     assert job(here, script, "75 2") == f"{AGAIN}ranks end with 75\n75"
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_script_that_is_no_job_says_so(name: str, here: Path, submit: Axsparse) -> None:
-    script = submit(f"--{name}", *ASKED, "--run-dir", "r")[1]
+@pytest.mark.parametrize("scheduler", ALL, indirect=True)
+def test_a_script_that_is_no_job_says_so(scheduler: str, here: Path, script: str) -> None:
     (here / "r.sh").write_text(script)
     environment = {key: value for key, value in os.environ.items() if key != "SLURM_JOB_NODELIST"}
 
@@ -532,7 +502,7 @@ def test_a_script_that_is_no_job_says_so(name: str, here: Path, submit: Axsparse
         ["bash", "r.sh"], env=environment, capture_output=True, text=True, check=False
     )
 
-    said = f"axsparse: error: this is no job of {name}; submit it: "
+    said = f"axsparse: error: this is no job of {scheduler}; submit it: "
     assert done.stderr.lower().startswith(said) and done.stderr.count("\n") == 1
     assert (done.returncode, done.stdout) == (78, "")
 
