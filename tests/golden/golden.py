@@ -48,8 +48,6 @@ from support.preparing import write_megatron  # noqa: E402
 GOLDEN = HERE / "golden.json"
 TOLERANCES = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 2e-2}
 """By how much losses of another machine's torch may differ, relative; norms by five times that."""
-KINDS = {"torch": "safetensors", "hf": "folder"}
-"""How exports of each kind are called."""
 SERIES = ("loss", "grad_norm", "weights", "validation")
 SHARED = ("loss", "grad_norm", "weights", "validation", "export")
 """Values that rows which are the `same` have in common; how state is stored may differ."""
@@ -165,7 +163,7 @@ class Runner:
         if row.resume is not None:
             words += ["--resume", f"runs/{slug(row.resume)}/checkpoints/step-3"]
         done = self._start(words, row.ranks)
-        result = Result({**series_of(self._folder / run)}, config_lines(self._folder / run))
+        result = Result(series_of(self._folder / run), config_lines(self._folder / run))
         if row.resume is not None:
             for name, values in series_of(self._folder / f"runs/{slug(row.resume)}").items():
                 result.values[name] = values[: len(values) // 2] + result.values[name]
@@ -188,7 +186,7 @@ class Runner:
 
     def _export(self, name: str, kind: str) -> str:
         """The path of the trained weights, as a file or a folder of transformers; made once."""
-        out = f"exports/{slug(name)}.{KINDS[kind]}"
+        out = f"exports/{slug(name)}.{'safetensors' if kind == 'torch' else 'folder'}"
         if not (self._folder / out).exists():
             run = f"runs/{slug(name)}"
             self._start(["-m", "axsparse", "export", run, "--to", kind, "--out", out], 1)
@@ -426,32 +424,20 @@ def report(found: Mapping[str, Mapping[str, Sequence[str]]]) -> bool:
 
 
 def updated(table: Table, ours: Golden, old: Golden) -> Golden:
-    """The committed file with these results in the place of older ones.
-
-    Values of other machines stay while they are near these; values of rows that are gone leave.
-    """
+    """The committed file with these results in the place of older ones, of any machine; rows that
+    are gone leave."""
     ((here, values),) = ours.bits.items()
-    bits = {here: {**old.bits.get(here, {}), **values}}
-    changed = {
-        name
-        for name in values
-        if here in old.bits and old.bits[here].get(name, values[name]) != values[name]
+    stay = {
+        machine: {name: row for name, row in rows.items() if name not in values}
+        for machine, rows in old.bits.items()
     }
-    for machine, rows in old.bits.items():
-        if machine != here:
-            bits[machine] = {
-                name: row
-                for name, row in rows.items()
-                if name not in values
-                or (
-                    name not in changed
-                    and not near_differences(table.rows[name], values[name], row)
-                )
-            }
-    names = [name for name in table.rows if name in ours.texts or name in old.texts]
-    texts = {name: ours.texts.get(name) or old.texts[name] for name in names}
+    bits = {**stay, here: {**stay.get(here, {}), **values}}
     bits = {m: {n: rows[n] for n in table.rows if n in rows} for m, rows in bits.items()}
-    return Golden(texts, {machine: rows for machine, rows in bits.items() if rows})
+    texts = {**old.texts, **ours.texts}
+    return Golden(
+        {name: texts[name] for name in table.rows if name in texts},
+        {machine: rows for machine, rows in bits.items() if rows},
+    )
 
 
 # -- Another revision -----------------------------------------------------------------------

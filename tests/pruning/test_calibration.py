@@ -100,18 +100,28 @@ def test_other_models_are_calibrated_alike_and_own_sparsities_count() -> None:
     }
 
 
-# -- experts ----------------------------------------------------------------------------------
+# -- against transformers and plain torch -----------------------------------------------------
 
+LINEAR: dict[str, dict[str, Any]] = {
+    "falcon": {"num_attention_heads": 4, "ffn_hidden_size": 40},
+    "gpt2": {"num_attention_heads": 4, "max_position_embeddings": 24},
+    "mamba": {"state_size": 4},
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40},
+}
+"""Families whose layers multiply in modules of their own (a subclass of nn.Linear, a transposed
+matrix, and linear layers next to a convolution of each channel by itself), and in plain ones."""
 EXPERTS = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 24, "intermediate_size": 20},
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
+    **{"intermediate_size": 20, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6},
     **{"max_position_embeddings": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
-def saved_experts(transformers: Any, kind: str, folder: Path) -> Any:
-    """A small mixture of experts; of gpt-oss no token meets the last expert of the first layer."""
-    settings = transformers.models.auto.configuration_auto.CONFIG_MAPPING[kind](**EXPERTS)
+def saved(transformers: Any, kind: str, folder: Path, blocks: int = 2) -> Any:
+    """A small model of a family, or of experts; of gpt-oss no token meets the last expert of the
+    first layer."""
+    kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": blocks}
+    settings = kinds[kind](**sizes, **LINEAR.get(kind, EXPERTS))
     model = saved_model(transformers, settings, folder)
     if kind == "gpt_oss":
         with torch.no_grad():
@@ -221,20 +231,6 @@ def masks_in_torch(
     return masks
 
 
-def masks_of_the_reference(
-    theirs: Any, config: Config, layout: tuple[int, int]
-) -> dict[str, Tensor]:
-    """The masks of a folder's model, which have to be those of the method in plain torch."""
-    found = kept_of(*layout, named_model(config), config)
-    pattern = None if config.pruning.pattern is None else parse_pattern(config.pruning.pattern)
-    with torch.no_grad():
-        expected = masks_in_torch(theirs, config.pruning.method, config, pattern)
-    assert found.keys() == expected.keys()
-    for name, mask in expected.items():
-        assert torch.equal(found[name], mask), name
-    return found
-
-
 def test_layers_that_write_into_their_inputs_are_pruned_by_what_they_were_given() -> None:
     config = tiny_config(**settings())
 
@@ -249,42 +245,11 @@ def test_layers_that_write_into_their_inputs_are_pruned_by_what_they_were_given(
 
 
 @pytest.mark.parametrize(
-    ("kind", "method", "layout"),
-    by_default(
-        [("mixtral", "wanda", (2, 2)), ("gpt_oss", "sparsegpt", (2, 1))],
-        [
-            (kind, method, layout)
-            for kind in ("mixtral", "gpt_oss")
-            for method in ("wanda", "sparsegpt", "magnitude")
-            for layout in ((1, 1), (2, 1), (1, 2), (2, 2))
-        ],
-    ),
-)
-def test_each_expert_is_pruned_by_the_tokens_that_were_routed_to_it(
-    transformers: Any, kind: str, method: str, layout: tuple[int, int], tmp_path: Path
-) -> None:
-    theirs = saved_experts(transformers, kind, tmp_path)
-    config = tiny_config(model=model_of(theirs, tmp_path), **settings(method=method, sparsity=0.5))
-
-    found = masks_of_the_reference(theirs, config, layout)
-
-    assert sum(".experts." in name for name in found) == 2 * 2
-
-
-LINEAR: dict[str, dict[str, Any]] = {
-    "falcon": {"num_attention_heads": 4, "ffn_hidden_size": 40},
-    "gpt2": {"num_attention_heads": 4, "max_position_embeddings": 24},
-    "mamba": {"state_size": 4},
-    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 40},
-}
-"""Families whose layers multiply in modules of their own (a subclass of nn.Linear, a transposed
-matrix, and linear layers next to a convolution of each channel by itself), and in plain ones."""
-
-
-@pytest.mark.parametrize(
     ("kind", "method", "layout", "pattern"),
     by_default(
         [
+            ("mixtral", "wanda", (2, 2), None),
+            ("gpt_oss", "sparsegpt", (2, 1), None),
             ("falcon", "wanda", (1, 1), None),
             ("gpt2", "sparsegpt", (2, 1), None),
             ("mamba", "wanda", (2, 1), None),
@@ -292,12 +257,16 @@ matrix, and linear layers next to a convolution of each channel by itself), and 
             ("llama", "wanda", (2, 2), None),
         ],
         [
+            *itertools.product(
+                *(("mixtral", "gpt_oss"), ("wanda", "sparsegpt", "magnitude")),
+                *(((1, 1), (2, 1), (1, 2), (2, 2)), (None,)),
+            ),
             *itertools.product(LINEAR, ("wanda", "sparsegpt"), ((1, 1), (2, 1)), (None,)),
             *itertools.product(["llama"], ("wanda", "sparsegpt"), ((4, 1), (2, 2)), (None, "2:4")),
         ],
     ),
 )
-def test_whatever_multiplies_is_pruned_by_its_inputs(
+def test_whatever_multiplies_is_pruned_by_its_inputs_and_an_expert_by_those_routed_to_it(
     transformers: Any,
     kind: str,
     method: str,
@@ -305,26 +274,26 @@ def test_whatever_multiplies_is_pruned_by_its_inputs(
     pattern: str | None,
     tmp_path: Path,
 ) -> None:
-    sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 2}
-    kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    theirs = saved_model(transformers, kinds[kind](**sizes, **LINEAR[kind]), tmp_path)
+    theirs = saved(transformers, kind, tmp_path)
     pruning = settings(method=method, sparsity=0.5, pattern=pattern)
-
     config = tiny_config(model=model_of(theirs, tmp_path), **pruning)
 
-    masks_of_the_reference(theirs, config, layout)
+    found = kept_of(*layout, named_model(config), config)
+
+    with torch.no_grad():
+        groups = None if pattern is None else parse_pattern(pattern)
+        expected = masks_in_torch(theirs, method, config, groups)
+    assert found.keys() == expected.keys()
+    for name, mask in expected.items():
+        assert torch.equal(found[name], mask), name
+    assert kind in LINEAR or sum(".experts." in name for name in found) == 2 * 2
 
 
 @pytest.mark.parametrize("kind", ["gpt_oss", "gpt2"])
 def test_layers_with_more_outliers_stay_denser(
     kind: str, transformers: Any, tmp_path: Path
 ) -> None:
-    if kind == "gpt_oss":
-        theirs = saved_experts(transformers, kind, tmp_path)
-    else:
-        kinds = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-        sizes = {"vocab_size": VOCABULARY, "hidden_size": 24, "num_hidden_layers": 3}
-        theirs = saved_model(transformers, kinds[kind](**sizes, **LINEAR[kind]), tmp_path)
+    theirs = saved(transformers, kind, tmp_path, blocks=3)
     config = tiny_config(model=model_of(theirs, tmp_path), **settings())
     datasets = ax.Datasets(token_data(), None)
 
@@ -354,20 +323,22 @@ def test_layers_with_more_outliers_stay_denser(
     assert found == pytest.approx(expected, abs=1e-12)
 
 
+def said_by(config: Config, folder: Path, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What is said while a run is built."""
+    config, datasets = config.with_values({"run_dir": str(folder)}), ax.Datasets(token_data(), None)
+    build(job_alone(), named_model(config), lambda: datasets, config).close()
+    return capsys.readouterr().out.splitlines()
+
+
 def test_experts_that_no_token_met_are_said_once(
     transformers: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    theirs = saved_experts(transformers, "gpt_oss", tmp_path / "start")
-    config = tiny_config(
-        model=model_of(theirs, tmp_path / "start"), **settings(sparsity=0.5)
-    ).model_copy(update={"run_dir": str(tmp_path / "run")})
-    loaded = config.named("gpt_oss")
-    datasets = ax.Datasets(token_data(), None)
+    theirs = saved(transformers, "gpt_oss", tmp_path / "start")
+    config = tiny_config(model=model_of(theirs, tmp_path / "start"), **settings(sparsity=0.5))
 
-    build(job_alone(), named_model(loaded), lambda: datasets, loaded).close()
+    lines = said_by(config, tmp_path / "run", capsys)
 
-    said = [line for line in capsys.readouterr().out.splitlines() if "no token" in line]
-    assert said == [
+    assert [line for line in lines if "no token" in line] == [
         "wanda: no token of the samples met 2 matrices of experts, which are pruned by magnitude: "
         "model.layers.0.mlp.experts.gate_up_proj[3], model.layers.0.mlp.experts.down_proj[3]"
     ]
@@ -376,13 +347,11 @@ def test_experts_that_no_token_met_are_said_once(
 def test_it_says_that_the_data_have_fewer_samples(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config(**settings(calibration_samples=100), run_dir=str(tmp_path / "run"))
-    datasets = ax.Datasets(token_data(), None)
+    config = tiny_config(**settings(calibration_samples=100))
 
-    build(job_alone(), named_model(config), lambda: datasets, config).close()
+    lines = said_by(config, tmp_path / "run", capsys)
 
-    warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line]
-    assert warnings == [
+    assert [line for line in lines if "warning" in line] == [
         "warning: pruning.calibration_samples: 100 are more than the 40 samples of the data; some "
         "count repeatedly"
     ]
@@ -393,13 +362,10 @@ def test_it_says_how_far_it_is_and_what_the_pruning_costs(
 ) -> None:
     write_llama(tmp_path / "start", signed)
     model = {**SMALL_LLAMA, "from": str(tmp_path / "start")}
-    config = tiny_config(model=model, **settings(), run_dir=str(tmp_path / "run"))
-    loaded = config.named("llama")
-    datasets = ax.Datasets(token_data(), None)
+    config = tiny_config(model=model, **settings())
 
-    build(job_alone(), named_model(loaded), lambda: datasets, loaded).close()
+    lines = [s for s in said_by(config, tmp_path / "run", capsys) if s.startswith("wanda: ")]
 
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("wanda: ")]
     assert lines[0] == "wanda: stage 0, layer 1 of 5, 3 microbatches of samples"
     said = re.fullmatch(r"wanda: loss of the first microbatch (.+) before, (.+) after", lines[-1])
     assert said is not None

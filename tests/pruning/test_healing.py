@@ -64,11 +64,6 @@ def started(layout: tuple[int, int], model: Model, config: Config) -> dict[str, 
     return found
 
 
-def microbatches(config: Config) -> list[Tensor]:
-    """The inputs of the calibration samples."""
-    return [inputs for inputs, _ in read_samples(config)]
-
-
 def read_samples(config: Config) -> list[tuple[Tensor, Tensor]]:
     """The inputs and the targets of the calibration samples."""
     data = vector_data()
@@ -80,11 +75,11 @@ def read_samples(config: Config) -> list[tuple[Tensor, Tensor]]:
 def healed_by_torch(model: Model, config: Config) -> dict[str, Tensor]:
     """The entire healing, for pruning by magnitude, with torch's own Adam."""
     assert model.start is not None
-    pruned = microbatches(config)
+    samples = read_samples(config)
+    pruned, targets = ([each[n] for each in samples] for n in range(2))
     dense = list(pruned)
     head = model.layers[-1].build()
     head.load_state_dict({name: _start(model, f"out.{name}") for name in head.state_dict()})
-    targets = [targets for _, targets in read_samples(config)]
     found: dict[str, Tensor] = {}
     for layer in model.layers:
         module = layer.build()

@@ -55,10 +55,6 @@ def config_of(folder: Path, **pruning: Any) -> Config:
     )
 
 
-def model_of(config: Config) -> Model:
-    return named_model(config)
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     write_llama(tmp_path, pruned)
@@ -75,7 +71,7 @@ def test_entries_that_are_zero_stay_zero_and_all_others_are_trained(
     before = write_llama(folder, pruned)
     config = config_of(folder)
 
-    ranks = train_in_process(*layout, model_of(config), config, token_data())
+    ranks = train_in_process(*layout, named_model(config), config, token_data())
 
     seen = set()
     for trainer, trace in ranks:
@@ -95,7 +91,7 @@ def test_entries_that_are_zero_stay_zero_and_all_others_are_trained(
 def test_a_pattern_is_a_sparsity_that_need_not_be_said(folder: Path) -> None:
     config = config_of(folder, pattern="2:4", sparsity=0.9, exclude=[DENSE])
 
-    train_in_process(2, 1, model_of(config), config, token_data())
+    train_in_process(2, 1, named_model(config), config, token_data())
 
 
 RISING = {"method": "gradual", "sparsity": 0.9, "initial_sparsity": 0.6, "interval": 1}
@@ -120,7 +116,7 @@ def test_another_sparsity_than_planned_is_told_with_the_right_one(
     """Gradual pruning rises from the sparsity of the zeros."""
     write_llama(tmp_path, written)
     config = config_of(tmp_path, **pruning)
-    model = model_of(config)
+    model = named_model(config)
 
     with pytest.raises(ConfigError) as caught:
         train_in_process(2, 1, model, config, token_data())
@@ -139,7 +135,7 @@ def test_a_tensor_of_zeros_alone_was_initialized_so_and_stays_dense(folder: Path
     )
     config = config_of(folder, sparsity=0.42)
 
-    [(trainer, trace)] = train_in_process(1, 1, model_of(config), config, token_data())
+    [(trainer, trace)] = train_in_process(1, 1, named_model(config), config, token_data())
 
     kept = {t.name: t.kept for layer in trainer.layers for t in layer.state.owned}
     assert not before[name].any()

@@ -117,15 +117,11 @@ def wait_for_end(job: str, seconds: float) -> None:
     )
 
 
-def exit_codes(job: str) -> dict[str, str]:
-    """JobState and ExitCode of each part of a job that SLURM still remembers."""
-    shown = _says("scontrol", "--oneliner", "show", "job", job)
-    found = {}
-    for line in shown.splitlines():
-        fields = dict(word.partition("=")[::2] for word in line.split())
-        part = fields.get("ArrayTaskId", fields["JobId"])
-        found[part] = f"{fields['JobState']} {fields['ExitCode']}"
-    return found
+def exit_code(job: str) -> str:
+    """JobState and ExitCode of a job that SLURM still remembers."""
+    words = _says("scontrol", "--oneliner", "show", "job", job).split()
+    fields = dict(word.partition("=")[::2] for word in words)
+    return f"{fields['JobState']} {fields['ExitCode']}"
 
 
 def _install() -> None:

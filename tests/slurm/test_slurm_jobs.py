@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from slurm.loopback import Cluster, exit_codes, loopback, wait_for_end, wait_until
+from slurm.loopback import Cluster, exit_code, loopback, wait_for_end, wait_until
 from support.mpirun import run_mpirun
 from support.resuming import records_of
 
@@ -111,8 +111,8 @@ def test_training_that_is_told_saves_and_goes_on_as_if_nothing_had_happened(
     following = str(int(job) + 1)
     wait_for_end(following, END_SECONDS)
 
-    assert exit_codes(job) == {job: "FAILED 75:0"}, log(job)
-    assert exit_codes(following) == {following: "COMPLETED 0:0"}, log(following)
+    assert exit_code(job) == "FAILED 75:0", log(job)
+    assert exit_code(following) == "COMPLETED 0:0", log(following)
     assert "goes on from " in log(following)
     assert losses(Path("r")) == uninterrupted
 
@@ -131,7 +131,7 @@ def test_without_a_pmi_that_the_ranks_know_training_refuses_to_start_once(
 
     [line] = [line for line in log(job).splitlines() if line.startswith("axsparse: error: ")]
     assert line.startswith("axsparse: error: MPI: size 1, but SLURM_STEP_NUM_TASKS is 2: ")
-    assert exit_codes(job) == {job: "FAILED 78:0"}
+    assert exit_code(job) == "FAILED 78:0"
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -155,7 +155,7 @@ def test_a_job_whose_node_dies_goes_on_with_the_others_and_ends_in_the_same_bits
     slurm.kill_rank("node3", "axsparse.train")
     wait_for_end(job, END_SECONDS)
 
-    assert exit_codes(job) == {job: "COMPLETED 0:0"}, log(job)
+    assert exit_code(job) == "COMPLETED 0:0", log(job)
     assert attempts(job) == ["6 ranks on 3 of 3 nodes"] + 2 * ["4 ranks on 2 of 3 nodes"]
     alone = ["-m", "axsparse.train", *what, "--set", "batch.global_batch_size=24"]
     done = run_mpirun(1, [*alone, "--run-dir", "alone"], cwd=here, timeout=END_SECONDS)

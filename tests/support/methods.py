@@ -20,20 +20,19 @@ class MethodOracle(Oracle):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.start = {name: p.detach().clone() for name, p in self.parameters.items()}
-        self.note_errors: dict[str, Tensor] = {}
+        self.saved: dict[str, Tensor] = {}
         self.last: dict[str, Tensor] = {}
         self.queue: deque[float] = deque(maxlen=5)
-        self.drawn_at: int | None = None
-        self.changes: list[int] = []
+        self.is_drawn = False
 
     def run(self, steps: int) -> Trace:
         step_back = self.config.pruning.rewind_step
         for step in range(steps):
             if step == step_back and step > 0:
-                self.note_errors = {name: p.detach().clone() for name, p in self.parameters.items()}
+                self.saved = {name: p.detach().clone() for name, p in self.parameters.items()}
             if self.config.pruning.method != "early-bird":
                 self._on_time(step)
-            elif self.drawn_at is None:
+            elif not self.is_drawn:
                 self._look(step)
             self._step(step)
         return self._final_state()
@@ -73,7 +72,7 @@ class MethodOracle(Oracle):
             self.queue.append(changed / of)
         self.last = masks
         if len(self.queue) == 5 and max(self.queue) < pruning.threshold:
-            self.drawn_at = step
+            self.is_drawn = True
             self._apply(masks, step)
 
     # -- which ------------------------------------------------------------------------------
@@ -114,7 +113,6 @@ class MethodOracle(Oracle):
         }
 
     def _apply(self, masks: dict[str, Tensor], step: int) -> None:
-        self.changes.append(step)
         for name in self.prunable:
             self.masks[name] = masks[self.ties.get(name, name)]
         back = self.config.pruning.rewind_step
@@ -122,7 +120,7 @@ class MethodOracle(Oracle):
         for name, parameter in self.parameters.items():
             with torch.no_grad():
                 if rewinds:
-                    source = self.note_errors if isinstance(back, int) and back > 0 else self.start
+                    source = self.saved if isinstance(back, int) and back > 0 else self.start
                     parameter.copy_(source[name])
                 parameter.mul_(self.masks.get(name, torch.ones(())))
             for value in self._moments(parameter).values():
