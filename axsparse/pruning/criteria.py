@@ -201,8 +201,7 @@ def configured_criterion(config: Config, score: Score | None) -> Criterion:
     if score is not None:
         _reject_arguments(config, score)
         return Criterion(score, config.seed, pattern)
-    at_random = pruning.method == "random"
-    return Criterion("random" if at_random else "magnitude", config.seed, pattern)
+    return Criterion("random" if pruning.method == "random" else "magnitude", config.seed, pattern)
 
 
 def _reject_arguments(config: Config, score: Score) -> None:

@@ -16,12 +16,10 @@ from axsparse.config.load import configure
 from axsparse.runtime.errors import MissingInputError
 
 
-def ended(work: Work, capsys: pytest.CaptureFixture[str], **defaults: str) -> tuple[int, str, str]:
+def ended(work: Work, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """Exit code, screen and errors of a command that does this work."""
-    parser = CommandParser(work)
-    parser.set_defaults(**defaults)
     with pytest.raises(SystemExit) as end:
-        run_command(parser, [])
+        run_command(CommandParser(work), [])
     said = capsys.readouterr()
     return int(end.value.code or 0), said.out, said.err
 
@@ -45,13 +43,6 @@ def test_exit_codes_and_lines_follow_from_what_the_work_does(
         run_command(CommandParser(lambda _: print(1 / 0)), [])
     monkeypatch.setenv("PMI_RANK", "1")
     assert ended(missing, capsys) == (0, "", "")
-
-
-def test_an_interrupt_may_say_how_to_go_on(capsys: pytest.CaptureFixture[str]) -> None:
-    assert ended(interrupt, capsys, interrupted="start it again") == (
-        *(130, ""),
-        "axsparse: error: start it again\n",
-    )
 
 
 def test_a_run_directory_of_digits_is_a_name() -> None:

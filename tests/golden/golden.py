@@ -387,11 +387,9 @@ def differences(table: Table, ours: Golden, theirs: Golden) -> dict[str, dict[st
     found: dict[str, dict[str, list[str]]] = {}
     for name, mine in values.items():
         row = table.rows[name]
-        if "failed" in mine:
-            found[name] = {"values": [mine["failed"]], "texts": []}
-            continue
-        if name not in other:
-            found[name] = {"values": ["is not in the reference"], "texts": []}
+        problem = mine.get("failed") or "is not in the reference" * (name not in other)
+        if problem:
+            found[name] = {"values": [problem], "texts": []}
             continue
         names = list(dict.fromkeys([*mine, *other[name]]))
         lines = (
@@ -417,10 +415,9 @@ def report(found: Mapping[str, Mapping[str, Sequence[str]]]) -> bool:
         for name, row in found.items():
             for line in row[kind]:
                 print(f"{kind} · {name}: {line}")
-    wrong = [name for name, row in found.items() if row["values"]]
-    texts = [name for name, row in found.items() if row["texts"]]
-    print(f"{len(found)} rows: values of {len(wrong)} differ, texts of {len(texts)}")
-    return bool(wrong or texts)
+    values, texts = (sum(bool(row[kind]) for row in found.values()) for kind in ("values", "texts"))
+    print(f"{len(found)} rows: values of {values} differ, texts of {texts}")
+    return bool(values or texts)
 
 
 def updated(table: Table, ours: Golden, old: Golden) -> Golden:

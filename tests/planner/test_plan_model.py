@@ -231,14 +231,6 @@ def test_offloaded_state_is_not_in_the_memory_of_a_gpu() -> None:
     assert 0 < offloaded.optimizer < here.master + here.optimizer  # room for two layers
 
 
-def test_the_python_api_plans_a_model() -> None:
-    config = tiny_config()
-    found = axsparse.plan_for(tiny_gpt(config), "laptop", 4, config)
-
-    assert found.recommended.layout.grid.g_inter == 1
-    assert found.request.cluster.name == "laptop"
-
-
 @pytest.mark.parametrize(
     ("pruning", "score"),
     [
@@ -260,3 +252,4 @@ def test_a_plan_counts_what_a_score_takes_that_it_is_given(
     given = axsparse.plan_for(model, "laptop", 1, config, score=score)
 
     assert given.recommended.most_bytes > without.recommended.most_bytes
+    assert given.request.cluster.name == "laptop"

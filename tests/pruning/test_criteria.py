@@ -36,8 +36,8 @@ def test_each_matrix_of_a_stack_keeps_its_share(within: Tensor | None) -> None:
 def test_a_pattern_of_a_stack_runs_along_the_inputs_of_each_matrix() -> None:
     weights = torch.tensor([[[1.0, 4, 3, 2], [8, 5, 6, 7]]])
 
-    for inputs, kept in ((2, [[0, 1, 1, 0], [1, 0, 0, 1]]), (1, [[0, 0, 0, 0], [1, 1, 1, 1]])):
-        pattern = (2, 4) if inputs == 2 else (1, 2)
+    of_rows, of_columns = [[0, 1, 1, 0], [1, 0, 0, 1]], [[0, 0, 0, 0], [1, 1, 1, 1]]
+    for inputs, pattern, kept in ((2, (2, 4), of_rows), (1, (1, 2), of_columns)):
         criterion = Criterion("magnitude", pattern=pattern, input_dims={"w": inputs})
         mask = criterion.mask("w", (1, 2, 4), lambda: weights, 0)
         assert mask.view(2, 4).int().tolist() == kept
