@@ -7,22 +7,13 @@
 
 #if defined(__HIP__) || defined(__HIPCC_RTC__)
 
-#define NOT_CONTRACTED _Pragma("clang fp contract(off)")
+#pragma clang fp contract(off)
 
-ON_DEVICE float add(float a, float b) {
-    NOT_CONTRACTED
-    return a + b;
-}
+ON_DEVICE float add(float a, float b) { return a + b; }
 
-ON_DEVICE float subtract(float a, float b) {
-    NOT_CONTRACTED
-    return a - b;
-}
+ON_DEVICE float subtract(float a, float b) { return a - b; }
 
-ON_DEVICE float multiply(float a, float b) {
-    NOT_CONTRACTED
-    return a * b;
-}
+ON_DEVICE float multiply(float a, float b) { return a * b; }
 
 // a·b + c with one rounding.
 ON_DEVICE float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
@@ -64,74 +55,35 @@ ON_DEVICE Value from_lane_behind(Value value, int distance) {
 
 #else
 
-ON_DEVICE float add(float a, float b) {
-    float sum;
-    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
-    return sum;
-}
+#define INSTRUCTION(Result, name, parameters, ...) \
+    ON_DEVICE Result name parameters {             \
+        Result result;                             \
+        asm(__VA_ARGS__);                          \
+        return result;                             \
+    }
 
-ON_DEVICE float subtract(float a, float b) {
-    float difference;
-    asm("sub.rn.f32 %0, %1, %2;" : "=f"(difference) : "f"(a), "f"(b));
-    return difference;
-}
-
-ON_DEVICE float multiply(float a, float b) {
-    float product;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
-    return product;
-}
-
+INSTRUCTION(float, add, (float a, float b),
+            "add.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b))
+INSTRUCTION(float, subtract, (float a, float b),
+            "sub.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b))
+INSTRUCTION(float, multiply, (float a, float b),
+            "mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b))
 // a·b + c with one rounding.
-ON_DEVICE float multiply_add(float a, float b, float c) {
-    float sum;
-    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(sum) : "f"(a), "f"(b), "f"(c));
-    return sum;
-}
-
-ON_DEVICE float divide(float a, float b) {
-    float quotient;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(quotient) : "f"(a), "f"(b));
-    return quotient;
-}
-
-ON_DEVICE float root(float a) {
-    float value;
-    asm("sqrt.rn.f32 %0, %1;" : "=f"(value) : "f"(a));
-    return value;
-}
-
-ON_DEVICE double widen(float a) {
-    double wide;
-    asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(a));
-    return wide;
-}
-
-ON_DEVICE float narrow(double a) {
-    float nearest;
-    asm("cvt.rn.f32.f64 %0, %1;" : "=f"(nearest) : "d"(a));
-    return nearest;
-}
-
+INSTRUCTION(float, multiply_add, (float a, float b, float c),
+            "fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c))
+INSTRUCTION(float, divide, (float a, float b),
+            "div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b))
+INSTRUCTION(float, root, (float a), "sqrt.rn.f32 %0, %1;" : "=f"(result) : "f"(a))
+INSTRUCTION(double, widen, (float a), "cvt.f64.f32 %0, %1;" : "=d"(result) : "f"(a))
+INSTRUCTION(float, narrow, (double a), "cvt.rn.f32.f64 %0, %1;" : "=f"(result) : "d"(a))
 // Ties to even.
-ON_DEVICE long long nearest_integer(double a) {
-    long long integer;
-    asm("cvt.rni.s64.f64 %0, %1;" : "=l"(integer) : "d"(a));
-    return integer;
-}
-
-ON_DEVICE float half_to_float(unsigned short bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
-
+INSTRUCTION(long long, nearest_integer, (double a),
+            "cvt.rni.s64.f64 %0, %1;" : "=l"(result) : "d"(a))
+INSTRUCTION(float, half_to_float, (unsigned short bits),
+            "cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits))
 // Rounds to the nearest, ties to even.
-ON_DEVICE unsigned short float_to_half(float value) {
-    unsigned short bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
+INSTRUCTION(unsigned short, float_to_half, (float value),
+            "cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value))
 
 // The value of the thread `distance` lanes before or behind in the same 32; its own where there is
 // none.
