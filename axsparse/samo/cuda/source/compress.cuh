@@ -5,18 +5,18 @@
 
 const int LOADS = 4;  // reads that a thread has under way at once
 
-// Writes the sum over all threads to the place of this chunk.
-ON_DEVICE void report(double sum, double* chunks) {
-    __shared__ double totals[THREADS / 32];
+// Joins the values of all threads in one order; thread 0 gets the result.
+template <typename Value, typename Join>
+ON_DEVICE Value over_threads(Value own, Join join) {
+    __shared__ Value of_warps[THREADS / 32];
     for (int distance = 16; distance > 0; distance /= 2) {
-        sum += from_lane_behind(sum, distance);
+        own = join(own, from_lane_behind(own, distance));
     }
-    if (threadIdx.x % 32 == 0) totals[threadIdx.x / 32] = sum;
+    if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = own;
     __syncthreads();
-    if (threadIdx.x != 0) return;
-    sum = totals[0];
-    for (int warp = 1; warp < THREADS / 32; ++warp) sum += totals[warp];
-    chunks[blockIdx.x] = sum;
+    if (threadIdx.x != 0) return own;
+    for (int warp = 1; warp < THREADS / 32; ++warp) own = join(own, of_warps[warp]);
+    return own;
 }
 
 ON_DEVICE double square(float value) {
@@ -105,7 +105,8 @@ __global__ void sum_squares(NormInputs group, double* chunks) {
     for (Count k = first + threadIdx.x; k < last; k += THREADS) {
         squares += square(Gradient::load(values_K[k]));
     }
-    report(squares, chunks);
+    double sum = over_threads(squares, [](double a, double b) { return a + b; });
+    if (threadIdx.x == 0) chunks[blockIdx.x] = sum;
 }
 
 // The sum of each block of SUM_BLOCK kept entries, from the sums of its chunks in order.

@@ -1,21 +1,5 @@
 // Exact sums (samo/fixed_point.py): gradients added as integers, and made of the sums.
 
-// Raises `most` to the largest of all threads' numbers. As bits, NaN is larger than infinity.
-ON_DEVICE void raise(unsigned largest, unsigned* most) {
-    __shared__ unsigned all[THREADS / 32];
-    for (int distance = 16; distance > 0; distance /= 2) {
-        unsigned other = from_lane_behind(largest, distance);
-        if (other > largest) largest = other;
-    }
-    if (threadIdx.x % 32 == 0) all[threadIdx.x / 32] = largest;
-    __syncthreads();
-    if (threadIdx.x != 0) return;
-    for (int warp = 1; warp < THREADS / 32; ++warp) {
-        if (all[warp] > largest) largest = all[warp];
-    }
-    atomicMax(most, largest);
-}
-
 // sums (+)= round(dense · scale) at the kept positions, ties to even. `scale` has the bits of an
 // fp64 number.
 template <typename Index, typename Dense>
@@ -32,7 +16,9 @@ __global__ void add_exact(const void* dense, const void* entries, const int* off
         Count integer = nearest_integer(widen(value) * wide_scale);
         sums[k] = accumulate ? sums[k] + integer : integer;
     });
-    raise(largest, most);
+    // As bits, NaN is larger than infinity.
+    largest = over_threads(largest, [](unsigned a, unsigned b) { return a > b ? a : b; });
+    if (threadIdx.x == 0) atomicMax(most, largest);
 }
 
 // Replaces the sums [first, last) by the fp32 numbers that they stand for: entry k is the k-th fp32
