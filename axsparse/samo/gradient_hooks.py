@@ -77,8 +77,8 @@ class GradientCollector:
             tensor.parameter: (layer, tensor) for layer in layers for tensor in layer.tensors
         }
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook(layer, tensor))
-            for parameter, (layer, tensor) in self._tensors.items()
+            parameter.register_post_accumulate_grad_hook(self._hook(parameter))
+            for parameter in self._tensors
         ]
 
     def begin(self) -> None:
@@ -128,13 +128,14 @@ class GradientCollector:
         for handle in self._handles:
             handle.remove()
 
-    def _hook(self, layer: LayerState, tensor: TensorState) -> Callable[[Tensor], None]:
+    def _hook(self, parameter: nn.Parameter) -> Callable[[Tensor], None]:
+        layer, tensor = self._tensors[parameter]
         # The user's own hooks, which run before, take the gradient of each microbatch.
-        is_hooked = bool(tensor.parameter._post_accumulate_grad_hooks)
+        is_hooked = bool(parameter._post_accumulate_grad_hooks)
 
-        def compress(parameter: Tensor) -> None:
-            is_deferred = self._deferring.get(tensor.parameter)
-            if is_deferred is not None and is_deferred(tensor.parameter):
+        def compress(_: Tensor) -> None:
+            is_deferred = self._deferring.get(parameter)
+            if is_deferred is not None and is_deferred(parameter):
                 return
             running = self._running.get(tensor.name)
             gradient = parameter.grad
@@ -143,17 +144,19 @@ class GradientCollector:
                 if gradient is not running:
                     if running is not None:  # some versions of torch add out of place
                         tensor.accumulated = False
-                    self._accumulate(layer, tensor, gradient)
+                    self.add(parameter, gradient)
                 if self._is_last or is_deferred is not None or is_hooked:
                     # Autograd's own additions would come before the deferred ones.
                     parameter.grad = self._running[tensor.name] = None
                 elif gradient is not running:
                     parameter.grad = self._running[tensor.name] = layer.running_gradient(tensor)
-            self._complete(layer, tensor)
+            self.complete(parameter)
 
         return compress
 
-    def _accumulate(self, layer: LayerState, tensor: TensorState, gradient: Tensor) -> None:
+    def add(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        """Add a dense gradient."""
+        layer, tensor = self._tensors[weight]
         small = self._small[layer.name]
         if tensor.name in small and gradient.layout == torch.strided:
             waiting = self._waiting.setdefault(layer.name, {})
@@ -204,22 +207,16 @@ class GradientCollector:
         parameters, or that it found to be none; where it is True, `add` and `complete` follow."""
         self._deferring.update((weight, is_deferred) for weight in weights)
 
-    def add(self, weight: nn.Parameter, gradient: Tensor) -> None:
-        """Add a dense gradient, which no backward has accumulated."""
-        self._accumulate(*self._tensors[weight], gradient)
-
-    def complete(self, weight: nn.Parameter) -> None:
-        """Note that a weight has all of its gradient of the microbatch."""
-        self._complete(*self._tensors[weight])
-
     def add_kept(self, tensor: TensorState, values_K: Tensor) -> None:
         """Add the kept entries of a part of a microbatch's gradient, which `complete` accumulates
         with the other parts."""
         before = self._sampled.get(tensor.name)
         self._sampled[tensor.name] = values_K if before is None else before.add_(values_K)
 
-    def _complete(self, layer: LayerState, tensor: TensorState) -> None:
-        """Note that a microbatch's gradient is in, and report its layer after the step's last."""
+    def complete(self, weight: nn.Parameter) -> None:
+        """Note that a weight has all of its gradient of the microbatch, and report its layer after
+        the step's last."""
+        layer, tensor = self._tensors[weight]
         if tensor.name in self._sampled:
             with self._timed(self._is_last):
                 layer.accumulate_kept(tensor, self._sampled.pop(tensor.name))
