@@ -222,9 +222,10 @@ class WeightGather:
         """Send this replica's share of a layer, which is updated, and advance the running sends."""
         if not layer.shares.is_sharded or not layer.owned:
             return
-        layer.collect_weights()
+        exchanged = layer.exchanged_weights
+        layer.collect_weights(exchanged)
         with self.phases("collective"):
-            work = self.replicas.start(Op.ALL_GATHER, layer.exchanged_weights, layer.shares.bounds)
+            work = self.replicas.start(Op.ALL_GATHER, exchanged, layer.shares.bounds)
             self._under_way.append((layer, work))
             self._advance()
 

@@ -149,9 +149,9 @@ class OptimizerState:
         All replicas call this together where the state is sharded.
         """
         if self._master_K is None:
-            return self.read_master(tensor, 0, tensor.kept)
-        read = partial(self.read_master, tensor)
-        return self._shares.gathered(tensor, read, self._backend.device)
+            return self.read_weight(tensor, 0, tensor.kept)
+        held = tensor.entries_in(self._shares.held)
+        return self._shares.gathered(tensor, self.read_master(tensor, held.start, held.stop))
 
     def moments_of(self, tensor: TensorState, start: int, stop: int) -> dict[str, Tensor]:
         """Views of the moments of kept entries [start, stop), all held."""
@@ -160,12 +160,9 @@ class OptimizerState:
 
     def full_moment(self, tensor: TensorState, moment: str) -> Tensor:
         """One moment of all kept entries, `(kept,)`; called as `full_master`."""
-        values_K = self.moments_K[moment]
-
-        def read(start: int, stop: int) -> Tensor:
-            return values_K[self._shares.shard_slice(tensor, start, stop)]
-
-        return self._shares.gathered(tensor, read, self._backend.device)
+        held = tensor.entries_in(self._shares.held)
+        values_K = self.moments_of(tensor, held.start, held.stop)[moment]
+        return self._shares.gathered(tensor, values_K.to(self._backend.device))
 
     def reset_moments(self) -> None:
         for values_K in self.moments_K.values():
@@ -466,9 +463,8 @@ class LayerState:
         dtype = self.owned[0].parameter.dtype if self.owned else self.gradient.dtype
         return self.gradient.view(dtype)[: self.shares.bounds[-1]]
 
-    def collect_weights(self, exchanged: Tensor | None = None) -> None:
-        """Put the kept weights of this replica's share into `exchanged`, or `exchanged_weights`."""
-        exchanged = self.exchanged_weights if exchanged is None else exchanged
+    def collect_weights(self, exchanged: Tensor) -> None:
+        """Put the kept weights of this replica's share into a buffer for all, `exchanged`."""
         state = self.optimizer_state
         read = state.read_master if self.gathers else state.read_weight
         for tensor in self.owned:

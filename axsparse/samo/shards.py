@@ -69,6 +69,14 @@ class Replicas:
             assert self.backoff is not None
             wait(self.group.start(op, buffer, bounds), self.backoff)
 
+    def gathered(self, part: Tensor, bounds: Sequence[int]) -> Tensor:
+        """A buffer of which replica r has the entries [bounds[r], bounds[r + 1]), here `part`; all
+        replicas call this."""
+        whole = part.new_zeros(bounds[-1])
+        whole[bounds[self.rank] : bounds[self.rank + 1]] = part
+        self.exchange(Op.ALL_GATHER, whole, bounds)
+        return whole
+
 
 ALONE = Replicas()
 """One replica, which holds everything."""

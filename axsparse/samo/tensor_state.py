@@ -8,14 +8,13 @@ replica's share of them where the optimizer state is sharded (`samo/shards.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from axsparse.models.layer import TensorShard
-from axsparse.runtime.communication import Op
 from axsparse.samo.index.base import Index
 from axsparse.samo.shards import BLOCK, Replicas, share_bounds
 
@@ -162,22 +161,13 @@ class Shares:
         assert begin == end or 0 <= begin < end <= len(self.held), "another replica holds these"
         return slice(begin, end)
 
-    def gathered(
-        self, tensor: TensorState, read: Callable[[int, int], Tensor], device: torch.device
-    ) -> Tensor:
-        """A tensor's fp32 values of all kept entries, `(kept,)`, from `read(start, stop)`, which
-        returns those that are held; may be a view.
-
-        Where the state is sharded, all replicas call this together, and the result is on `device`.
-        """
-        held = tensor.entries_in(self.held)
+    def gathered(self, tensor: TensorState, held_K: Tensor) -> Tensor:
+        """A tensor's values of all kept entries, `(kept,)`, from those that are held here. All
+        replicas call this together where the state is sharded."""
         if not self.is_sharded:
-            return read(held.start, held.stop)
-        whole_K = torch.zeros(tensor.kept, dtype=torch.float32, device=device)
-        whole_K[held.start : held.stop] = read(held.start, held.stop)
+            return held_K
         bounds = [min(max(bound - tensor.offset, 0), tensor.kept) for bound in self.bounds]
-        self.replicas.exchange(Op.ALL_GATHER, whole_K, bounds)
-        return whole_K
+        return self.replicas.gathered(held_K, bounds)
 
 
 class Relocation:
@@ -192,7 +182,7 @@ class Relocation:
         stay = int(self._stays_K.count_nonzero())
         assert stay == int(mask_D.count_nonzero()), "masks only shrink"
         self._begin, self._end = changed.offset, changed.offset + changed.kept
-        self._shares, self._bounds, self._held = shares, shares.bounds, shares.held
+        self._shares, self._bounds = shares, shares.bounds
 
     def staying(self, before: Tensor) -> Tensor:
         """The values that stay, of all kept entries that the changed tensor had; a copy."""
@@ -205,10 +195,7 @@ class Relocation:
         """
         if not self._shares.is_sharded:
             return held
-        complete = held.new_zeros(self._bounds[-1])
-        complete[self._held.start : self._held.stop] = held
-        self._shares.replicas.exchange(Op.ALL_GATHER, complete, self._bounds)
-        return complete
+        return self._shares.replicas.gathered(held, self._bounds)
 
     def moved(self, owned: Tensor) -> Tensor:
         """The entries that stay, of a flat buffer that begins with all owned ones as they were."""

@@ -253,7 +253,7 @@ def test_the_gradients_memory_has_the_weights_until_a_backward_ends() -> None:
         with first.expanded():
             stage.check(first)
         assert stage.gathers == 1
-        first.collect_weights()
+        first.collect_weights(first.exchanged_weights)
         own, others = first.shares.own, torch.ones(KEPT + 7, dtype=torch.bool)
         others[own.start : own.stop] = False
         assert torch.equal(first.gradient[~others], round_to(VALUES, HALF)[~others])
