@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -110,17 +111,12 @@ class StepConsensus:
                 counts[number] = kept.get(name, 0)
         wait(world.start(Op.ALL_REDUCE, counts), backoff)
         blocks = [-(-int(count) // BLOCK) for count in counts.tolist()]
-        self._losses = 2 * coords.grid.g_data
         self._numbers = {name: number for number, name in enumerate(names)}
-        self._slots: dict[str, slice] = {}
-        at = self._losses
-        for name, size in zip(names, blocks, strict=True):
-            self._slots[name] = slice(at, at + size)
-            at += size
-        self._flags = slice(at, at + coords.grid.size)
-        self._digests = slice(self._flags.stop, self._flags.stop + coords.grid.size)
-        self._notices = slice(self._digests.stop, self._digests.stop + len(fields(Flags)))
-        self._fits = slice(self._notices.stop, self._notices.stop + len(names) * FITS)
+        ranks, notices = coords.grid.size, len(fields(Flags))
+        sizes = [2 * coords.grid.g_data, *blocks, ranks, ranks, notices, len(names) * FITS]
+        parts = [slice(*pair) for pair in pairwise(accumulate(sizes, initial=0))]
+        self._losses, *slots, self._flags, self._digests, self._notices, self._fits = parts
+        self._slots = dict(zip(names, slots, strict=True))
 
     def reach(self, report: LocalStats, loss_scale: float = 1.0) -> StepResult:
         """The verdict on a step; all ranks call this together.
@@ -129,13 +125,13 @@ class StepConsensus:
         """
         vector = self._vector(report)
         wait(self._world.start(Op.ALL_REDUCE, vector), self._backoff)
-        losses, fits = vector[: self._losses], vector[self._fits]
+        losses = vector[self._losses]
         digests, each = vector[self._digests].tolist(), self._coords.grid.parallelism
         odd = (rank for rank, own in enumerate(digests) if own != digests[rank % each])
         finite = bool(torch.isfinite(vector).all())
         return StepResult(
             loss=exact_sum(losses.tolist())[0],
-            grad_norm=global_norm(vector[self._losses : self._flags.start], loss_scale),
+            grad_norm=global_norm(vector[self._losses.stop : self._flags.start], loss_scale),
             finite=finite,
             culprit=None if finite else self._first_bad(vector),
             bad_loss=next((slot // 2 for slot in _where(~losses.isfinite())), None),
@@ -143,7 +139,7 @@ class StepConsensus:
             notice=Flags(*(count > 0 for count in vector[self._notices].tolist())),
             drifted=next(odd, None),
             digest=sum(map(int, digests[:each])) % DIGESTS if any(digests) else None,
-            fits=self._largest(fits),
+            fits=self._largest(vector[self._fits]),
         )
 
     def _vector(self, report: LocalStats) -> Tensor:

@@ -40,13 +40,10 @@ class MessageCost:
 
 @dataclass
 class StageRun:
-    """The timeline of one stage, in seconds; entry i of the first three lists is its i-th
-    action."""
+    """The timeline of one stage, in seconds."""
 
     actions: list[Action] = field(default_factory=list)
     begins: list[float] = field(default_factory=list)
-    ends: list[float] = field(default_factory=list)
-    """The ends of the actions, without the handling of messages that follows them."""
     compute: float = 0.0
     p2p: float = 0.0
     end: float = 0.0
@@ -154,7 +151,6 @@ class _Simulation:
         run.actions.append(action)
         run.begins.append(now)
         run.end = now + length
-        run.ends.append(run.end)
         run.compute += length
         target = number + 1 if action.kind is Kind.FORWARD else number - 1
         if action.direction is not None and 0 <= target < len(self._stages):

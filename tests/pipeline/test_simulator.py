@@ -137,7 +137,10 @@ def test_nothing_runs_before_its_message_can_have_arrived(case: Case) -> None:
     result = run(schedule, durations, edges)
 
     begin = [dict(zip(done.actions, done.begins, strict=True)) for done in result.stages]
-    end = [dict(zip(done.actions, done.ends, strict=True)) for done in result.stages]
+    end = [
+        {action: at + durations.of(stage, action) for action, at in each.items()}
+        for stage, each in enumerate(begin)
+    ]
     last = len(edges)
     for number in range(len(durations.forward[0])):
         forward, backward = Action(Kind.FORWARD, number), Action(Kind.BACKWARD, number)
