@@ -7,7 +7,8 @@ their gradients are summed, so `planner.step_cost` plays each of them by itself.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from axsparse.pipeline.policy import Action, Kind, Policy
@@ -60,20 +61,16 @@ class PipelineRun:
 
 
 def simulate(
-    new_policy: Callable[[int], Policy],
-    durations: Durations,
-    edges: Sequence[MessageCost] | None = None,
+    new_policy: Callable[[int], Policy], durations: Durations, edges: Sequence[MessageCost]
 ) -> PipelineRun:
     """Play one step of a pipeline.
 
     `new_policy(stage)` makes the policy of a stage. `edges[s]` is the cost of a message between
-    the stages s and s + 1, in either direction; by default messages cost nothing. As in the
-    engine, a stage takes in all that has arrived before it asks its policy; at equal times
-    arrivals come before decisions. Raises RuntimeError for a deadlock.
+    the stages s and s + 1, in either direction. As in the engine, a stage takes in all that has
+    arrived before it asks its policy; at equal times arrivals come before decisions. Raises
+    RuntimeError for a deadlock.
     """
     g_inter = len(durations.forward)
-    if edges is None:
-        edges = [MessageCost()] * (g_inter - 1)
     assert len(edges) == g_inter - 1, "one edge between each two neighbours"
     stages = [_Stage(new_policy(stage)) for stage in range(g_inter)]
     return _Simulation(stages, durations, edges).play()
@@ -92,54 +89,51 @@ class _Stage:
     free: float = 0.0
 
 
+@dataclass
 class _Simulation:
     """A queue of events in order of time: at a stage, a message arrives or a decision is due."""
 
-    def __init__(
-        self, stages: list[_Stage], durations: Durations, edges: Sequence[MessageCost]
-    ) -> None:
-        self._stages = stages
-        self._durations = durations
-        self._edges = edges
-        self._events: list[tuple[float, int, int, int, Message | None]] = []
-        """Time, 0 for an arrival or 1 for a decision, number, stage, and arrived message."""
-        self._number = 0
-        """The number of the last event, which orders events of one time and kind."""
+    stages: list[_Stage]
+    durations: Durations
+    edges: Sequence[MessageCost]
+    events: list[tuple[float, int, int, int, Message | None]] = field(default_factory=list)
+    """Time, 0 for an arrival or 1 for a decision, number, stage, and arrived message."""
+    numbers: Iterator[int] = field(default_factory=itertools.count)
+    """The numbers of events, which order those of one time and kind."""
 
     def play(self) -> PipelineRun:
         """Play all events, from a decision of every stage at time 0."""
-        for number in range(len(self._stages)):
+        for number in range(len(self.stages)):
             self._decide_at(0.0, number)
-        while self._events:
-            now, _, _, number, arrival = heapq.heappop(self._events)
-            stage = self._stages[number]
+        while self.events:
+            now, _, _, number, arrival = heapq.heappop(self.events)
+            stage = self.stages[number]
             if arrival is not None:
                 stage.inbox.append(arrival)
                 if stage.is_idle:
                     self._decide_at(max(now, stage.free), number)
             else:
                 self._decide(number, now)
-        waiting = [number for number, stage in enumerate(self._stages) if not stage.policy.finished]
+        waiting = [number for number, stage in enumerate(self.stages) if not stage.policy.finished]
         if waiting:
             raise RuntimeError(f"a deadlock: stages {waiting} wait for ever")
-        runs = [stage.run for stage in self._stages]
+        runs = [stage.run for stage in self.stages]
         return PipelineRun(max(run.end for run in runs), runs)
 
     def _decide_at(self, when: float, number: int) -> None:
-        self._stages[number].is_idle = False
+        self.stages[number].is_idle = False
         self._push(when, 1, number, None)
 
     def _push(self, when: float, kind: int, number: int, message: Message | None) -> None:
-        self._number += 1
-        heapq.heappush(self._events, (when, kind, self._number, number, message))
+        heapq.heappush(self.events, (when, kind, next(self.numbers), number, message))
 
     def _decide(self, number: int, now: float) -> None:
         """Pass a stage's inbox on to its policy, and run what that answers."""
-        stage = self._stages[number]
+        stage = self.stages[number]
         run = stage.run
         for direction, microbatch in stage.inbox:
             stage.policy.arrived(direction, microbatch)
-            edge = self._edges[number - 1 if direction is Direction.FORWARD else number]
+            edge = self.edges[number - 1 if direction is Direction.FORWARD else number]
             run.p2p += edge.handling
             now = stage.free = now + edge.handling
         stage.inbox.clear()
@@ -147,14 +141,14 @@ class _Simulation:
         if action is None:
             stage.is_idle = True
             return
-        length = self._durations.of(number, action)
+        length = self.durations.of(number, action)
         run.actions.append(action)
         run.begins.append(now)
         run.end = now + length
         run.compute += length
         target = number + 1 if action.kind is Kind.FORWARD else number - 1
-        if action.direction is not None and 0 <= target < len(self._stages):
-            edge = self._edges[min(number, target)]
+        if action.direction is not None and 0 <= target < len(self.stages):
+            edge = self.edges[min(number, target)]
             run.p2p += edge.handling
             run.end += edge.handling
             message = action.direction, action.microbatch

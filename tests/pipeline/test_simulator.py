@@ -31,7 +31,7 @@ def run(
     return simulate(
         lambda stage: schedule.policy(stage=stage, g_inter=g_inter, microbatches=microbatches),
         durations,
-        edges,
+        edges or [MessageCost()] * (g_inter - 1),
     )
 
 
@@ -41,7 +41,7 @@ def lists(
     return simulate(
         lambda stage: InOrder(from_text(stages[stage]), stage=stage, g_inter=len(stages)),
         durations,
-        edges,
+        edges or [MessageCost()] * (len(stages) - 1),
     )
 
 
