@@ -40,7 +40,6 @@ from axsparse.samo.layer_state import LayerState, written_weight
 Tensors = tuple[Tensor, ...]
 DrawKey = tuple[int | str, ...]
 """The key from which the random numbers of a call follow."""
-GRAPHS = 4
 
 
 @dataclass
@@ -123,7 +122,7 @@ class LayerRunner:
         self.parameters = list(module.parameters())
         self._widened = _half_parameters_of_norms(module)
         if is_compiled:
-            _allow_graphs(GRAPHS)
+            _allow_graphs()
         self._run = torch.compile(self._call, dynamic=False) if is_compiled else self._call
         self.record: RecordedRun | None = None
         """Takes down the next training forward and its backward; None takes down nothing."""
@@ -347,15 +346,15 @@ def _watched(tensors: Tensors, gradients: list[Tensor | None]) -> Tensors:
     return tensors
 
 
-def _allow_graphs(more: int) -> None:
-    """Let torch.compile make more graphs of one function, which all layers run: from the ninth on
-    it would only warn and fuse nothing."""
+def _allow_graphs() -> None:
+    """Let torch.compile make four more graphs of one function, which all layers run: from the ninth
+    on it would only warn and fuse nothing."""
     from torch._dynamo import config
 
     # Torch before 2.6 has the older name.
     name = "recompile_limit" if hasattr(config, "recompile_limit") else "cache_size_limit"
     for known in (name, f"accumulated_{name}"):
-        setattr(config, known, getattr(config, known) + more)
+        setattr(config, known, getattr(config, known) + 4)
 
 
 def _half_parameters_of_norms(module: nn.Module) -> list[tuple[str, nn.Parameter, torch.dtype]]:

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from axsparse.samo.host.compiled_loops import Loop, can_compile
 from axsparse.samo.precision import array_of
-from axsparse.samo.selection import DEVICE_CHUNK
 
 ADD = Loop("axsparse.samo.host.step_loops", "add_integers")
 MARGIN = 8
@@ -41,24 +40,23 @@ LEAST_BITS = 30
 FIRST_LARGEST = 10
 """The unit of the first step admits entries of 2**10."""
 CHUNK = 65_536
-"""Entries that a CPU converts at a time, so that their copies stay in its cache."""
+"""Entries that are converted at a time, so that their copies stay in the cache."""
 
 
 def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bool) -> None:
-    """Add values to int64 sums, `(kept,)`, or store them if not `adds`.
+    """Add values to int64 sums, `(kept,)`, on the host, or store them if not `adds`.
 
     `most`, fp32 `(1,)`, has the largest absolute value so far, and is not finite once a value is
     not.
     """
     assert sums_K.shape == values_K.shape, f"{tuple(values_K.shape)} for {tuple(sums_K.shape)}"
-    if values_K.is_cpu and can_compile():
+    if can_compile():
         # In one pass, with the bits of the operations below wherever all entries fit.
         values_K = values_K.float() if values_K.dtype == torch.float16 else values_K
         largest = most.numpy().view(np.uint32)
         ADD(array_of(values_K), 1 / unit, sums_K.numpy(), int(adds), largest)
         return
-    each = CHUNK if sums_K.is_cpu else DEVICE_CHUNK
-    for sums, values in zip(sums_K.split(each), values_K.split(each), strict=True):
+    for sums, values in zip(sums_K.split(CHUNK), values_K.split(CHUNK), strict=True):
         if values.numel():  # of some tensors nothing is kept
             torch.maximum(most, values.abs().amax().float(), out=most)
         integers = values.double().mul_(1 / unit).round_().long()
@@ -69,15 +67,16 @@ def add(sums_K: Tensor, values_K: Tensor, unit: float, most: Tensor, *, adds: bo
 
 
 def in_fp32(sums_K: Tensor, part: slice, unit: float) -> None:
-    """Replace some int64 sums of a flat buffer by the fp32 gradients that they stand for.
+    """Replace some int64 sums of a flat buffer on the host by the fp32 gradients that they stand
+    for.
 
     The gradient of entry n is entry n of `sums_K.view(torch.float32)`, which is the same memory: it
     lies where the sum of entry n // 2 was. Parts are converted in ascending order, so that no sum
     is overwritten before it is read.
     """
-    values_K, each = sums_K.view(torch.float32), CHUNK if sums_K.is_cpu else DEVICE_CHUNK
-    for start in range(part.start, part.stop, each):
-        chunk = slice(start, min(start + each, part.stop))
+    values_K = sums_K.view(torch.float32)
+    for start in range(part.start, part.stop, CHUNK):
+        chunk = slice(start, min(start + CHUNK, part.stop))
         values_K[chunk] = sums_K[chunk].double().mul_(unit)
 
 

@@ -8,11 +8,9 @@ The norm, and whether all gradients are finite, come from one fp64 sum of square
 65,536 kept entries (`sum_squares`); it is finite exactly if these entries are. They add the squares
 of `samo/optim/update.py` in another fixed order (`source/compress.cuh`).
 
-The step is one kernel for tensors of the same types. It unscales and clips the gradient, applies
-the recurrence in fp32 to kept entries (as in `samo/optim/adamw.py` and `samo/optim/sgd.py`), rounds
-the masters, and writes the dense weight in full tiles, with zeros at pruned positions. It needs no
-temporary. Every operation rounds as the functions on a CPU with fused multiply-add do, so results
-have the same bits.
+The step is one kernel for tensors of the same types (`source/step.cuh`), which needs no temporary.
+Every operation rounds as the functions on a CPU with fused multiply-add do, so results have the
+same bits.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class TorchStream:
     """One of torch's streams, in the form in which CuPy takes streams of other libraries."""
 
     handle: int
-    """The address of the tensor, as CUDA knows it."""
+    """The address of the stream, as CUDA knows it."""
 
     def __cuda_stream__(self) -> tuple[int, int]:
         """The version of CuPy's stream protocol, and the stream."""

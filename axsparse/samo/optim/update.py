@@ -232,12 +232,8 @@ def full_tensor_step(layers: Sequence[LayerState], optimizer: Optimizer) -> Full
     backend = layers[0].backend
     if backend.launch is not None:
         return partial(kernels.step, optimizer)
-    if backend.device.type != "cpu":
-        return None
-    tensors = [tensor for layer in layers for tensor in layer.owned]
-    if not any(tensor.kept > FEW for tensor in tensors):
-        return None
-    return partial(host_step.step, optimizer) if can_compile() else None
+    is_large = any(tensor.kept > FEW for layer in layers for tensor in layer.owned)
+    return partial(host_step.step, optimizer) if is_large and can_compile() else None
 
 
 def _slots(layer: LayerState, tensors: Iterable[TensorState]) -> Iterator[TensorSlot]:
