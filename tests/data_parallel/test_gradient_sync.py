@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.kernel_contract import state_of
 from support.oracle import Trace
 from support.runs import assert_bitwise, tiny_config, tiny_gpt, token_data, train_in_process
 from torch import Tensor, nn
@@ -213,16 +214,11 @@ def test_ties_start_in_their_fixed_order_and_their_bytes_are_counted_apart() -> 
 
 
 def test_only_the_tied_tensor_of_a_layer_is_summed_with_its_other_use() -> None:
-    tensors = [
-        TensorState(
-            f"l.{key}", nn.Parameter(torch.zeros(4)), make_index(torch.ones(4).bool()), True
-        )
-        for key in "pq"
-    ]
-    layer = LayerState("l", tensors, StateFormat(torch.float32, torch.float32))
+    masks = dict.fromkeys(("l.p", "l.q"), torch.ones(4, dtype=torch.bool))
+    layer = state_of(masks, StateFormat(torch.float32, torch.float32))
     layer.gradient.fill_(1.0)
-    pair = Members()
-    sync = gradient_sync([layer], Members(size=1), ties=[StageTie((Use(layer, tensors[1]),), pair)])
+    tie = StageTie((Use(layer, layer.tensors[1]),), Members())
+    sync = gradient_sync([layer], Members(size=1), ties=[tie])
 
     sync.ready(layer)
     sync.finish()

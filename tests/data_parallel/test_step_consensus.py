@@ -12,7 +12,6 @@ from support.runs import on_ranks
 
 from axsparse.data_parallel.step_consensus import LocalStats, StepConsensus, StepResult
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.exchange import gather_values
 from axsparse.runtime.grid import Grid, RankCoords
 from axsparse.samo.fixed_point import UnitFit
 from axsparse.samo.optim.update import global_norm
@@ -105,18 +104,6 @@ def test_the_first_bad_tensor_in_model_order_and_the_ranks_whose_own_were_bad_ar
         return named, verdict.bad_ranks
 
     assert on_every_rank(Grid(1, 4), body) == [("b", (2, 3))] * 4
-
-
-@pytest.mark.parametrize(
-    "texts",
-    [["", ""], ["", "ß→𝄞", "", "a"], ["a" * 70_000, "", "φ"]],
-    ids=["empty", "short", "long"],
-)
-def test_texts_of_any_length_are_gathered_in_rank_order(texts: list[str]) -> None:
-    def body(transport: Transport, coords: RankCoords) -> list[str]:
-        return gather_values(transport, texts[coords.rank])
-
-    assert on_every_rank(Grid(len(texts), 1), body) == [texts] * len(texts)
 
 
 @pytest.mark.parametrize(("odd", "found"), [((), None), ((4,), 4), ((1,), 4), ((3, 5), 3)], ids=str)

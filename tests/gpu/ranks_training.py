@@ -85,9 +85,7 @@ def train(job: Job, case: Case) -> Outcome:
 def devices_of(trainer: Trainer) -> set[str]:
     buffers: list[Tensor] = []
     for state in (layer.state for layer in trainer.layers):
-        buffers += [state.gradient, *state.optimizer_state.moments_K.values()]
-        if state.optimizer_state.master_K is not None:
-            buffers.append(state.optimizer_state.master_K)
+        buffers += [state.gradient, *state.optimizer_state.stored().tensors]
         buffers += [tensor.parameter for tensor in state.owned]
     return {buffer.device.type for buffer in buffers}
 

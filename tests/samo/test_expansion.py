@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.kernel_contract import randoms
+from support.kernel_contract import randoms, state_of
 from support.runs import on_ranks
 from torch import Tensor, nn
 
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.machine import HeapTrimmer
 from axsparse.samo.expansion import Expansion, LayerGather
-from axsparse.samo.index.base import FullIndex, make_index
+from axsparse.samo.index.base import FullIndex
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper
@@ -43,18 +43,13 @@ def stage(
     """Two layers whose matrices are pruned, filled with the same values every time."""
     layers = []
     for name, shapes in SHAPES.items():
-        tensors = [
-            TensorState(
-                f"{name}.{number}",
-                nn.Parameter(torch.zeros(shape, dtype=dtype)),
-                make_index(mask_of(shape, density), "auto"),
-                decays=True,
-            )
+        masks = {
+            f"{name}.{number}": mask_of(shape, density).view(shape)
             for number, shape in enumerate(shapes)
-        ]
-        types = StateFormat(dtype, dtype, ADAMW.moments)
-        layers.append(LayerState(name, tensors, types, expansion=expansion))
-        for number, tensor in enumerate(tensors):
+        }
+        types = StateFormat(dtype, dtype, ADAMW.moments, "auto")
+        layers.append(state_of(masks, types, expansion=expansion))
+        for number, tensor in enumerate(layers[-1].tensors):
             values = randoms(math.prod(shapes[number]), number)
             kept = tensor.index.gather(values, 0, tensor.kept)
             layers[-1].optimizer_state.write_master(tensor, 0, kept)
@@ -207,23 +202,18 @@ class GatheredStage:
         self.expansion = Expansion(HALF, HOST, LayerGather(self.group, backoff))
         self.layers = []
         for number in range(3):
-            tensors = [
-                TensorState(
-                    f"{number}.{shape}",
-                    nn.Parameter(torch.zeros(shape, dtype=HALF)),
-                    make_index(torch.arange(math.prod(shape)) % 2 >= len(shape) - 1, "mask"),
-                    decays=True,
+            masks = {
+                f"{number}.{shape}": (torch.arange(math.prod(shape)) % 2 >= len(shape) - 1).view(
+                    shape
                 )
                 for shape in GATHERED
-            ]
+            }
             replicas = Replicas(self.group, backoff, shard=True)
             types = StateFormat(
-                HALF, HALF, ADAMW.moments, weights="sparse", replicas=2, gathers=True
+                HALF, HALF, ADAMW.moments, "mask", weights="sparse", replicas=2, gathers=True
             )
-            layer = LayerState(
-                f"{number}", tensors, types, replicas=replicas, expansion=self.expansion
-            )
-            for tensor in tensors:
+            layer = state_of(masks, types, replicas=replicas, expansion=self.expansion)
+            for tensor in layer.tensors:
                 part = VALUES[tensor.offset : tensor.offset + tensor.kept]
                 layer.optimizer_state.write_master(tensor, 0, part)
             self.layers.append(layer)

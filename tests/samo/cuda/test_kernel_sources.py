@@ -11,10 +11,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support.cuda_on_cpu import EXACT, EXPAND, GRADIENTS, HELPERS, JUDGE, compiler
+from support.cuda_on_cpu import ALL, COMMON, GRADIENTS, MOMENTA, compiler, instances
 from support.exhaustive import by_default
 
-from axsparse.samo.cuda.device_index import INDICES
 from axsparse.samo.cuda.launch import FILES, read_source, source
 
 NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
@@ -78,18 +77,12 @@ def _good(status: int) -> None:
 needs_nvrtc = pytest.mark.skipif(library() is None, reason="NVRTC is not installed")
 SAMPLE = [
     *(
-        f"compress<{index}, {numbers}>"
-        for index, numbers in zip([*INDICES.values()] * 2, GRADIENTS, strict=False)
+        f"{kernel}<{index}, {types}>"
+        for kernel in ("compress", "step_adamw")
+        for index, types in zip(ALL * 2, GRADIENTS, strict=False)
     ),
-    *(
-        f"step_adamw<{index}, {types}>"
-        for index, types in zip([*INDICES.values()] * 2, GRADIENTS, strict=False)
-    ),
-    *(f"step_sgd<MaskIndex, {GRADIENTS[1]}, {kind}>" for kind in ("NONE", "PLAIN", "NESTEROV")),
-    *JUDGE,
-    *HELPERS,
-    *EXPAND,
-    *EXACT,
+    *instances("step_sgd", ["MaskIndex"], GRADIENTS[1:2], MOMENTA),
+    *COMMON,
 ]
 """Every template with every value of every parameter; every combination runs on the emulator."""
 

@@ -11,14 +11,21 @@ from unittest import mock
 import pytest
 import torch
 from support.exhaustive import by_default, each_once
-from support.kernel_contract import STATES, Types, layer_of, randoms, same_bits
-from torch import Tensor, nn
+from support.kernel_contract import (
+    STATES,
+    Types,
+    layer_of,
+    mask_for,
+    random_mask,
+    randoms,
+    same_bits,
+    state_of,
+)
 
 from axsparse.runtime.communication import Collective
 from axsparse.samo.host import host_step
 from axsparse.samo.host.compiled_loops import FEW, can_compile
 from axsparse.samo.host.host_step import CHUNK, sum_of_squares
-from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState
 from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
@@ -28,7 +35,6 @@ from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK, Replicas
 from axsparse.samo.state_bytes import IndexKind, StateFormat
-from axsparse.samo.tensor_state import TensorState
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
 
@@ -55,17 +61,9 @@ def stepped(layer: LayerState, optimizer: Optimizer, hyper: Hyper, *, loop: bool
 def same_layers(ours: LayerState, theirs: LayerState) -> None:
     for tensor, like in zip(ours.tensors, theirs.tensors, strict=True):
         same_bits(tensor.weight_D, like.weight_D)
-    mine, yours = ours.optimizer_state, theirs.optimizer_state
-    if mine.master_K is not None:
-        assert yours.master_K is not None
-        same_bits(mine.master_K, yours.master_K)
-    for own, other in zip(mine.moments_K.values(), yours.moments_K.values(), strict=True):
+    mine, yours = (each.optimizer_state.stored().tensors for each in (ours, theirs))
+    for own, other in zip(mine, yours, strict=True):
         same_bits(own, other)
-
-
-def mask_of(kind: IndexKind | None, numel: int) -> Tensor:
-    mask = torch.rand(numel, generator=torch.Generator().manual_seed(1)) < 0.3
-    return mask if kind is not None else torch.ones(numel, dtype=torch.bool)
 
 
 @pytest.mark.parametrize(
@@ -81,10 +79,10 @@ def test_a_loop_leaves_the_bits_of_torch(
     optimizer: Optimizer, state: Types, kind: IndexKind | None, numel: int
 ) -> None:
     """In every type, encoding and size, over steps."""
-    values = randoms(numel, 4).mul_(3)
+    values, mask = randoms(numel, 4).mul_(3), mask_for(kind or "full", numel, 0.3)
     layers = []
     for _ in range(2):
-        layer, tensor = layer_of(mask_of(kind, numel), *state, len(optimizer.moments), kind)
+        layer, tensor = layer_of(mask, *state, len(optimizer.moments), kind)
         layer.optimizer_state.write_master(tensor, 0, values[: tensor.kept].clone())
         layers.append(layer)
 
@@ -159,15 +157,11 @@ def test_squares_are_summed_by_a_loop_only_where_there_are_many(
 def two_tensor_share(state: Types) -> LayerState:
     """The second half of a layer of two tensors, the second of which does not decay."""
     group = cast("Collective", SimpleNamespace(rank=1, size=2))
-    masks = [mask_of("mask", 8 * BLOCK), torch.ones(700, dtype=torch.bool)]
-    tensors = [
-        TensorState(name, nn.Parameter(torch.zeros(mask.numel(), dtype=state[0])), index, decays)
-        for name, mask, decays in zip("ab", masks, (True, False), strict=True)
-        for index in [make_index(mask, "mask")]
-    ]
-    types = StateFormat(*state, ADAMW.moments)
-    layer = LayerState("l", tensors, types, replicas=Replicas(group=group, shard=True))
-    for tensor in tensors:
+    masks = {"a": random_mask(8 * BLOCK, 0.3), "b": torch.ones(700, dtype=torch.bool)}
+    types = StateFormat(*state, ADAMW.moments, "mask")
+    layer = state_of(masks, types, replicas=Replicas(group=group, shard=True))
+    layer.tensors[1].decays = False
+    for tensor in layer.tensors:
         values = randoms(tensor.kept, 3)
         tensor.index.scatter(tensor.weight_D, round_to(values, state[0]), 0)
         own = tensor.entries_in(layer.shares.held)

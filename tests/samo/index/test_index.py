@@ -10,17 +10,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from support.kernel_contract import random_mask, state_of
+from torch import Tensor
 
 from axsparse.samo import state_bytes as memory
 from axsparse.samo.backend import HOST
 from axsparse.samo.host.compiled_loops import FEW, can_compile
 from axsparse.samo.index import base
 from axsparse.samo.index.base import FullIndex, Index, Int32Index, MaskIndex, make_index
-from axsparse.samo.layer_state import LayerState
 from axsparse.samo.precision import round_to
 from axsparse.samo.state_bytes import IndexKind, StateFormat, index_bytes
-from axsparse.samo.tensor_state import TensorState
 
 PIECE = 65_536
 KINDS: tuple[IndexKind, ...] = get_args(IndexKind)
@@ -49,10 +48,6 @@ def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def numbers(count: int) -> Tensor:
     """Distinct values, none of them zero."""
     return torch.arange(1.0, count + 1)
-
-
-def random_mask(numel: int, density: float) -> Tensor:
-    return torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < density
 
 
 @examples
@@ -195,9 +190,9 @@ def test_more_entries_than_int32_can_number_are_no_matter_to_a_mask(
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_and_tensors_with_gaps_are_read_and_written_in_order(kind: IndexKind) -> None:
     mask = random_mask(60, 0.4).view(6, 10)
-    index = make_index(mask.view(-1), kind)
-    tensor = TensorState("w", nn.Parameter(torch.zeros(6, 10)), index, decays=True)
-    layer = LayerState("l", [tensor], StateFormat(torch.float32, torch.float32))
+    layer = state_of({"w": mask}, StateFormat(torch.float32, torch.float32, (), kind))
+    [tensor] = layer.tensors
+    index = tensor.index
     transposed = numbers(60).view(10, 6).t()
     strided = torch.zeros(120)[::2]
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.kernel_contract import RULES, layer_of, randoms
+from support.kernel_contract import RULES, layer_of, randoms, state_of
 from support.oracle import RoundedAdamW, nearest_root
 from torch import Tensor, nn
 
@@ -96,13 +96,10 @@ examples = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 def layer_with_gradients(dtype: torch.dtype = torch.float32) -> LayerState:
-    tensors = [
-        TensorState(name, nn.Parameter(torch.zeros(numel)), FullIndex(numel), decays=False)
-        for name, numel in SIZES.items()
-    ]
-    layer = LayerState("layer", tensors, StateFormat(torch.float32, dtype))
+    masks = {name: torch.ones(numel, dtype=torch.bool) for name, numel in SIZES.items()}
+    layer = state_of(masks, StateFormat(torch.float32, dtype))
     generator = torch.Generator().manual_seed(1)
-    for tensor in tensors:
+    for tensor in layer.tensors:
         layer.accumulate(tensor, torch.randn(tensor.kept, generator=generator))
     return layer
 
