@@ -7,6 +7,7 @@ what the CPU computes, but for AdamW's square root in fp32.
 from __future__ import annotations
 
 import itertools
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from support import devices
-from support.cuda_on_cpu import COMPRESS, EXACT, HELPERS, JUDGE, STEP, EmulatedLauncher, compiler
+from support.cuda_on_cpu import EVERY, EmulatedLauncher, compiler
 from support.devices import AVAILABLE, LateDevice, on_host, pretend
 from support.exhaustive import by_default
 from support.images import assert_equal_tensors
@@ -81,9 +82,9 @@ def device_roots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> EmulatedLauncher:
-    rules = [name for name in STEP if name.startswith("step_adamw") or "PLAIN" in name]
-    wanted = [name for name in (*COMPRESS, *JUDGE, *rules) if "Fp16" not in name]
-    return EmulatedLauncher([*wanted, *HELPERS, *EXACT], tmp_path_factory.mktemp("kernels"))
+    unused = re.compile("Fp16|NONE|NESTEROV|expand")
+    wanted = [name for name in EVERY if not unused.search(name)]
+    return EmulatedLauncher(wanted, tmp_path_factory.mktemp("kernels"))
 
 
 @pytest.fixture

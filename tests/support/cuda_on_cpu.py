@@ -17,7 +17,7 @@ from typing import TypeAlias
 import numpy as np
 
 from axsparse.samo.cuda.device_index import BITS, INDICES
-from axsparse.samo.cuda.launch import Argument, pointer, source
+from axsparse.samo.cuda.launch import NUMBERS, Argument, pointer, source
 
 HEADER = Path(__file__).with_suffix(".h")
 OPTIONS = ("-std=c++17", "-O0", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE")
@@ -94,24 +94,25 @@ def _value(argument: Argument) -> Value:
     return ctypes.c_int64(int(argument) if isinstance(argument, np.int64) else pointer(argument))
 
 
-ENCODED = tuple(name for kind, name in INDICES.items() if kind != "full")
+def instances(kernel: str, *axes: Iterable[str]) -> list[str]:
+    """The names of a kernel's instances with every combination of template arguments."""
+    return [f"{kernel}<{', '.join(values)}>" for values in product(*axes)]
+
+
+ALL = tuple(INDICES.values())
 GRADIENTS = ("Bf16, Bf16", "Bf16, Fp32", "Fp16, Fp16", "Fp16, Fp32", "Fp32, Fp32")
 """Types of weight and gradient."""
-COMPRESS = [f"compress<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)]
-NUMBERS = ("Bf16", "Fp16", "Fp32")
-JUDGE = [f"sum_squares<{number}>" for number in NUMBERS] + ["fold"]
-STEP = [
-    f"step_adamw<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)
-] + [
-    *(
-        f"step_sgd<{index}, {types}, {kind}>"
-        for index, types, kind in product(
-            INDICES.values(), GRADIENTS, ("NONE", "PLAIN", "NESTEROV")
-        )
-    )
+MOMENTA = ("NONE", "PLAIN", "NESTEROV")
+COMMON = [
+    *instances("sum_squares", NUMBERS.values()),
+    *instances("move", [name for kind, name in INDICES.items() if kind != "full"], BITS.values()),
+    *instances("expand", ALL, GRADIENTS),
+    *instances("add_exact", ALL, NUMBERS.values()),
+    *("fold", "finish_exact"),
 ]
-HELPERS = [f"move<{index}, {bits}>" for index, bits in product(ENCODED, BITS.values())]
-EXPAND = [f"expand<{index}, {types}>" for index, types in product(INDICES.values(), GRADIENTS)]
-EXACT = [f"add_exact<{index}, {number}>" for index, number in product(INDICES.values(), NUMBERS)]
-EXACT.append("finish_exact")
-EVERY = COMPRESS + JUDGE + STEP + HELPERS + EXPAND + EXACT
+EVERY = [
+    *instances("compress", ALL, GRADIENTS),
+    *instances("step_adamw", ALL, GRADIENTS),
+    *instances("step_sgd", ALL, GRADIENTS, MOMENTA),
+    *COMMON,
+]
