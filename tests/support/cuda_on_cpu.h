@@ -1,6 +1,7 @@
 // Runs CUDA kernels on a CPU: every thread is a fiber, and a thread block runs its fibers from
 // one barrier to the next, in an order that is drawn anew each time, so that a barrier that is
-// missing shows. Thread blocks run one after another, also in a drawn order.
+// missing shows. Thread blocks run one after another, also in a drawn order. The arithmetic is that
+// of device.cuh for AMD's GPUs, which is plain C++.
 
 #include <setjmp.h>
 #include <stdint.h>
@@ -10,9 +11,10 @@
 #include <type_traits>
 #include <utility>
 
-#define ON_DEVICE inline
+#define __HIP__
+#define __device__
+#define __forceinline__ inline
 #define __global__
-#define __grid_constant__
 #define __launch_bounds__(...)
 #define __shared__ static
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -150,12 +152,12 @@ inline Value exchange(Value value, int distance) {
 }
 
 template <typename Value>
-inline Value from_lane_before(Value value, int distance) {
+inline Value __shfl_up(Value value, int distance, int) {
     return exchange(value, -distance);
 }
 
 template <typename Value>
-inline Value from_lane_behind(Value value, int distance) {
+inline Value __shfl_down(Value value, int distance, int) {
     return exchange(value, distance);
 }
 
@@ -183,39 +185,6 @@ inline float __uint_as_float(unsigned bits) {
     float value;
     memcpy(&value, &bits, sizeof(value));
     return value;
-}
-
-// -- arithmetic, as in device.cuh: one rounding each (compiled with -ffp-contract=off) -----------
-
-inline float add(float a, float b) { return a + b; }
-inline float subtract(float a, float b) { return a - b; }
-inline float multiply(float a, float b) { return a * b; }
-inline float multiply_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
-inline float divide(float a, float b) { return a / b; }
-inline float root(float a) { return __builtin_sqrtf(a); }
-inline double widen(float a) { return a; }
-
-inline float narrow(double a) { return (float)a; }
-inline long long nearest_integer(double a) { return (long long)__builtin_rint(a); }
-
-inline float half_to_float(unsigned short bits) {
-    unsigned sign = (unsigned)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, part = bits & 1023;
-    if (exponent == 31) return __uint_as_float(sign | 0x7F800000u | part << 13);
-    if (exponent) return __uint_as_float(sign | (exponent + 112) << 23 | part << 13);
-    float size = (float)part * 0x1p-24f;
-    return sign ? -size : size;
-}
-
-inline unsigned short float_to_half(float value) {
-    unsigned bits = __float_as_uint(value), sign = bits >> 16 & 0x8000, size = bits & 0x7FFFFFFFu;
-    if (size > 0x7F800000u) return (unsigned short)(sign | 0x7E00);
-    if (size >= 0x477FF000u) return (unsigned short)(sign | 0x7C00);
-    if (size < 0x38800000u) {  // in steps of 2^-24: a sum with 0.5 leaves them in the lowest bits
-        unsigned steps = __float_as_uint(__uint_as_float(size) + 0.5f) - 0x3F000000u;
-        return (unsigned short)(sign | steps);
-    }
-    unsigned rounded = size + 0xFFFu + (size >> 13 & 1u);
-    return (unsigned short)(sign | ((rounded >> 13) - (112u << 10)));
 }
 
 // -- calls from outside -------------------------------------------------------------------------

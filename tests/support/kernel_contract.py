@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
+from unittest import mock
 
 import numpy as np
 import torch
-from support import kernel_reference as reference
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from axsparse.samo import fixed_point, precision
@@ -19,13 +20,14 @@ from axsparse.samo.backend import Backend
 from axsparse.samo.cuda import kernels
 from axsparse.samo.cuda.device_index import INDICES, DeviceIndex, DeviceKind, make_device_index
 from axsparse.samo.cuda.kernels import add_exact, compress, finish_exact, sum_squares
-from axsparse.samo.cuda.launch import CHUNK, GROUP, SUMMED, TILE, Argument, Launcher
+from axsparse.samo.cuda.launch import CHUNK, GROUP, SUMMED, THREADS, TILE, Argument, Launcher
 from axsparse.samo.index.base import make_index
 from axsparse.samo.layer_state import LayerState
+from axsparse.samo.optim import update as update_module
 from axsparse.samo.optim.adamw import ADAMW
 from axsparse.samo.optim.optimizer import Hyper, Optimizer, TensorSlot
 from axsparse.samo.optim.sgd import sgd
-from axsparse.samo.optim.update import norm_partials
+from axsparse.samo.optim.update import norm_partials, update
 from axsparse.samo.shards import BLOCK
 from axsparse.samo.state_bytes import MASK_BLOCK, Encoding, IndexKind, StateFormat, index_bytes
 from axsparse.samo.tensor_state import TensorState
@@ -167,31 +169,25 @@ def layer_of(
 
 @dataclass(frozen=True)
 class Case:
-    """An update rule: in numpy, and as the package has it."""
+    """An update rule that has kernels and loops."""
 
     name: str
-    numpy: reference.Rule
-    torch: Optimizer
+    optimizer: Optimizer
 
     @property
     def moments(self) -> int:
-        return len(self.torch.moments)
+        return len(self.optimizer.moments)
 
     def device(self, slots: Sequence[TensorSlot], hyper: Hyper, factor: float) -> None:
         """One step by kernels."""
-        kernels.step(self.torch, slots, hyper, factor)
-
-
-def _sgd(name: str, momentum: float, *, nesterov: bool = False) -> Case:
-    rule = reference.sgd(momentum, nesterov=nesterov)
-    return Case(name, rule, sgd(momentum, nesterov=nesterov))
+        kernels.step(self.optimizer, slots, hyper, factor)
 
 
 RULES = (
-    Case("adamw", reference.adamw, ADAMW),
-    _sgd("sgd", 0.0),
-    _sgd("momentum", 0.9),
-    _sgd("nesterov", 0.9, nesterov=True),
+    Case("adamw", ADAMW),
+    Case("sgd", sgd(0.0, nesterov=False)),
+    Case("momentum", sgd(0.9, nesterov=False)),
+    Case("nesterov", sgd(0.9, nesterov=True)),
 )
 ADAMW_CASE, SGD_CASE, *_ = RULES
 
@@ -211,20 +207,40 @@ def slot_of(machine: Machine, index: DeviceIndex, layer: LayerState, shift: int 
     )
 
 
+def partials_of(gradient_K: Tensor) -> Tensor:
+    """Sums of squares a block, in the order of `source/compress.cuh`."""
+    values = gradient_K.float().numpy().astype(np.float64)
+    blocks = -(-values.size // BLOCK)
+    padded = np.zeros(blocks * BLOCK)
+    padded[: values.size] = values
+    each = padded.reshape(blocks, BLOCK // CHUNK, CHUNK // THREADS, THREADS // 32, 32)
+    # A loop, since `sum` adds in pairs.
+    lanes = _in_order(np.moveaxis(each * each, 2, 0))
+    while lanes.shape[-1] > 1:
+        half = lanes.shape[-1] // 2
+        lanes = lanes[..., :half] + lanes[..., half:]
+    chunks = _in_order(np.moveaxis(lanes[..., 0], 2, 0))
+    return torch.from_numpy(_in_order(np.moveaxis(chunks, 1, 0)))
+
+
+def _in_order(terms: NDArray[Any]) -> NDArray[Any]:
+    total: NDArray[Any] = terms[0].copy()
+    for term in terms[1:]:
+        total += term
+    return total
+
+
 def empty_partials(machine: Machine, kept: int) -> Tensor:
     """Memory for the sums of squares of so many entries, with values that nobody may leave
     there."""
     return machine.put(torch.full((-(-kept // BLOCK),), -1.0, dtype=torch.float64))
 
 
-def by_numpy(layer: LayerState, case: Case, hyper: Hyper, factor: float) -> None:
-    """One step of a layer's one tensor by the reference."""
-    [tensor] = layer.tensors
-    gradient = layer.gradient.float().numpy() * np.float32(factor)
-    master = layer.optimizer_state.read_master(tensor, 0, tensor.kept).numpy().copy()
-    moments = [values.numpy() for values in layer.optimizer_state.moments_K.values()]
-    moved = case.numpy(master, gradient, moments, hyper)
-    layer.optimizer_state.write_master(tensor, 0, torch.from_numpy(moved))
+def by_loop(layer: LayerState, case: Case, hyper: Hyper, factor: float) -> None:
+    """One step of a layer by the loops of CPUs, whatever its size; `test_host_step.py` compares
+    them with torch."""
+    with mock.patch.object(update_module, "FEW", -1):
+        update([layer], case.optimizer, hyper, factor)
 
 
 def same_state(slot: TensorSlot, layer: LayerState) -> None:
@@ -422,7 +438,7 @@ def sums_of_squares_are_those_of_the_cpu_in_another_order(
 
     sum_squares(machine.launch, [(machine.put(layer.gradient), partials)])
 
-    same_bits(partials, reference.partials(layer.gradient))
+    same_bits(partials, partials_of(layer.gradient))
     theirs = norm_partials([layer], ["w"])["w"]
     # 65,536 roundings of fp64, which the other order may do otherwise.
     torch.testing.assert_close(partials.cpu(), theirs, rtol=1e-11, atol=0)
@@ -455,7 +471,7 @@ def squares_of_many_tensors_are_summed_by_few_launches(
     sum_squares(counted, parts)
 
     for values, (_, partials) in zip(gradients, parts, strict=True):
-        same_bits(partials, reference.partials(values))
+        same_bits(partials, partials_of(values))
     filled = sum(size > 0 for size in sizes)
     assert len(launched) == 2 * -(-filled // SUMMED)
 
@@ -475,10 +491,10 @@ def stepped(
     factor: float = FACTOR,
     shift: int = 0,
 ) -> TensorSlot:
-    """One step by kernels, which leaves the bits of the reference."""
+    """One step by kernels, which leaves the bits of loops."""
     slot = slot_of(machine, machine.index(mask, kind), layer, shift)
     rule.device([slot], hyper, factor)
-    by_numpy(layer, rule, hyper, factor)
+    by_loop(layer, rule, hyper, factor)
     same_state(slot, layer)
     return slot
 
@@ -497,7 +513,7 @@ def a_step_is_the_formulas_with_one_rounding_an_operation(
         slot.gradient.copy_(gradient)
         hyper = replace(HYPER, step=step)
         rule.device([slot], hyper, FACTOR)
-        by_numpy(layer, rule, hyper, FACTOR)
+        by_loop(layer, rule, hyper, FACTOR)
         same_state(slot, layer)
     assert not slot.weight.cpu()[~mask].any()
 
@@ -520,7 +536,7 @@ def a_share_of_the_entries_is_updated_and_the_others_keep_their_weights(
     before = tensor.weight_D.clone()
     index = machine.index(mask, kind)
     whole = slot_of(machine, index, layer)
-    by_numpy(layer, ADAMW_CASE, HYPER, FACTOR)
+    by_loop(layer, ADAMW_CASE, HYPER, FACTOR)
     for held in (range(0), range(1000, 2500), range(2500, index.kept)):
         weights = machine.put(before)
         part = slice(held.start, held.stop)
@@ -565,7 +581,7 @@ def tensors_of_the_same_types_are_stepped_together(machine: Machine, rule: Case)
 
     assert len(launched) == len(kinds) * len(states)
     for slot, layer in cases:
-        by_numpy(layer, rule, HYPER, FACTOR)
+        by_loop(layer, rule, HYPER, FACTOR)
         same_state(slot, layer)
 
 
@@ -581,7 +597,7 @@ def more_tensors_than_a_launch_takes_are_stepped_by_several(machine: Machine) ->
     ADAMW_CASE.device(slots, HYPER, FACTOR)
 
     for slot, layer in zip(slots, layers, strict=True):
-        by_numpy(layer, ADAMW_CASE, HYPER, FACTOR)
+        by_loop(layer, ADAMW_CASE, HYPER, FACTOR)
         same_state(slot, layer)
 
 
@@ -672,5 +688,5 @@ def subnormal_numbers_stay_what_they_are(machine: Machine) -> None:
     sum_squares(machine.launch, [(slot.gradient, partials)])
 
     assert bool((slot.moments[0] != 0).any())
-    same_bits(partials, reference.partials(tiny))
+    same_bits(partials, partials_of(tiny))
     assert bool((partials > 0).all())

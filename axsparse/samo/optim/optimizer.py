@@ -25,11 +25,10 @@ Adding an optimizer to the package:
      write the dense rule into `tests/support/oracle.py` and rows of it into
      `tests/behavior/test_state_equivalence.py`, and add the name to the lists in `test_resume.py`
      and `test_step_memory.py` next to it. All of these must pass.
-  5. Machine code is optional (`Compiled`). The kernel's source goes into
-     `samo/cuda/source/step.cuh`, its reference into `tests/support/kernel_reference.py`, and
-     `tests/samo/cuda/test_kernels_emulated.py` must pass; the loop goes into
-     `samo/host/step_loops.py`, and `tests/samo/host/test_host_step.py` compares it with the
-     functions.
+  5. Machine code is optional (`Compiled`). The loop goes into `samo/host/step_loops.py`, and
+     `tests/samo/host/test_host_step.py` compares it with the functions; the kernel's source goes
+     into `samo/cuda/source/step.cuh`, and `tests/samo/cuda/test_kernels_emulated.py` compares it
+     with the loop.
 """
 
 from __future__ import annotations

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import re
-import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
-from support.cuda_on_cpu import ALL, COMMON, GRADIENTS, MOMENTA, compiler, instances
+from support.cuda_on_cpu import ALL, COMMON, GRADIENTS, MOMENTA, instances
 from support.exhaustive import by_default
 
 from axsparse.samo.cuda.launch import FILES, read_source, source
@@ -97,28 +96,6 @@ def test_kernels_compile_for_gpus_and_keep_all_they_have_in_registers(architectu
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
     assert len(frames) == len(SAMPLE)
     assert set(frames) == {("0", "0")}
-
-
-AMD = Path(__file__).with_name("amd.cpp").read_text(encoding="utf-8")
-
-
-@pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler")
-def test_for_amds_gpus_the_arithmetic_has_no_instruction_of_nvidias(tmp_path: Path) -> None:
-    """No compiler of HIP is here: this is the same text, taken by another compiler."""
-    program, binary = tmp_path / "amd.cpp", tmp_path / "amd"
-    text = AMD.replace("// device.cu comes here\n", read_source("device"))
-    program.write_text(text, encoding="utf-8")
-    command = [str(compiler()), "-std=c++20", "-D__HIP__", "-ffp-contract=off", str(program)]
-
-    plain = subprocess.run([*command, "-E"], capture_output=True, text=True, check=True).stdout
-    built = subprocess.run([*command, "-o", str(binary)], capture_output=True, text=True)
-
-    own = plain[plain.index("float add(") :]
-    assert "asm" not in own and "_sync" not in own
-    if "_Float16" in built.stderr:
-        pytest.skip("this compiler knows no half precision")
-    assert built.returncode == 0, built.stderr
-    assert subprocess.run([str(binary)]).returncode == 0
 
 
 def test_outside_of_the_arithmetic_nothing_is_of_one_maker_only() -> None:

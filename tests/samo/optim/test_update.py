@@ -25,7 +25,7 @@ from axsparse.samo.state_bytes import StateFormat
 from axsparse.samo.tensor_state import TensorState
 
 RATE, BETAS, EPS, DECAY = 1e-2, (0.9, 0.95), 1e-8, 0.1
-OURS = {case.name: case.torch for case in RULES}
+OURS = {case.name: case.optimizer for case in RULES}
 """The elementwise optimizers."""
 THEIRS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(RoundedAdamW, betas=BETAS, eps=EPS),
