@@ -99,7 +99,7 @@ class _Simulation:
     events: list[tuple[float, int, int, int, Message | None]] = field(default_factory=list)
     """Time, 0 for an arrival or 1 for a decision, number, stage, and arrived message."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    """The numbers of events, which order those of one time and kind."""
+    """The numbers of events, by which events of one time and kind are in order."""
 
     def play(self) -> PipelineRun:
         """Play all events, from a decision of every stage at time 0."""

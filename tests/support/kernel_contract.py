@@ -250,7 +250,7 @@ def same_state(slot: TensorSlot, layer: LayerState) -> None:
 
 
 def same_masters_and_moments(slot: TensorSlot, layer: LayerState, part: slice) -> None:
-    """Those of a slot are some of a layer's."""
+    """A slot has some of a layer's masters and moments."""
     ours = [values for values in (slot.master, *slot.moments) if values is not None]
     for own, theirs in zip(ours, layer.optimizer_state.stored().tensors, strict=True):
         same_bits(own, theirs[part])

@@ -34,7 +34,7 @@ from axsparse.samo.optim.sgd import sgd
 from axsparse.samo.optim.update import update
 from axsparse.samo.precision import round_to
 from axsparse.samo.shards import BLOCK, Replicas
-from axsparse.samo.state_bytes import IndexKind, StateFormat
+from axsparse.samo.state_bytes import Encoding, StateFormat
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="needs numba")
 
@@ -76,7 +76,7 @@ def same_layers(ours: LayerState, theirs: LayerState) -> None:
     ),
 )
 def test_a_loop_leaves_the_bits_of_torch(
-    optimizer: Optimizer, state: Types, kind: IndexKind | None, numel: int
+    optimizer: Optimizer, state: Types, kind: Encoding | None, numel: int
 ) -> None:
     """In every type, encoding and size, over steps."""
     values, mask = randoms(numel, 4).mul_(3), mask_for(kind or "full", numel, 0.3)
