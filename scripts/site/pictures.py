@@ -74,17 +74,19 @@ def _schedules() -> Iterator[str]:
     forward = [[1.0] * MICROBATCHES for _ in range(STAGES)]
     forward[1][2] = SLOW
     backward = [[2.0] * MICROBATCHES for _ in range(STAGES)]
+    durations = Durations(forward, backward)
     edges = [MessageCost(latency=0.1)] * (STAGES - 1)
     runs = {}
     for name, title in names:
         schedule = Schedule(name, int(name == "message-driven"))
-        runs[title] = simulate(partial(_policy, schedule), Durations(forward, backward), edges)
+        runs[title] = simulate(partial(_policy, schedule), durations, edges)
     longest = max(run.seconds for run in runs.values())
     for title, run in runs.items():
         spans = []
         for number, stage in enumerate(run.stages):
             now = 0.0
-            for action, begin, end in zip(stage.actions, stage.begins, stage.ends, strict=True):
+            for action, begin in zip(stage.actions, stage.begins, strict=True):
+                end = begin + durations.of(number, action)
                 if begin > now:
                     spans.append(Span(1, 0, number, "bubble", "bubble", now, begin))
                 phase = "compute" if action.direction is Direction.FORWARD else "p2p"

@@ -15,7 +15,7 @@ from support.planner_cases import load_of
 from axsparse.models.layer_cost import Activations
 from axsparse.models.model_profile import LayerInfo
 from axsparse.pipeline.policy import Policy, Schedule, ScheduleName
-from axsparse.pipeline.simulator import simulate
+from axsparse.pipeline.simulator import MessageCost, simulate
 from axsparse.planner.layout_search import Layout
 from axsparse.planner.stage_memory import (
     StageLoad,
@@ -125,6 +125,7 @@ def test_a_stage_never_holds_more_than_is_counted(name: ScheduleName, size: floa
             run = simulate(
                 partial(policy_of, schedule, g_inter, microbatches),
                 uniform_durations(g_inter, microbatches, 1, backward, weight),
+                [MessageCost()] * (g_inter - 1),
             )
             for stage, done in enumerate(run.stages):
                 place = {"stage": stage, "g_inter": g_inter, "microbatches": microbatches}
