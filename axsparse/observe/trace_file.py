@@ -24,6 +24,7 @@ from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import DataError, OutputError, reading, writing
 from axsparse.runtime.exchange import gather_numbers, together
 from axsparse.runtime.grid import RankCoords
+from axsparse.runtime.files.safetensors import MALFORMED
 
 TRACES = "trace"
 """The folder of the traces, in the run directory."""
@@ -126,7 +127,7 @@ def read(path: Path) -> list[Span]:
             for event in json.loads(text)["traceEvents"]
             if event["ph"] == "X"
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except MALFORMED as error:
         raise DataError(
             f"{path}: no trace of axsparse ({type(error).__name__}: {error}); give one that "
             "train.trace wrote"
