@@ -60,7 +60,7 @@ MEASURED: Mapping[str, Mapping[float, float]] = {
     "blocks": {0.5: 1.24, 0.6: 1.53, 0.7: 2.07, 0.8: 3.64, 0.9: 9.05},
     "train": {0.5: 1.17, 0.6: 1.34, 0.7: 1.61, 0.8: 2.31},
     "mixed": {0.7: 1.29, 0.8: 1.67, 0.9: 2.89},
-    "gradual": {0.6: 1.77, 0.8: 41.7},
+    "gradual": {0.6: 1.77, 0.7: 3.59, 0.8: 41.7, 0.9: 119.0},
 }
 """Perplexity over the dense model's of English text, by healing (a training whose masks rise is
 "gradual", one by texts and a teacher alike "mixed") and sparsity, for `MODEL`:
@@ -257,9 +257,10 @@ def plan_lines(order: PruneOrder, config: Config, work: Work | None) -> Iterator
     measured = MEASURED.get(healing, {})
     nearest = min(measured, key=lambda at: abs(at - sparsity), default=None)
     if nearest is not None and math.isclose(nearest, sparsity, abs_tol=0.05):
+        at_once = f", {MEASURED['blocks'][nearest]:g} after {RECIPES['blocks']}" * rises
         yield (
             f"{MODEL} had {measured[nearest]:g} times the perplexity of dense at "
-            f"{100 * nearest:g} % after {RECIPES[healing]}"
+            f"{100 * nearest:g} % after {RECIPES[healing]}{at_once}"
         )
     else:
         blocks = ", ".join(f"{r:g} at {100 * at:g} %" for at, r in MEASURED["blocks"].items())

@@ -23,8 +23,8 @@ from axsparse.observe.phases import PHASES, Phases
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import DataError, OutputError, reading, writing
 from axsparse.runtime.exchange import gather_numbers, together
-from axsparse.runtime.grid import RankCoords
 from axsparse.runtime.files.safetensors import MALFORMED
+from axsparse.runtime.grid import RankCoords
 
 TRACES = "trace"
 """The folder of the traces, in the run directory."""
