@@ -337,18 +337,16 @@ def test_what_is_over_is_over_and_every_way_out_is_clean(
         assert job.stdout.count("end\n") == (1 if where == "after" else 2), str(job)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "where", "code", "way"),
-    by_default(
-        [(1, "callback", 0, "sys.exit(0)")],
-        [
-            (1, "callback", 0, "sys.exit(0)"),
-            (2, "callback", 0, "sys.exit(0)"),
-            (2, "callback", 1, "pass"),
-            (1, "loop", 1, "trainer.step()"),
-            (1, "loop", 3, "trainer.close(); sys.exit(3)"),
-        ],
-    ),
+    [
+        (1, "callback", 0, "sys.exit(0)"),
+        (2, "callback", 0, "sys.exit(0)"),
+        (2, "callback", 1, "pass"),
+        (1, "loop", 1, "trainer.step()"),
+        (1, "loop", 3, "trainer.close(); sys.exit(3)"),
+    ],
 )
 def test_a_fork_of_a_rank_ends_by_itself_and_changes_nothing(
     ranks: int, where: str, code: int, way: str, tmp_path: Path
