@@ -162,7 +162,9 @@ class OptimizerState:
         """One moment of all kept entries, `(kept,)`; called as `full_master`."""
         held = tensor.entries_in(self._shares.held)
         values_K = self.moments_of(tensor, held.start, held.stop)[moment]
-        return self._shares.gathered(tensor, values_K.to(self._backend.device))
+        if self._shares.is_sharded:  # offloaded ones are on the host, and stay there otherwise
+            values_K = values_K.to(self._backend.device)
+        return self._shares.gathered(tensor, values_K)
 
     def reset_moments(self) -> None:
         for values_K in self.moments_K.values():
@@ -435,7 +437,7 @@ class LayerState:
         full, values_K = tensor.parameter.numel(), values(tensor)
         if tensor.kept < full:
             dense_D = self._zeros(full)
-            tensor.index.scatter(dense_D, values_K, 0)
+            tensor.index.scatter(dense_D, values_K.to(dense_D.device), 0)
             values_K = dense_D
         return self.gathered(tensor, values_K.cpu())
 

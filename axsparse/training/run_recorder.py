@@ -47,10 +47,10 @@ def make_recorder(
     flops = matrix_peak(plan.dtype, placement.backend.device) if peak == "auto" else peak
     # The memory in addition to the model state, most of it libraries; that of the host does not
     # count where state and activations are on a GPU.
-    beside = 0.0
+    overhead = 0.0
     if placement.gpu is None:
-        beside = max(0, resident_memory_bytes() - live - taught) + SMALL_BLOCKS
-    rows = gather_numbers(transport, [live, flops, beside, taught])
+        overhead = max(0, resident_memory_bytes() - live - taught) + SMALL_BLOCKS
+    rows = gather_numbers(transport, [live, flops, overhead, taught])
     states, peaks, overheads, teachers = zip(*rows, strict=True)
     predicted = plan.prediction
     peak_bytes = None if predicted is None else predicted.memory_bytes + max(overheads)

@@ -430,7 +430,7 @@ class Step:
                 TrainingError(
                     f"step {step}: weights: replica {coords.replica} has come to others than "
                     f"replica 0 on stage {coords.stage}; look for code that writes to weights "
-                    "beside the optimizer (through .data in a forward, say), or for bad memory of "
+                    "outside the optimizer (through .data in a forward, say), or for bad memory of "
                     "a host; resume from a checkpoint before that"
                 )
             )

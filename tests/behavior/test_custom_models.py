@@ -262,7 +262,7 @@ def test_replicas_that_drift_apart_are_found_out(
 ) -> None:
     told = (
         f"step {step}: weights: replica 1 has come to others than replica 0 on stage {stage}; "
-        "look for code that writes to weights beside the optimizer (through .data in a forward, "
+        "look for code that writes to weights outside the optimizer (through .data in a forward, "
         "say), or for bad memory of a host; resume from a checkpoint before that"
     )
     config = comparing(compare_replicas_every=every)
