@@ -326,6 +326,8 @@ class _Run:
     """The inputs and all that calls are given and return, each with its version, by id."""
     outputs: list[Any] = field(default_factory=list)
     """The result of the last call."""
+    called: int = 0
+    """The number of calls so far."""
 
     def note(self, values: Sequence[Any]) -> None:
         """Note tensors, and the versions of all."""
@@ -682,13 +684,15 @@ class _Split:
                 result, is_end = run_until_reached(tree, *inputs)
             finally:
                 _RUN.reset(token)
-            if first == stop + 1:  # all of it on the meta device
+            if is_end and first > len(self._calls):  # all of it on the meta device
                 self._reject_other_end(run, result)
             return result, is_end
 
     def _stand_in(self, number: int, member: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The result of a stand-in in the place of call `number`."""
         run, call = _RUN.get(), self._calls[number]
+        self._reject_other_order(run, number)
+        run.called = number + 1
         leaves, spec = tree_flatten(as_constants((args, kwargs)))
         self._reject_other_arguments(run, number, leaves, spec)
         if number == run.stop:
@@ -726,6 +730,11 @@ class _Split:
 
     # -- what other shapes change -------------------------------------------------------------
 
+    def _reject_other_order(self, run: _Run, number: int) -> None:
+        """ConfigError where a call, or the end, does not come next."""
+        if number != run.called:
+            self._reject(number, "calls other blocks, or in another order,", run.values)
+
     def _reject_other_arguments(
         self, run: _Run, number: int, leaves: Sequence[Any], spec: object
     ) -> None:
@@ -755,6 +764,7 @@ class _Split:
             self._reject(number, f"gets another kind of result from {call.name}", values)
 
     def _reject_other_end(self, run: _Run, result: object) -> None:
+        self._reject_other_order(run, len(self._calls))
         [*results], last = tensors_of(result), self._calls[-1].name
         is_last = len(results) == 1 and any(results[0] is each for each in run.outputs)
         if not is_last or run.has_written_to(results[0]):

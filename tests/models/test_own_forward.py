@@ -435,6 +435,24 @@ class ChangedAtTheEnd(Reader):
         return x * 1.5 if x.shape[1] > 4 else x
 
 
+class TurnedIfLong(Reader):
+    def forward(self, x: Tensor) -> Any:
+        is_long, x = x.shape[1] > 4, self.stem(x)
+        for block in reversed(self.blocks) if is_long else self.blocks:
+            x = block(x)
+        return x.tanh()
+
+
+class ShorterIfLong(Reader):
+    """Gives its blocks a number that the shape tells, so that each of them asks for it."""
+
+    def forward(self, x: Tensor) -> Any:
+        is_long, x = x.shape[1] > 4, self.stem(x)
+        for block in self.blocks[: 1 if is_long else 2]:
+            x = block(x, 2.0 if is_long else 1.0)
+        return x.tanh()
+
+
 class Answering(Reader):
     class Block(Reader.Block):
         def forward(self, x: Tensor, scale: Any = None) -> Any:
@@ -452,6 +470,8 @@ REFUSED_IF_LONG: dict[str, type[nn.Module]] = {
     "computing between blocks": ChangedBetween,
     "writing between blocks": WrittenBetween,
     "computing behind the blocks": ChangedAtTheEnd,
+    "blocks in another order": TurnedIfLong,
+    "fewer blocks": ShorterIfLong,
     "another answer": Answering,
 }
 
