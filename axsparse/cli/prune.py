@@ -127,7 +127,8 @@ def main(argv: Sequence[str]) -> NoReturn:
     settings = _settings(arguments)
     handle_interrupt(signal.SIG_DFL)
     arguments.config = arguments.config or bundled_source()
-    reject_early(arguments, [override(FROM, arguments.source), *settings], is_part=True)
+    made = [override(FROM, arguments.source), "pruning.at_step=0"]
+    reject_early(arguments, [*made, *settings], is_part=True)
     # Imported late, so that --help loads neither torch nor MPI.
     from axsparse.runtime.job import run
 

@@ -110,6 +110,20 @@ def test_a_file_that_has_the_name_of_the_bundled_one_is_the_users_own(
     assert hidden.implied(usual) == implied
 
 
+def test_the_early_checks_know_that_masks_are_drawn_at_once(
+    order: PruneOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("pruning: {method: magnitude, at_step: 60}\n")
+    monkeypatch.setattr("axsparse.runtime.job.run", lambda _: sys.exit(0))
+    words = ["--from", str(order.source), "--data", "texts", "--out", "out"]
+
+    with pytest.raises(SystemExit) as left:
+        prune.main([*words, "--config", str(own), "--method", "wanda"])
+
+    assert left.value.code == 0
+
+
 def test_outliers_spread_what_inputs_decide_and_no_other_setting_spreads(order: PruneOrder) -> None:
     others = with_settings(order, "pruning.sparsity=0.9", "pruning.layers=[a=0.5]")
     order = with_settings(order, "pruning.sparsity=0.9")
