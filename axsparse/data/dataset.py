@@ -61,7 +61,8 @@ class Dataset(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A hex digest of the contents, which must be the same on all ranks that read."""
+        """A hex digest of the contents, the same on all ranks that read, as is checked at the start
+        of a run."""
         ...
 
     @property
@@ -97,8 +98,8 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True)
 class Datasets:
-    """The data of a run, as the function that `axsparse.build` gets returns it on ranks that
-    read."""
+    """The data of a run, as a function that `ax.Trainer(data=…)` is given returns it on ranks
+    that read."""
 
     training: Dataset
     validation: Dataset | None = None
@@ -160,6 +161,7 @@ class ArrayDataset:
         return len(self._targets)
 
     def read(self, indices: NDArray[np.int64]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """The rows with these numbers, of every input and of the targets."""
         rows = torch.from_numpy(indices)
         return tuple(tensor[rows] for tensor in self._inputs), self._targets[rows]
 
@@ -307,9 +309,12 @@ def read_tensors(
     read: Any = dataset.read(*((samples, epochs) if reads_epochs else (samples,)))
     is_pair = isinstance(read, tuple | list) and len(read) == 2
     if not is_pair or not isinstance(read[0], tuple | list):
+        what = type(read).__name__
+        if is_pair:
+            what += f" of {type(read[0]).__name__} and {type(read[1]).__name__}"
         raise DataError(
-            f"data ({dataset.name}): read returns {type(read).__name__}; return two things, a "
-            "tuple of inputs and the targets"
+            f"data ({dataset.name}): read returns {what}; return two things, a tuple of inputs "
+            "and the targets"
         )
     inputs, targets = read
     for tensor in (*inputs, targets):

@@ -666,11 +666,11 @@ def documents(source: DocumentSource, reading: Reading, fraction: float) -> Iter
 
 
 def first_contents(sources: Sequence[DocumentSource], reading: Reading) -> Iterator[Content]:
-    """The contents that are no text of the first documents of files."""
+    """The contents that are no text of the first documents of files, but for those left out."""
     for source in sources:
         if source.reader is not read_text:
             for piece in islice(documents(source, reading, 0.0), FIRST):
-                if piece.content is not None:
+                if piece.content is not None and piece.problem is None:
                     yield piece.content
 
 

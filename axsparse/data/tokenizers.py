@@ -462,11 +462,13 @@ def check_tokenizers(config: Config) -> None:
     sources = [(key, path) for path, _ in token_sources(config.data)]
     places = [*models.items(), *sources, ("data.validation", config.data.validation)]
     folders = [(key, Path(path)) for key, path in places if path is not None]
-    texts = [(key, folder, _tokenizer_text(folder)) for key, folder in folders]
-    known = [(key, folder, text) for key, folder, text in texts if text is not None]
-    for key, folder, text in known[1:]:
-        _, first, of_first = known[0]
-        if text == of_first:
+    first, of_first = Path(), None
+    for key, folder in folders:
+        text = _tokenizer_text(folder)
+        if text is None or text == of_first:
+            continue
+        if of_first is None:
+            first, of_first = folder, text
             continue
         words, theirs = _ordinary_words(of_first), _ordinary_words(text)
         for id_ in words.keys() & theirs.keys():
@@ -506,9 +508,9 @@ def _ordinary_words(text: bytes) -> dict[int, str]:
         content = json.loads(text)
         words = content["model"]["vocab"]
         added = {one["id"] for one in content["added_tokens"]}
-        if isinstance(words, list):  # of words with their scores
-            words = {word: id_ for id_, (word, _) in enumerate(words)}
-        return {id_: word for word, id_ in words.items() if id_ not in added}
+        is_scored = isinstance(words, list)  # words with their scores, by id
+        by_id = enumerate(word for word, _ in words) if is_scored else map(reversed, words.items())
+        return {id_: word for id_, word in by_id if id_ not in added}
     return {}
 
 

@@ -177,6 +177,27 @@ def test_a_completion_without_tokens_is_left_out_alone(tmp_path: Path) -> None:
     assert sidecar.sources.left_out == {"empty": 1} and sidecar.train.documents == 1
 
 
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "a", "completion": ""},
+        {"prompt": "\ud800", "completion": "x"},
+        {"prompt": [{"role": "user", "content": "a"}], "completion": []},
+    ],
+    ids=["empty", "no UTF-8", "an unanswered chat"],
+)
+def test_records_that_are_left_out_do_not_say_what_the_others_are(
+    record: dict[str, Any], tmp_path: Path
+) -> None:
+    source = write_jsonl(tmp_path / "in.jsonl", [{"text": "ab"}, record])
+
+    sidecar, _ = run(Request((source,), tmp_path / "o"))
+
+    assert sum(sidecar.sources.left_out.values()) == 1
+    assert documents_of(tmp_path / "o") == ["ab"]
+    assert not sidecar.marked
+
+
 def test_of_records_that_are_several_documents_the_screen_says_which_is_taken(
     tmp_path: Path,
 ) -> None:

@@ -369,6 +369,7 @@ def tokenizer_json(words: Any, added: list[int]) -> str:
         ("no tokenizer", True),
         (tokenizer_json({"b": 0, "a": 1}, []), False),
         (tokenizer_json([["a", -1.0], ["c", -2.0]], []), False),
+        (tokenizer_json([["b", -1.0], ["a", -2.0], ["b", -3.0]], []), False),  # one word twice
         (tokenizer_json(byte_tokenizer(0).tokenizer["model"]["vocab"], [0]), False),
     ],
 )
