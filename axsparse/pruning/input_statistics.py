@@ -311,7 +311,7 @@ class WatchedProducts(TorchDispatchMode):
             first, second = args[operation.startswith(("add", "badd")) :][:2]
             offsets: Tensor | None = None
             if "grouped" in operation:
-                offsets = kwargs["offs"] if "offs" in kwargs else args[2]
+                offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
             ends = None if offsets is None else offsets.tolist()
             if own := self._of(second):
                 own.add(first, second, ends)

@@ -16,7 +16,8 @@ from axsparse.pruning.input_statistics import ProductStatistics
 FACTOR = 5.0
 SPREAD = 0.16
 """The densest layer's density less the sparsest one's: 2 λ of the paper, with its λ of 0.08 for
-70 % and more. A mean density below it takes its place, so that every layer keeps something."""
+70 % and more. A mean density or sparsity below it takes its place: no layer keeps less than
+nothing, or more than all."""
 
 
 def outlier_share(
@@ -44,7 +45,7 @@ def sparsities(
     """The sparsity of each layer, linear in its share of outliers; all entries of
     the layers together have the sparsity `mean`."""
     least, most = min(shares.values()), max(shares.values())
-    unit = min(SPREAD, 1 - mean) / (most - least) if most > least else 0.0
+    unit = min(SPREAD, mean, 1 - mean) / (most - least) if most > least else 0.0
     denser = {name: unit * (share - least) for name, share in shares.items()}
     total = sum(entries[name] for name in shares)
     usual = sum(denser[name] * entries[name] for name in shares) / total

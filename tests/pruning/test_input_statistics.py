@@ -105,12 +105,14 @@ def test_a_product_shows_its_inputs_on_either_side_of_the_weight(
     torch.testing.assert_close(gathered.norms, x.norm(dim=0))
 
 
-def test_a_product_with_a_stack_gives_each_matrix_its_own_tokens() -> None:
-    weight, x = torch.randn(2, 4, 3), torch.randn(2, 5, 4)
+@pytest.mark.parametrize("product", ["bmm", "_grouped_mm"])
+def test_a_product_with_a_stack_gives_each_matrix_its_own_tokens(product: str) -> None:
+    multiply = getattr(torch, product, None) or pytest.skip(f"this torch has no {product}")
+    weight, x = torch.randn(2, 4, 8), torch.randn(2, 5, 4)
     gathered = ProductStatistics(WandaStatistics, "experts", weight, 1)
 
     with WatchedProducts([gathered]):
-        torch.bmm(x, weight)
+        multiply(x, weight)
 
     for scores, matrix, tokens in zip(gathered.scores(weight), weight, x, strict=True):
         torch.testing.assert_close(scores, matrix.t().abs() * tokens.norm(dim=0))

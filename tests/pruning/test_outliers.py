@@ -10,7 +10,9 @@ ENTRIES = {"a": 100, "b": 300, "c": 100}
 
 
 @pytest.mark.parametrize(
-    ("mean", "spread"), [(0.7, 0.16), (0.9, 0.1), (0.99, 0.01)], ids=["paper", "90", "99"]
+    ("mean", "spread"),
+    [(0.7, 0.16), (0.9, 0.1), (0.99, 0.01), (0.1, 0.1)],
+    ids=["paper", "90", "99", "10"],
 )
 def test_the_mean_stays_and_every_layer_keeps_something(mean: float, spread: float) -> None:
     found = sparsities({"a": 0.02, "b": 0.01, "c": 0.03}, ENTRIES, mean)
