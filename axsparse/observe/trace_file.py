@@ -12,6 +12,7 @@ thousands of ranks is never in one rank's memory, and none of it is sent.
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +32,8 @@ TRACES = "trace"
 TRACE_FILE = re.compile(r"steps-\d+-(\d+)\.json")
 MICROSECONDS = 1e6
 BETWEEN = ",\n"
+MOST_STAGES = 10_000
+"""No trace has more; a timeline has a row for each."""
 
 
 @dataclass(frozen=True)
@@ -115,23 +118,28 @@ def read(path: Path) -> list[Span]:
         text = path.read_bytes()
     try:
         return [
-            Span(
-                step=int(event["args"]["step"]),
-                replica=int(event["pid"]),
-                stage=int(event["tid"]),
-                phase=_phase(event["cat"]),
-                name=str(event["name"]),
-                begin=event["ts"] / MICROSECONDS,
-                end=(event["ts"] + event["dur"]) / MICROSECONDS,
-            )
-            for event in json.loads(text)["traceEvents"]
-            if event["ph"] == "X"
+            _span(event) for event in json.loads(text)["traceEvents"] if event["ph"] == "X"
         ]
     except MALFORMED as error:
         raise DataError(
             f"{path}: no trace of axsparse ({type(error).__name__}: {error}); give one that "
             "train.trace wrote"
         ) from None
+
+
+def _span(event: dict[str, Any]) -> Span:
+    span = Span(
+        step=int(event["args"]["step"]),
+        replica=int(event["pid"]),
+        stage=int(event["tid"]),
+        phase=_phase(event["cat"]),
+        name=str(event["name"]),
+        begin=event["ts"] / MICROSECONDS,
+        end=(event["ts"] + event["dur"]) / MICROSECONDS,
+    )
+    if not (math.isfinite(span.begin) and math.isfinite(span.end) and 0 <= span.stage < MOST_STAGES):
+        raise ValueError(f"stage {span.stage} from {span.begin} to {span.end} s")
+    return span
 
 
 def file_name(steps: range) -> str:
