@@ -379,12 +379,13 @@ def hf_sizes(where: object, theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _transformers() -> tuple[Any, Any, Any, str]:
     """The configurations of transformers and the names of its causal language models and of its
-    models of texts and images, by model_type, and its version."""
+    models of texts and images, by model_type, and its version; MissingInputError where it is
+    missing or too old."""
     try:
         import transformers
         from transformers.models.auto import configuration_auto, modeling_auto
 
-        lacks = f"and {transformers.__version__} is installed"
+        lacks = f"and {transformers.__version__} is installed; install it: pip install -U"
         if tuple(map(int, transformers.__version__.split(".")[:2])) >= OLDEST:
             return (
                 configuration_auto.CONFIG_MAPPING,
@@ -393,8 +394,7 @@ def _transformers() -> tuple[Any, Any, Any, str]:
                 transformers.__version__,
             )
     except ImportError as reason:
-        lacks = f"which is not installed ({reason})"
+        lacks = f"which is not installed ({reason}); install it: pip install"
     raise MissingInputError(
-        f"{HF}: needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, {lacks}; install it: "
-        "pip install -U 'axsparse[hf]'"
+        f"{HF}: needs transformers {OLDEST[0]}.{OLDEST[1]} or newer, {lacks} 'axsparse[hf]'"
     )

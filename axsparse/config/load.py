@@ -224,7 +224,7 @@ def full_key(short: str) -> str:
 
 
 def _once(settings: Iterator[tuple[str, Setting]]) -> dict[str, Setting]:
-    """ConfigError if a setting is given twice, by different names."""
+    """The settings by key; ConfigError if one is given twice, by different names."""
     found: dict[str, Setting] = {}
     for key, setting in settings:
         if key in found:

@@ -639,6 +639,7 @@ class Config(Section):
         return f"{key} ({self.origins.get(key, 'default')})"
 
     def by_key(self) -> dict[str, Any]:
+        """The values by dotted key."""
         return flat(self.model_dump())
 
     def named(self, name: str) -> Config:

@@ -26,7 +26,8 @@ BLOCK = 10_000
 
 
 class Share(NamedTuple):
-    """One source of a blend: its samples, and how many positions of a block are read from it."""
+    """One source of a blend: its samples, and how many of the `BLOCK` positions of a block are read
+    from it, at least 1."""
 
     samples: int
     places: int

@@ -139,7 +139,8 @@ def slots(module: nn.Module) -> list[BufferSlot]:
 
 
 def named_tensors(module: nn.Module, *, saved: bool = False) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a module, then its buffers, by name; only those that are `saved`."""
+    """The parameters of a module, then its buffers, by name; if `saved`, only buffers that its
+    state_dict has."""
     yield from module.named_parameters()
     for slot in slots(module):
         if slot.persists or not saved:

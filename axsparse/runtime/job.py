@@ -216,7 +216,9 @@ def _interrupt_again(own: Callable[..., object], hook: sys.UnraisableHookArgs) -
     if not isinstance(hook.exc_value, KeyboardInterrupt):
         own(hook)
         return
-    timer = threading.Timer(INTERRUPT_SECONDS, os.kill, (os.getpid(), signal.SIGINT))
+    main = threading.main_thread().ident
+    assert main is not None, "it runs"
+    timer = threading.Timer(INTERRUPT_SECONDS, signal.pthread_kill, (main, signal.SIGINT))
     timer.daemon = True
     timer.start()
 

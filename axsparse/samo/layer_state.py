@@ -159,7 +159,8 @@ class OptimizerState:
         return {name: values[part] for name, values in self.moments_K.items()}
 
     def full_moment(self, tensor: TensorState, moment: str) -> Tensor:
-        """One moment of all kept entries, `(kept,)`; called as `full_master`."""
+        """One moment of all kept entries, `(kept,)`: on the layer's device where the state is
+        sharded, and all replicas call this together; else maybe a view of where moments rest."""
         held = tensor.entries_in(self._shares.held)
         values_K = self.moments_of(tensor, held.start, held.stop)[moment]
         if self._shares.is_sharded:  # offloaded ones are on the host, and stay there otherwise

@@ -162,8 +162,8 @@ class Shares:
         return slice(begin, end)
 
     def gathered(self, tensor: TensorState, held_K: Tensor) -> Tensor:
-        """A tensor's values of all kept entries, `(kept,)`, from those that are held here. All
-        replicas call this together where the state is sharded."""
+        """A tensor's values of all kept entries, `(kept,)`, from those that are held here, which
+        are the result where the state is not sharded; else all replicas call this together."""
         if not self.is_sharded:
             return held_K
         bounds = [min(max(bound - tensor.offset, 0), tensor.kept) for bound in self.bounds]

@@ -52,7 +52,7 @@ SHOTS = {
 def train(run: Path, more: Sequence[str]) -> None:
     """Train on four ranks."""
     words = ["-m", "axsparse", "train", *RUN, *more, "--run-dir", run.name]
-    done = run_mpirun(4, words, cwd=run.parent, python=sys.executable)
+    done = run_mpirun(4, words, cwd=run.parent, python=sys.executable, timeout=3600.0)
     assert done.returncode == 0, done
 
 

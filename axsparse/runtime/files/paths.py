@@ -13,7 +13,8 @@ from axsparse.runtime.errors import ConfigError, OutputError, check_kind, readin
 
 def expanded(given: str | os.PathLike[str]) -> str:
     """A path with `~` and `$VARIABLE` in their place: a shell leaves them in `--out=~/x` and in
-    quotes, and no shell reads a program's texts. ConfigError for those that are not known."""
+    quotes, and no shell reads a program's texts. ConfigError for those that are not
+    known, and for what is no path."""
     check_kind("path", given, str | os.PathLike, "give the path of a file or folder")
     text = os.fspath(given)
     path = os.path.expandvars(os.path.expanduser(text))  # noqa: PTH111 - Path would change the text

@@ -28,7 +28,8 @@ Adding an optimizer to the package:
   5. Machine code is optional (`Compiled`). The loop goes into `samo/host/step_loops.py`, and
      `tests/samo/host/test_host_step.py` compares it with the functions; the kernel's source goes
      into `samo/cuda/source/step.cuh`, and `tests/samo/cuda/test_kernels_emulated.py` compares it
-     with the loop.
+     with the loop, once `RULES` of `tests/support/kernel_contract.py` has the rule and `EVERY` of
+     `tests/support/cuda_on_cpu.py` the kernel's instances.
 """
 
 from __future__ import annotations
