@@ -117,9 +117,7 @@ def read(path: Path) -> list[Span]:
     with reading(f"trace {path}:", "name the file of a trace"):
         text = path.read_bytes()
     try:
-        return [
-            _span(event) for event in json.loads(text)["traceEvents"] if event["ph"] == "X"
-        ]
+        return [_span(event) for event in json.loads(text)["traceEvents"] if event["ph"] == "X"]
     except MALFORMED as error:
         raise DataError(
             f"{path}: no trace of axsparse ({type(error).__name__}: {error}); give one that "
@@ -137,7 +135,9 @@ def _span(event: dict[str, Any]) -> Span:
         begin=event["ts"] / MICROSECONDS,
         end=(event["ts"] + event["dur"]) / MICROSECONDS,
     )
-    if not (math.isfinite(span.begin) and math.isfinite(span.end) and 0 <= span.stage < MOST_STAGES):
+    if not (
+        math.isfinite(span.begin) and math.isfinite(span.end) and 0 <= span.stage < MOST_STAGES
+    ):
         raise ValueError(f"stage {span.stage} from {span.begin} to {span.end} s")
     return span
 
