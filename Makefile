@@ -4,7 +4,7 @@
 # make test-share   the tests of `make test`, and one of six shares of all others, which each commit
 #                   takes in turn; SHARE=K/6 takes the K-th
 # make test-faults  inject the twenty faults of docs/howto/faults.md, under MPICH and Open MPI
-# make golden  train the 45 golden runs and compare them with tests/golden/golden.json;
+# make golden  train the 49 golden runs and compare them with tests/golden/golden.json;
 #              ARGS="--against REV" compares with another revision, bit for bit, ARGS=--update
 #              writes the file anew, ARGS="--rows PATTERN" takes some
 # make soak    kill a training CYCLES=200 times at random moments, and resume it

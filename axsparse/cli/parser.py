@@ -30,7 +30,8 @@ Work = Callable[[argparse.Namespace], None]
 EXIT_CODES = """\
 exit codes:
   0 done   65 data or a checkpoint is damaged, or does not fit   66 input missing
-  70 a rank failed   74 output cannot be written   78 what is asked for cannot be run
+  70 a rank failed   73 another one has the output   74 output cannot be written
+  75 saved when asked to stop   78 what is asked for cannot be run
   130 interrupted
 """
 MOST = 10_000_000

@@ -58,9 +58,9 @@ class DataConfig(Section):
     sequence_length: Count | Auto = "auto"
     """Tokens of one sample; `auto` takes the model's `sequence_length`."""
     intra_document_attention: bool = False
-    """Texts for a llama: in each document positions begin anew, and tokens attend to their document
-    alone. The first token of a document is still a target, of the separator before it. False:
-    positions and attention run across the ends of documents."""
+    """For models of transformers: in each document positions begin anew, and tokens attend to their
+    document alone. The first token of a document is still a target, of the separator before it.
+    False: positions and attention run across the ends of documents."""
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         if self.source == "tokens" and self.path is None and not self.blend:

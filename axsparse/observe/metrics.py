@@ -49,8 +49,7 @@ class StepRecord:
     loss_scale: float
     skipped: bool
     skip_reason: str | None
-    """The tensor that was not finite, and its place, or by how much the loss jumped; None if not
-    skipped."""
+    """The tensor that was not finite, and its place; None if not skipped."""
     skipped_steps: int
     """Skipped steps so far in this run."""
     tokens: int
