@@ -289,6 +289,12 @@ WAYS_OUT = [
     ("callback", "1", "raise KeyboardInterrupt", (130, "interrupted; nothing was saved")),
     ("callback", "all", "trainer.save()\nif trainer.rank: raise KeyboardInterrupt", (130, KEPT)),
     ("callback", "1", IN_A_THREAD, left(1, "os._exit(0)")),
+    (
+        "callback",
+        "0",
+        "trainer.save_hf('x')",
+        apart("returns from on_step", "calls save_hf() after step 2"),
+    ),
     ("loop", "1", "sys.exit(0)", apart("has ended", "calls step() after step 2")),
     ("loop", "1", "trainer.close()", apart(*CALLS)),
     ("loop", "all", SKIPPED, (78, ENDED)),

@@ -55,6 +55,22 @@ def test_names_of_other_libraries_are_of_keys_that_there_are() -> None:
     assert not FOREIGN_KEYS.keys() & FIELDS.keys()
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("epochs", "train.steps, a number of steps"),
+        ("warmup_ratio", "schedule.warmup_steps, a number of steps"),
+        ("gradient_accumulation_steps", "batch.microbatch_size, the samples of a microbatch"),
+        ("gradient_checkpointing", "pipeline.checkpoint_activations, 1 for all layers"),
+        ("bf16", "precision, such as bf16"),
+        ("dp", "layout.g_data"),
+        ("pruning.enabled", "pruning.sparsity, 0 for none"),
+    ],
+)
+def test_a_name_of_another_library_is_our_key(theirs: str, ours: str) -> None:
+    assert FOREIGN_KEYS[theirs] == ours
+
+
 def test_without_a_file_everything_is_default() -> None:
     assert configure(None) == Config()
 

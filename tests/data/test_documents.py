@@ -201,6 +201,8 @@ def test_a_folder_of_several_splits_is_refused_with_the_files_of_one(
 
     said = told.replace("…", f"name the files of one, such as {root}/")
     assert f"holds the splits {said}, and by" in str(caught.value)
+    files = sorted(root.glob(told.partition("…")[2]))
+    assert len(find_sources(files, [], root / "out")[0]) == 1
 
 
 TURNS = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]

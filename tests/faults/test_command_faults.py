@@ -136,6 +136,15 @@ def test_a_checkpoint_of_another_vocabulary_is_refused(here: Path) -> None:
     )
 
 
+@pytest.mark.fault(19)
+def test_data_that_were_cut_short_since_are_refused(here: Path) -> None:
+    os.truncate(here / "data" / "train.tokens", 700)
+
+    said = start(here).error(65)
+
+    assert said.startswith("data.path: data/train.tokens has 700 bytes, tokens.json says 800")
+
+
 @pytest.mark.fault(13)
 @pytest.mark.launcher
 def test_ranks_that_do_not_find_each_other_are_refused_once(here: Path) -> None:

@@ -49,7 +49,9 @@ def rows_of(page: str, head: str) -> list[list[str]]:
     return [[cell.text or "" for cell in row.iter("td")] for row in found.iter("tr")][1:]
 
 
-_SECONDS: dict[str, Any] = {f"{phase}_seconds": 0.25 for phase in PHASES}
+_SECONDS: dict[str, Any] = {
+    f"{phase}_seconds": number / 16 for number, phase in enumerate(PHASES, 1)
+}
 STEP_RECORD = StepRecord(
     time=1.7e9,
     step=3,
@@ -61,8 +63,8 @@ STEP_RECORD = StepRecord(
     skipped=False,
     skip_reason=None,
     skipped_steps=0,
-    tokens=6144,
-    step_seconds=2.0,
+    tokens=6912,
+    step_seconds=2.25,
     **_SECONDS,
     tokens_per_second=3072.0,
     model_flops_per_second=1e9,

@@ -376,6 +376,15 @@ def test_to_someone_who_made_no_function_none_is_blamed(monkeypatch: pytest.Monk
     assert str(caught.value) == "layer model.embed_tokens: its build raised ValueError: no memory"
 
 
+def test_buffers_that_are_too_large_to_be_computed_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("axsparse.models.zoo.hf_models.MOST_COMPUTED", 3)
+
+    with pytest.raises(ConfigError, match=r"^model\.hf: buffer .* has 4 entries, more than the 3 "):
+        small_llama()
+
+
 @pytest.mark.parametrize("tied", by_default([True], [False, True]))
 def test_a_model_without_a_folder_starts_as_transformers_would_in_every_pipeline(
     tied: bool,
