@@ -48,6 +48,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     return in_chunks(flat, weight, None, None, flat_targets(targets), 0.0, 1.0)
 
 
+SUMS = (summed_cross_entropy, linear_cross_entropy)
+"""The losses that are known to be sums without state."""
+
+
 def _rows(hidden: Tensor, weight: Tensor | None = None) -> Tensor:
     """Hidden states (…, H) or logits as rows, in the type of the weight that multiplies them."""
     rows = hidden.reshape(-1, hidden.shape[-1])

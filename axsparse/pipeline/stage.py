@@ -64,17 +64,19 @@ class Stage:
         products: StageProducts | None = None,
         expansion: Expansion | None = None,
         teacher: StageTeacher | None = None,
+        loss_is_known: bool = False,
     ) -> None:
         """The last stage has the model's `loss` (other stages: None) and `metrics` (other stages:
-        none). On the first stage, floating-point samples are cast to `input_dtype`; None leaves
-        them as they are. `seed` is the run's. `products` take part in what linear and convolution
-        modules multiply; where backwards are split, they defer weight gradients to
-        `weight_gradients`. `expansion` is the memory of weights that are sparse at rest. With a
-        `teacher` each forward in training gets what `teach` returns.
+        none). A loss that is not known is tried: it has to be a sum, and to keep no state. On the
+        first stage, floating-point samples are cast to `input_dtype`; None leaves them as they
+        are. `seed` is the run's. `products` take part in what linear and convolution modules
+        multiply; where backwards are split, they defer weight gradients to `weight_gradients`.
+        `expansion` is the memory of weights that are sparse at rest. With a `teacher` each forward
+        in training gets what `teach` returns.
         """
         self.layers, self.teacher = layers, teacher
         self._loss = loss
-        self._loss_is_known = False
+        self._loss_is_known = loss_is_known
         self._known_metrics = set[str]()
         self._leaves_are_known = False
         self._own = {id(weight) for layer in layers for weight in layer.parameters}

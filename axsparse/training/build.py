@@ -24,7 +24,7 @@ from axsparse.data.batches import Batch
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Layer, Model
 from axsparse.models.layer_cost import CostError
-from axsparse.models.losses import compiled, linear_cross_entropy
+from axsparse.models.losses import SUMS, compiled, linear_cross_entropy
 from axsparse.models.model_profile import ModelProfile, costs_of, profile, with_costs
 from axsparse.models.module_buffers import start_training, switch_mode
 from axsparse.models.sequential import frozen_in_training, is_in_evaluation
@@ -665,6 +665,7 @@ def stage_of_layers(
         products=products,
         expansion=expansion,
         teacher=teacher,
+        loss_is_known=model.loss in SUMS,
     )
 
 

@@ -18,6 +18,7 @@ from axsparse.config.schema import Config
 from axsparse.data.batches import Batches, Prefetcher
 from axsparse.data.dataset import Datasets
 from axsparse.models.layer import Model
+from axsparse.models.losses import SUMS
 from axsparse.models.sequential import filled_modules
 from axsparse.observe.phases import Phases
 from axsparse.pipeline.engine import Engine, Rank
@@ -166,6 +167,7 @@ def evaluate_saved(
         metrics=model.metrics,
         input_dtype=DTYPES[config.precision],
         seed=config.seed,
+        loss_is_known=model.loss in SUMS,
     )
     engine = Engine(
         Rank(coords, transport.backoff, Phases()),

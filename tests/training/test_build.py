@@ -9,19 +9,20 @@ import pytest
 import torch
 from support.devices import LateDevice
 from support.images import image_config
-from support.runs import job_alone, on_ranks, summed_loss, tiny_config, tiny_gpt, vector_data
+from support.runs import job_alone, mlp, on_ranks, summed_loss, tiny_config, tiny_gpt, vector_data
 from torch import Tensor, nn
 
 from axsparse.data.dataset import ArrayDataset, Datasets
 from axsparse.models.layer import Model
 from axsparse.models.sequential import from_sequential
+from axsparse.pipeline.stage import Stage
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.job import Job
 from axsparse.samo.backend import HOST, Backend
 from axsparse.training.placement import GpuMemory, Placement
 from axsparse.training.plan import RunPlan
-from axsparse.training.trainer import build
+from axsparse.training.trainer import Trainer, build
 
 
 class OpenedError(Exception):
@@ -99,3 +100,17 @@ def test_a_model_without_an_example_is_planned_by_its_first_microbatch(
         assert [layer.flops for layer in run.profile.layers] == [256.0, 128.0, 80.0]
         assert run.coords.grid == Grid(1, ranks)
         assert run.prediction is not None and run.prediction.memory_bytes > 0
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_loss_is_tried_unless_it_is_the_packages_own(
+    is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[object] = []
+    monkeypatch.setattr(Stage, "_reject_unfit", lambda *_: tried.append(None))
+    config = tiny_config(train={"steps": 1, "eval_steps": 0}, model={"vocab_size": 256})
+    given = ("gpt", None) if is_own else (mlp(), vector_data())
+
+    Trainer(*given, config, quiet=True).train()
+
+    assert bool(tried) != is_own
