@@ -7,7 +7,7 @@ exists, so building a stage needs memory for its final state and one fp32 parame
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -41,6 +41,9 @@ class BuiltLayer:
     spec: Layer
     module: nn.Module
     state: LayerState
+    frozen_masks: dict[str, Tensor] = field(default_factory=dict)
+    """The packed masks of frozen parameters that were pruned while they were trained, by global
+    name."""
 
     def counted_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank answers for, with global names: shards, and on the first of

@@ -257,8 +257,29 @@ def test_a_body_that_is_thawed_at_a_resume_begins_as_in_torchs_optimizer(
         )
 
     again = run(7, is_frozen=True)
-    assert "no longer trained, and kept as it is: 0.0.weight, 0.0.bias" in capsys.readouterr().out
+    said = "no longer trained, and kept in the precision of the run: 0.0.weight, 0.0.bias"
+    assert said in capsys.readouterr().out
     assert again.losses and not any("/0.0." in name for name in again.state)
+
+
+@pytest.mark.parametrize("layout", [(1, 1), (2, 1)])
+def test_a_pruned_weight_that_is_frozen_and_thawed_keeps_its_mask(
+    layout: Layout, tmp_path: Path
+) -> None:
+    def run(steps: int, *, is_frozen: bool, resume: str | None = "auto") -> Ran:
+        config = tiny_config(batch=FEW_MICROBATCHES, train={"steps": steps})
+        model = partial(thawing, is_frozen=is_frozen)
+        given = {"model": model, "data": vector_data(), "resume": resume}
+        return ran(layout, config, tmp_path / "run", **given)
+
+    begun = run(1, is_frozen=False, resume=None)
+    for steps in (2, 3):
+        run(steps, is_frozen=True)
+    thawed = run(4, is_frozen=False)
+
+    positions = begun.state["kept/0.0.weight"]
+    assert 0 < len(positions) < 16 * 16
+    assert torch.equal(thawed.state["kept/0.0.weight"], positions)
 
 
 @pytest.mark.parametrize("method", ["iterative to step 1", "early-bird to step 1"])

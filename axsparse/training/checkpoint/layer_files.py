@@ -1,6 +1,7 @@
 """The files of a layer: their contents, which replica writes them, and how they are read back.
 
-    mask/NAME      uint8, one bit an entry as in mask files; of pruned tensors only
+    mask/NAME      uint8, one bit an entry as in mask files; of pruned tensors only, also where
+                   they are no longer trained
     master/NAME    fp32 weights of the kept entries, in ascending position
     MOMENT/NAME    the same for each state of the optimizer, such as exp_avg
     begun/NAME     int64, updates before the first one of a parameter that was thawed at a resume
@@ -23,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -35,8 +36,9 @@ from axsparse.models.start_weights import some_of
 from axsparse.pruning.mask_file import packed_header
 from axsparse.pruning.methods.pruner import PrunerState
 from axsparse.runtime.canonical_form import canonical
-from axsparse.runtime.errors import DataError, reading
+from axsparse.runtime.errors import AxsparseError, DataError, one_line, reading
 from axsparse.runtime.files.safetensors import SUFFIX, SafetensorsFile, TensorHeader, header_of
+from axsparse.runtime.process import write_line
 from axsparse.samo.index.base import host_positions
 from axsparse.samo.layer_construction import BuiltLayer, fill, given_value
 from axsparse.samo.layer_state import LayerState
@@ -102,8 +104,11 @@ def contents_of(
             of_layer.update(_trained_tensor(state, trained[name]))
         else:
             shape, kept = tuple(parameter.shape), parameter.numel()
-            value = given_value(start, name, parameter.detach())
+            value = _frozen_value(start, name, parameter.detach())
             of_layer[f"{VALUE}/{name}"] = _plain_tensor(value)
+            if (mask := layer.frozen_masks.get(name)) is not None:
+                of_layer[f"{MASK}/{name}"] = _plain_tensor(mask)
+                kept = int(unpack(mask, kept).count_nonzero())
         parameters[name] = ParameterEntry(shape=shape, kept=kept)
     for slot in slots(layer.module):
         if slot.persists:
@@ -122,6 +127,25 @@ def contents_of(
     files = {file: of_layer, **({pruner_file: of_method} if of_method else {})}
     entry = LayerEntry(file=file, pruner=pruner_file if of_method else None, parameters=parameters)
     return LayerContents(layer.spec.name, files, entry)
+
+
+def _frozen_value(start: StartValues | None, name: str, held: Tensor) -> Tensor:
+    """A frozen parameter's value as it was given; as it is held where that cannot be read any more,
+    since a checkpoint is worth more than a few digits."""
+    try:
+        return given_value(start, name, held)
+    except (OSError, AxsparseError) as reason:
+        _warn_once(
+            "warning: frozen parameters are saved in "
+            f"{str(held.dtype).removeprefix('torch.')}, since their start values cannot be read "
+            f"any more ({one_line(reason)})"
+        )
+        return held
+
+
+@cache
+def _warn_once(text: str) -> None:
+    write_line(text)
 
 
 def _trained_tensor(state: LayerState, tensor: TensorState) -> Iterator[tuple[str, TensorCopy]]:
@@ -178,7 +202,8 @@ def load_layers(
     """Fill layers that were built with the masks of the checkpoint with its values.
 
     The model must have the checkpoint's shapes. A parameter that was frozen there and is trained
-    here begins with fresh state; one that was trained there and is frozen here keeps its value.
+    here begins with fresh state; one that was trained there and is frozen here keeps its mask, and
+    its value in the precision of the run.
     """
     files = CheckpointFiles(checkpoint)
     for layer in layers:
@@ -194,10 +219,14 @@ def load_layers(
                 _load_tensor(files, saved, layer.state, tensor)
                 if files.has(BEGUN, saved):
                     tensor.begun = int(files.read(BEGUN, saved, TensorHeader(torch.int64, (1,))))
-            elif name not in aliases and files.has(MASTER, saved):
-                parameter.detach().copy_(files.dense(MASTER, saved))
             elif name not in aliases:
-                parameter.detach().copy_(files.value(saved, tuple(parameter.shape)))
+                is_new = files.has(MASTER, saved)
+                shape = tuple(parameter.shape)
+                value = files.dense(MASTER, saved) if is_new else files.value(saved, shape)
+                parameter.detach().copy_(value)
+                if saved in files.kept:
+                    header = packed_header(parameter.numel())
+                    layer.frozen_masks[name] = files.read(MASK, saved, header)
         for slot in slots(layer.module):
             if slot.persists:
                 name = layer.spec.full_name(slot.name)
@@ -247,7 +276,7 @@ def thawed_and_frozen(checkpoint: Checkpoint, profile: ModelProfile) -> list[str
                 (thawed if each.trained else frozen).append(each.name)
     lines = {
         "trained from here on, with fresh optimizer state": thawed,
-        "no longer trained, and kept as it is": frozen,
+        "no longer trained, and kept in the precision of the run": frozen,
     }
     return [f"{what}: {some_of(names)}" for what, names in lines.items() if names]
 

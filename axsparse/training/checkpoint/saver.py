@@ -26,7 +26,7 @@ from axsparse.config.validate import STAGING_BYTES
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.pruning.methods.pruner import MethodState, Pruner, PrunerState
 from axsparse.runtime.communication import Transport
-from axsparse.runtime.errors import MissingInputError, OutputError, writing
+from axsparse.runtime.errors import AxsparseError, MissingInputError, OutputError, writing
 from axsparse.runtime.exchange import gather_values, together
 from axsparse.runtime.files.atomic import sync_folder
 from axsparse.runtime.files.run_folder import ANOTHER_RUN_DIR, RunMark
@@ -63,6 +63,8 @@ class _PendingCheckpoint:
     queue: CopyQueue
     """The copies that are on their way to the thread that writes."""
     writing: Future[dict[str, FileEntry]]
+    before: int | None
+    """The step of the newest checkpoint before it; None if there is none."""
     committing: Future[None] | None = None
     """The commit, which rank 0 begins once all ranks have written; None until then."""
     is_written: bool = False
@@ -154,6 +156,7 @@ class Saver:
             {layer.name: layer.entry for layer in dealt},
             queue,
             self._background.do(lambda: _write(folder, files, queue, self.note_progress)),
+            self.last_step,
         )
         self.last_step = step
         with self.statistics.of_first_replica(evaluates=False):
@@ -176,15 +179,17 @@ class Saver:
         pending = self._pending
         if pending is None or any_writing:
             return
-        if not pending.is_written:
-            self._collect(pending)
-            return
         try:
+            if not pending.is_written:
+                self._collect(pending)
+                return
             commit = pending.committing
             together(self.transport, lambda: commit and self._result(commit, self.folder))
-            self._appeared.append(pending.progress.step)
-        finally:
-            self._pending = None
+        except AxsparseError:
+            self._pending, self.last_step = None, pending.before
+            raise
+        self._pending = None
+        self._appeared.append(pending.progress.step)
 
     def take_complete(self) -> list[int]:
         """The steps whose checkpoints are complete since the last call, alike on all ranks."""
@@ -230,8 +235,7 @@ class Saver:
         """Gather the entries of all ranks' files, and let rank 0 begin to commit it."""
         try:
             files = together(self.transport, lambda: self._result(pending.writing, pending.folder))
-        except OutputError:
-            self._pending = None
+        except AxsparseError:
             if self.transport.rank == 0:
                 with suppress(OSError):
                     folders.delete(pending.folder)

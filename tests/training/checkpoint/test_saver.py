@@ -16,12 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from support import images
 from support.resuming import Ran, note_state, ran, same_state, settings
-from support.runs import FEW_MICROBATCHES, around_step, mlp, tiny_config, vector_data
-from torch import Tensor
+from support.runs import FEW_MICROBATCHES, around_step, mlp, summed_loss, tiny_config, vector_data
+from torch import Tensor, nn
 
 from axsparse.config.schema import Config
 from axsparse.data.order import samples_of_step
+from axsparse.models.sequential import from_sequential
+from axsparse.models.start_weights import open_weights, start_from
 from axsparse.observe.watchdog.watchdog import Activity
 from axsparse.runtime.errors import OutputError, TrainingError
 from axsparse.runtime.files.safetensors import write_safetensors
@@ -32,6 +35,7 @@ from axsparse.training.checkpoint.checkpoint_folder import (
     saved_steps,
     unfinished,
 )
+from axsparse.training.checkpoint.layer_files import CheckpointFiles
 from axsparse.training.checkpoint.saver import Background, CopyQueue
 from axsparse.training.checkpoint.verification import is_complete, open_checkpoint, read_entry
 from axsparse.training.trainer import Trainer
@@ -290,6 +294,49 @@ def test_a_disk_that_is_full_ends_the_run_and_leaves_what_was_saved(
     assert unfinished(tmp_path / "checkpoints") == []
     left = (tmp_path / "checkpoints" / "step-4.tmp").iterdir()
     assert [path.name for path in left] == ["notes.txt"]
+
+
+@pytest.mark.parametrize("steps", [3, 6])
+def test_a_program_that_goes_on_after_a_save_that_failed_is_saved_at_the_close(
+    steps: int, tmp_path: Path, hooked: Callable[[Write], None]
+) -> None:
+    is_full = [True]
+
+    def fail(path: Path) -> None:
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    hooked(fail)
+    trainer = Trainer(mlp(), vector_data(), config_of(every=100), run_dir=str(tmp_path / "run"))
+    for _ in range(steps):
+        trainer.step()
+    with pytest.raises(OutputError, match="No space left on device"):
+        trainer.save()
+    is_full.clear()
+    trainer.close()
+
+    assert saved(tmp_path / "run") == [steps]
+
+
+def test_a_frozen_value_whose_file_is_gone_is_saved_as_it_is_held(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    modules = [nn.Linear(16, 16).requires_grad_(False), nn.Linear(16, 16), nn.Linear(16, 5)]
+    plain = from_sequential(modules, summed_loss)
+    state = {
+        name: torch.randn_like(each) for name, each in nn.Sequential(*modules).state_dict().items()
+    }
+    start = images.write_safetensors(tmp_path / "start.safetensors", state)
+    config = tiny_config(precision="bf16", train={"steps": 2}, batch=FEW_MICROBATCHES)
+    model = start_from(plain, open_weights(start))
+    trainer = Trainer(model, vector_data(), config, run_dir=str(tmp_path / "run"))
+    (tmp_path / "start.safetensors").unlink()
+
+    trainer.train()
+
+    assert capsys.readouterr().err.count("frozen parameters are saved in bfloat16, since") == 1
+    kept = CheckpointFiles(open_checkpoint(tmp_path / "run" / "checkpoints" / "step-2"))
+    assert torch.equal(kept.value("0.weight", (16, 16)), state["0.weight"].bfloat16())
 
 
 def no_folder(folder: Path, step: int) -> Path:
