@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
@@ -92,14 +93,15 @@ class PrunedWeight(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        kwargs = kwargs or {}
         product = _PRODUCTS.get(function)
-        if product is not None:
-            result = product(*args, **(kwargs or {}))
+        if product is not None and args and kwargs.keys() <= _NAMED:
+            result = product(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         disabled: Any = torch._C.DisableTorchFunctionSubclass
         with disabled():
-            return function(*args, **(kwargs or {}))
+            return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own has no method to override
@@ -138,26 +140,58 @@ def _product(x: Any, weight: Any, bias: Tensor | None = None, *, is_transposed: 
         or isinstance(x, PrunedWeight)
         or weight.matrix is None
         or weight.is_transposed != is_transposed
-        or not _fits(x, weight)
+        or not _fits(x, weight, bias)
     ):
         return NotImplemented
     return weight.matrix.multiply(x, bias)
 
 
-def _fits(x: Tensor, weight: PrunedWeight) -> bool:
-    """Whether an input has the right type and size, and needs no gradient."""
+def _fits(x: Tensor, weight: PrunedWeight, bias: Tensor | None) -> bool:
+    """Whether an input and a bias have the right type and size and are used as they are, and the
+    input needs no gradient."""
+    rows, columns = weight.matrices[0].shape
     return (
-        x.dtype == weight.computed
-        and x.shape[-1:] == weight.matrices[0].shape[1:]
+        type(x) in _PLAIN
+        and x.dtype == weight.computed
+        and x.shape[-1:] == (columns,)
+        and x.is_cpu
+        and x.layout is torch.strided
         and not (x.requires_grad and torch.is_grad_enabled())
+        and (bias is None or _is_addend(bias, (*x.shape[:-1], rows)))
+        and not _is_transformed(x)
+    )
+
+
+def _is_transformed(tensor: Tensor) -> bool:
+    """Whether autocast, a trace or `torch.func` changes what is computed with a tensor."""
+    if torch.compiler.is_compiling():  # which cannot ask for it
+        return False
+    return bool(
+        torch._C._is_any_autocast_enabled()
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
+
+
+def _is_addend(bias: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a bias can be added to a product of this shape, and has the shape of one row or of
+    several."""
+    return (
+        type(bias) in _PLAIN
+        and not _is_transformed(bias)
+        and bias.is_cpu
+        and bias.layout is torch.strided
+        and bias.dim() <= len(shape)
+        and all(size in (1, of) for size, of in zip(bias.shape[::-1], shape[::-1], strict=False))
     )
 
 
 _matmul = partial(_product, is_transposed=True)
 
 
-def _addmm(bias: Any, x: Any, weight: Any, **scales: Any) -> Any:
-    return NotImplemented if scales else _product(x, weight, bias, is_transposed=True)
+def _addmm(bias: Any, x: Any, weight: Any) -> Any:
+    return _product(x, weight, bias, is_transposed=True)
 
 
 def _item(weight: Any, index: Any) -> Any:
@@ -175,6 +209,9 @@ def _turned(weight: Any) -> Any:
     return PrunedWeight(weight.matrices, shape, weight.dtype, not weight.is_transposed)
 
 
+_PLAIN = (Tensor, nn.Parameter)
+_NAMED = {"weight", "bias"}
+"""The arguments that a product may be given by name; others are left to torch."""
 _turned_property: Any = Tensor.T
 _PRODUCTS: Mapping[Any, Callable[..., Any]] = {
     functional.linear: partial(_product, is_transposed=False),
@@ -196,8 +233,10 @@ class PrunedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self._parameters["weight"]
-        if isinstance(weight, PrunedWeight) and weight.matrix is not None and _fits(x, weight):
-            return weight.matrix.multiply(x, self._parameters["bias"])
+        bias = self._parameters["bias"]
+        matrix = weight.matrix if isinstance(weight, PrunedWeight) else None
+        if matrix is not None and _fits(x, weight, bias):
+            return matrix.multiply(x, bias)
         return super().forward(x)
 
 

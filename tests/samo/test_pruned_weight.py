@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import axsparse as ax
 from axsparse.runtime.errors import ConfigError
@@ -97,6 +99,72 @@ def test_whatever_else_is_asked_of_a_weight_is_dense() -> None:
     ):
         torch.testing.assert_close(product(weight), product(dense), atol=0.05, rtol=0.02)
     assert "PrunedWeight((48, 64)" in repr(weight)
+
+
+BIASES = {"row": (48,), "rows": (4, 48), "one row": (1, 48), "column": (4, 1), "1": (1,), "0": ()}
+
+
+@pytest.mark.parametrize("shape", BIASES.values(), ids=BIASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_bias_of_any_shape_that_torch_adds_is_added(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    dense = linear_of(0.7).weight.detach().to(dtype)
+    x, bias = torch.randn(4, 64, dtype=dtype), torch.randn(shape, dtype=dtype)
+    pruned = PrunedWeight.of(dense)
+
+    for ours, theirs in (
+        (F.linear(x, pruned, bias), F.linear(x, dense, bias)),
+        (torch.addmm(bias, x, pruned.t()), torch.addmm(bias, x, dense.t())),
+    ):
+        torch.testing.assert_close(ours, theirs, atol=2e-2 if dtype.itemsize == 2 else 1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 4, 48)])
+def test_a_bias_that_torch_does_not_add_is_refused_as_by_torch(shape: tuple[int, ...]) -> None:
+    pruned, x = PrunedWeight.of(linear_of(0.7, torch.float32).weight), torch.randn(4, 64)
+
+    with pytest.raises(RuntimeError, match="size"):
+        torch.addmm(torch.randn(shape), x, pruned.t())
+
+
+def derivative(linear: nn.Module, x: Tensor) -> Tensor | None:
+    with forward_ad.dual_level():
+        made = linear(forward_ad.make_dual(x, torch.ones_like(x)))
+        return forward_ad.unpack_dual(made).tangent
+
+
+def in_half_precision(linear: nn.Module, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        made: Tensor = linear(x)
+    return made
+
+
+USES: dict[str, Callable[[nn.Linear, Tensor], Any]] = {
+    "forward mode": derivative,
+    "autocast": in_half_precision,
+    "trace": lambda linear, x: torch.jit.trace(linear, x)(2 * x),
+    "vmap": lambda linear, x: torch.func.vmap(linear)(x),
+    "jacobian": lambda linear, x: torch.func.jacfwd(linear)(x[0]),
+    "names": lambda linear, x: F.linear(input=x, weight=linear.weight),
+    "other": lambda linear, x: torch.matmul(x, other=linear.weight.t()),
+    "out": lambda linear, x: torch.matmul(x, linear.weight.detach().t(), out=torch.empty(4, 48)),
+    "meta": lambda linear, x: F.linear(x.to("meta"), linear.weight).shape.numel(),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_transformations_traces_and_other_names_get_the_dense_weight(
+    use: Callable[[nn.Linear, Tensor], Any],
+) -> None:
+    dense, x = linear_of(0.7, torch.float32), torch.randn(4, 64)
+    with torch.no_grad():
+        dense.weight.copy_(dense.weight.bfloat16())
+
+    theirs, ours = use(dense, x), use(ax.accelerate(copy.deepcopy(dense)), x)
+
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 def test_gradients_of_inputs_are_torchs() -> None:

@@ -109,8 +109,8 @@ def test_a_loss_is_tried_unless_it_is_the_packages_own(
     tried: list[object] = []
     monkeypatch.setattr(Stage, "_reject_unfit", lambda *_: tried.append(None))
     config = tiny_config(train={"steps": 1, "eval_steps": 0}, model={"vocab_size": 256})
-    given = ("gpt", None) if is_own else (mlp(), vector_data())
+    model, data = ("gpt", None) if is_own else (mlp(), vector_data())
 
-    Trainer(*given, config, quiet=True).train()
+    Trainer(model, data, config, quiet=True).train()
 
     assert bool(tried) != is_own

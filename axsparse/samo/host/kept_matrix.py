@@ -64,7 +64,8 @@ class KeptMatrix:
         return torch.from_numpy(self.encoding.dense().view(np.int16)).view(torch.bfloat16)
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x Wᵀ + bias`, `(…, rows)` in the type of `x`, of `x`, `(…, columns)`.
+        """`x Wᵀ + bias`, `(…, rows)` in the type of `x`, of `x`, `(…, columns)`; the bias has the
+        shape of a row, `(rows,)`, or another that is added to all of them.
 
         Products are added in fp32 and rounded once. Nothing is recorded for a backward, but for
         the bias.
@@ -80,7 +81,8 @@ class KeptMatrix:
             return products.view(*x.shape[:-1], rows)
         if bias is not None:
             is_recorded = bias.requires_grad and torch.is_grad_enabled()
-            if bias.dtype is not kind or is_recorded or not bias.is_contiguous():
+            is_row = bias.shape == (rows,) and bias.is_contiguous()
+            if bias.dtype is not kind or is_recorded or not is_row:
                 return (self.multiply(x.float()) + bias).to(kind)
         is_bf16 = kind is torch.bfloat16
         if not is_bf16 and kind is not torch.float32:
