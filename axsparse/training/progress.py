@@ -161,7 +161,7 @@ class Progress(_Counters):
             interval = config.loss_scale.growth_interval
             if config.precision == "fp16" and self.good_steps >= interval:
                 self.good_steps = 0
-                self.loss_scale = min(self.loss_scale * FACTOR, HIGHEST)
+                self.loss_scale = max(self.loss_scale, min(self.loss_scale * FACTOR, HIGHEST))
             return
         self.good_steps = 0
         if self.loss_scale <= LOWEST or not loss_is_finite:

@@ -38,6 +38,7 @@ def scales(scale: float, verdicts: str, precision: str = "fp16") -> list[float]:
         (8.0, "++-++-++", [8, 8, 4, 4, 4, 2, 2, 2]),  # an overflow starts their number anew
         (4.0, "---", [2, 1, 1]),
         (HIGHEST, "+++", [HIGHEST] * 3),
+        (64 * HIGHEST, "+++-", [64 * HIGHEST] * 3 + [32 * HIGHEST]),  # initial is not bounded
     ],
 )
 def test_overflows_halve_the_scale_and_runs_of_good_steps_double_it_between_its_bounds(
