@@ -7,7 +7,7 @@
     begun/NAME     int64, updates before the first one of a parameter that was thawed at a resume
     value/NAME     a parameter that is not trained, in the precision that it was given in
     buffer/NAME    a buffer that is part of the model's state, of the first replica, in its own
-                   type; complex32 and complex128, which the format lacks, as pairs of reals
+                   type
 
 NAME is the global name of the parameter; a tied weight is saved under the name of its first use.
 Half-precision weights are not saved: they are the rounded masters (`samo/precision.py`). The state
