@@ -871,6 +871,10 @@ def test_a_run_or_its_newest_checkpoint_may_be_named(
         assert elsewhere.checkpoint is not None and elsewhere.checkpoint.step == step
 
 
+def test_a_run_may_have_the_name_of_a_checkpoint(run: Path) -> None:
+    assert checkpoint_of(run.rename(run.with_name("step-10")), None).step == 5
+
+
 # -- records --------------------------------------------------------------------------------
 
 

@@ -131,7 +131,8 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
         check_kind("step", step, SupportsInt | None, 'give a whole number, "best", or leave it out')
     with reading(f"{run}:", "name a run that has saved a checkpoint, or a checkpoint"):
         named = run.resolve()
-        is_checkpoint = step_of(named) is not None or (named / MANIFEST_FILE).is_file()
+        is_checkpoint = (named / MANIFEST_FILE).is_file()
+        is_checkpoint |= step_of(named) is not None and not has_mark(named)
         steps = [] if is_checkpoint else steps_in(run_of(run))
     if is_checkpoint:
         if step is not None:
