@@ -593,7 +593,7 @@ def rewind_metrics(path: Path, progress: Progress | None) -> None:
     with (
         new_path(path) as unfinished,
         path.open(encoding="utf-8", errors="replace") as old,
-        unfinished.open("w") as new,
+        unfinished.open("w", encoding="utf-8") as new,
     ):
         for line in old:
             if progress is not None and _is_known(line, progress):

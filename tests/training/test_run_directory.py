@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.mpirun import run_alone
 from support.resuming import ran
 from support.runs import on_ranks, tiny_config, token_data
 
@@ -910,6 +912,27 @@ def test_records_after_the_checkpoint_are_taken_back_also_behind_a_link(
     assert {*tmp_path.iterdir()} == {path, log} and path.is_symlink()
     rewind_metrics(path, None)
     assert path.read_text() == ""
+
+
+REWIND = """
+import sys
+from pathlib import Path
+from axsparse.config.schema import Config
+from axsparse.training.progress import Progress
+from axsparse.training.run_directory import rewind_metrics
+rewind_metrics(Path(sys.argv[1]), Progress.at_start(Config()))
+"""
+
+
+def test_records_keep_their_letters_under_a_locale_of_ascii(tmp_path: Path) -> None:
+    path, line = tmp_path / "metrics.jsonl", '{"größe": 1}\n'.encode()
+    path.write_bytes(line)
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+
+    done = run_alone(["-c", REWIND, str(path)], ascii_only, python=sys.executable)
+
+    assert done.returncode == 0, str(done)
+    assert path.read_bytes() == line
 
 
 def test_a_run_whose_folder_may_not_be_read_is_refused(
