@@ -163,7 +163,7 @@ def checkpoint_of(run: Path, step: int | Literal["best"] | None) -> Checkpoint:
             f"--step: {run} has no checkpoint of step {step}; choose one of "
             f"{', '.join(map(str, steps))}"
         )
-    return open_checkpoint(path_of(run / CHECKPOINTS, steps[0] if step is None else step))
+    return open_checkpoint(path_of(run / CHECKPOINTS, steps[0] if step is None else int(step)))
 
 
 def without_saved(run_dir: Path) -> str:
