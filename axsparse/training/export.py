@@ -20,7 +20,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -174,10 +174,11 @@ def export(
     if is_folder:
         config = weights.config()
         configured_model(config, weights.shapes(), checkpoint.path)
-        tensors = _published(config.model, weights.by_name(dtype))
-        named = next(header.dtype for header, _ in tensors.values())
-        named = torch.bfloat16 if form == "sparse" else named
-        files, notes = _files(data_elsewhere(config, data), named, checkpoint.manifest.data)
+        known = weights.by_name(dtype)
+        tensors = _published(config.model, known)
+        usual = _usual(known[name][0].dtype for name in weights.parameters)
+        usual = torch.bfloat16 if form == "sparse" else usual
+        files, notes = _files(data_elsewhere(config, data), usual, checkpoint.manifest.data)
         given = _card(config.model, path, checkpoint.step)
         files |= given if card is None else {CARD: card.encode(errors="replace")}
         if form == "sparse":
@@ -275,8 +276,8 @@ def export_folder(
             tensor = read(layer.name, buffer.name)
             if tensor is not None:
                 known[buffer.name] = header_of(tensor), tensor.detach
-    types = Counter(named(name) for name in profiled.shapes if name in known)
-    copies, _ = hf_files(config.model, types.most_common(1)[0][0], None)
+    usual = _usual(named(name) for name in profiled.shapes if name in known)
+    copies, _ = hf_files(config.model, usual, None)
     files: Files = copies if card is None else {**copies, CARD: card}
     return _write(path.absolute(), _published(config.model, known), files, 0, force=force)
 
@@ -606,8 +607,13 @@ def _has_type(source: Path, dtype: torch.dtype) -> bool:
     """Whether most weights of a folder are of a type; its weights may be there no more."""
     with suppress(DataError, MissingInputError):
         file = open_weights(source)
-        return Counter(map(file.dtype, file.shapes)).most_common(1)[0][0] == dtype
+        return _usual(map(file.dtype, file.shapes)) == dtype
     return False
+
+
+def _usual(types: Iterable[torch.dtype]) -> torch.dtype:
+    """The type of most tensors."""
+    return Counter(types).most_common(1)[0][0]
 
 
 def _typed(theirs: Mapping[str, Any], named: str) -> dict[str, Any]:

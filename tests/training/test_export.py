@@ -130,6 +130,15 @@ def test_a_type_by_name_is_that_of_parameters_and_buffers_of_floats(tmp_path: Pa
     assert "running_mean" in types and {*types.values()} == {torch.bfloat16}
 
 
+def test_a_config_says_the_type_of_most_parameters(run: Path, tmp_path: Path) -> None:
+    def dtype(name: str) -> torch.dtype:
+        return torch.float32 if name == "embed.token.weight" else torch.bfloat16
+
+    export(newest(run), "hf", tmp_path / "out", dtype=dtype)
+
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
 # -- memory ---------------------------------------------------------------------------------
 
 
