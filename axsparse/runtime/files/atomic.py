@@ -12,6 +12,8 @@ from pathlib import Path
 
 UNFINISHED = ".unfinished-"
 """Part of the name of a file or folder that is being written; the name ends in a unique number."""
+BEFORE = ".before"
+"""Follows it in the name of a folder that is being replaced."""
 
 
 @contextlib.contextmanager
@@ -38,10 +40,13 @@ def new_path(path: Path) -> Iterator[Path]:
 
 
 def remove_unfinished(path: Path) -> None:
-    """Remove unfinished files of killed processes of `new_path(path)`; no other process may use
-    it."""
+    """Remove unfinished files of killed processes of `new_path(path)`, and give a folder back its
+    name that one of them had moved aside; no other process may use it."""
     for left in path.absolute().parent.glob(f".{glob.escape(path.name)}{UNFINISHED}*"):
-        _remove(left)
+        if left.suffix == BEFORE and not os.path.lexists(path):
+            left.rename(path)
+        else:
+            _remove(left)
 
 
 def write_new(path: Path, content: bytes | Path) -> None:
@@ -70,7 +75,7 @@ def _replace_folder(unfinished: Path, path: Path) -> None:
     if not path.exists():
         unfinished.rename(path)
         return
-    before = unfinished.with_name(f"{unfinished.name}.before")
+    before = unfinished.with_name(f"{unfinished.name}{BEFORE}")
     path.rename(before)
     try:
         unfinished.rename(path)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from axsparse.runtime.errors import OutputError, writing
-from axsparse.runtime.files.atomic import UNFINISHED, new_path, write_new
+from axsparse.runtime.files import atomic
+from axsparse.runtime.files.atomic import UNFINISHED, new_path, remove_unfinished, write_new
 
 
 @pytest.mark.parametrize("is_folder", [False, True])
@@ -70,6 +71,35 @@ def test_a_folder_that_cannot_be_replaced_is_as_before(
 
     assert (path / "inner").read_text() == "old"
     assert [child.name for child in tmp_path.iterdir()] == ["new"]
+
+
+@pytest.mark.parametrize(("killed_at", "left"), [("rename", "old"), ("_remove", "new")])
+def test_of_a_folder_that_was_being_replaced_one_version_is_left(
+    killed_at: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "new"
+    path.mkdir()
+    (path / "inner").write_text("old")
+    rename = Path.rename
+    if not (child := os.fork()):
+        try:
+            if killed_at == "_remove":
+                monkeypatch.setattr(atomic, "_remove", lambda _: os._exit(0))
+            else:
+                monkeypatch.setattr(
+                    Path, "rename", lambda a, b: os._exit(0) if b == path else rename(a, b)
+                )
+            with new_path(path) as unfinished:
+                unfinished.mkdir()
+                (unfinished / "inner").write_text("new")
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+
+    remove_unfinished(path)
+
+    assert (path / "inner").read_text() == left
+    assert [one.name for one in tmp_path.iterdir()] == ["new"]
 
 
 def test_contents_are_on_the_disk_before_the_name_is(
