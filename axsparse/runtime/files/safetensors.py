@@ -303,17 +303,19 @@ class SparseFile:
                 "write it anew by axsparse export --to sparse"
             )
         stored = self._file.shapes
-        self._kept = {name.removesuffix(VALUES) for name in stored if name.endswith(VALUES)}
+        self._kept = _kept(stored)
         parts = {name + part for name in self._kept for part in (VALUES, MASK, SHAPE)}
         self.shapes = {name: shape for name, shape in stored.items() if name not in parts}
         self.shapes |= {name: self._shape(name) for name in sorted(self._kept)}
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        stored = self._file.shapes
-        if {f"{name}{SHAPE}", f"{name}{MASK}"} <= stored.keys():
+        values, mask, sizes = (self._file.header(name + part) for part in (VALUES, MASK, SHAPE))
+        is_real = values.dtype.is_floating_point and values.dtype.itemsize > 1
+        has_types = is_real and (mask.dtype, sizes.dtype) == (torch.uint8, torch.int64)
+        if has_types and len(sizes.shape) == 1:
             shape = tuple(self._file.read(f"{name}{SHAPE}").tolist())
             nbytes = -(-math.prod(shape) // 8)
-            if min(shape, default=0) >= 0 and stored[f"{name}{MASK}"] == (nbytes,):
+            if min(shape, default=0) >= 0 and mask.shape == (nbytes,):
                 return shape
         raise self._damaged(name)
 
@@ -377,4 +379,10 @@ def _mask(read: Callable[[], Tensor]) -> Tensor:
 
 def is_sparse(names: Collection[str]) -> bool:
     """Whether tensors of these names are what `sparse_tensors` returns of a pruned model."""
-    return any(name.endswith(MASK) and name.removesuffix(MASK) + VALUES in names for name in names)
+    return bool(_kept(names))
+
+
+def _kept(names: Collection[str]) -> set[str]:
+    """The names of tensors of which all parts are there."""
+    named = {name.removesuffix(VALUES) for name in names if name.endswith(VALUES)}
+    return {name for name in named if name + MASK in names and name + SHAPE in names}

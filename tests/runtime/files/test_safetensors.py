@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -146,6 +146,8 @@ def tensors() -> dict[str, Tensor]:
         "dense": torch.randn(9, 9),
         "vector": torch.zeros(30),
         "count": torch.arange(4),
+        "codebook.values": torch.ones(3),
+        "codebook.mask": torch.ones(3),
     }
 
 
@@ -171,23 +173,27 @@ def test_tensors_come_back_in_bf16(tmp_path: Path) -> None:
     assert stored["half.mask"] == (250,)
     assert "dense" in stored
     assert "vector" in stored
+    assert not is_sparse([name for name in stored if name.startswith("codebook")])
 
 
 @pytest.mark.parametrize(
-    ("part", "other"),
+    ("part", "change"),
     [
-        ("half.values", torch.zeros(3).bfloat16()),
-        ("half.mask", torch.zeros(249, dtype=torch.uint8)),
-        ("half.shape", torch.tensor([40, 51])),
-        ("half.shape", torch.tensor([-40, 50])),
-        ("half.mask", None),
+        ("half.values", lambda values: values[:3]),
+        ("half.values", lambda values: values.to(torch.int16)),
+        ("half.values", lambda values: values.to(torch.float8_e5m2)),
+        ("half.mask", lambda mask: mask[:249]),
+        ("half.mask", lambda mask: mask.view(torch.int8)),
+        ("half.shape", lambda _: torch.tensor([40, 51])),
+        ("half.shape", lambda _: torch.tensor([-40, 50])),
+        ("half.shape", lambda shape: shape.float()),
+        ("half.shape", lambda shape: shape.view(2, 1)),
     ],
 )
-def test_parts_that_disagree(tmp_path: Path, part: str, other: Tensor | None) -> None:
+def test_parts_that_disagree(tmp_path: Path, part: str, change: Callable[[Tensor], Tensor]) -> None:
     whole = SafetensorsFile(written(tmp_path))
-    parts = {name: whole.read(name) for name in whole.shapes if name != part}
-    if other is not None:
-        parts[part] = other
+    parts = {name: whole.read(name) for name in whole.shapes}
+    parts[part] = change(parts[part])
     path = tmp_path / "other" / SPARSE_FILE
     path.parent.mkdir()
     store(path, parts, **{VERSION_KEY: VERSION})
