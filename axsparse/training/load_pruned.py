@@ -83,7 +83,7 @@ def load_pruned(folder: str | Path, *, fewest_zeros: float | None = FEWEST_ZEROS
             owner._parameters[name.rpartition(".")[2]] = made
     for slot in slots(causal):
         if slot.persists and slot.name in file.shapes:
-            slot.put(typed(slot.name, slot.tensor, file.read(slot.name)))
+            slot.put(typed(slot.name, slot.tensor, _checked(file, slot.name, slot.tensor)))
     causal.tie_weights()
     missing = [name for name, one in causal.named_parameters() if one.is_meta]
     missing += [slot.name for slot in slots(causal) if slot.tensor.is_meta]
@@ -108,14 +108,22 @@ def _generation_settings(folder: Path, kind: Any) -> Any:
 
 
 def _checked(file: HfFile, name: str, wanted: Tensor) -> Tensor:
-    """A tensor of the file; DataError if it has another shape or kind of numbers than the model."""
+    """A tensor of the file; DataError if it has another shape or kind of numbers than the model, or
+    NaN, or is a parameter with infinities."""
     if file.shapes[name] != tuple(wanted.shape):
         raise DataError(
             f"{file.path}: {name!r} is {file.shapes[name]}, and {CONFIG_FILE} asks for "
             f"{tuple(wanted.shape)}; get both of one model"
         )
     tensor = file.read(name)
-    odd = mismatched_values(tensor, trained=wanted.is_floating_point())
+    is_parameter = isinstance(wanted, nn.Parameter)
+    if wanted.is_floating_point():
+        odd = mismatched_values(tensor, trained=is_parameter)
+        if not (odd or is_parameter) and tensor.float().isnan().any():  # bounds may be infinite
+            odd = "not finite: it has NaN"
+    else:
+        kinds = (str(one.dtype).removeprefix("torch.") for one in (tensor, wanted))
+        odd = "" if torch.can_cast(tensor.dtype, wanted.dtype) else ", not ".join(kinds)
     if odd:
         raise DataError(f"{file.path}: {name!r} is {odd}; get it anew")
     return tensor

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from support import hf, mask_files, planner_cases, preparing, runs, sharded_model
 from support.hf import beside, gpt2_folder, ours_from, small_gpt
 from support.local_world import LocalWorld, WorldTransport
@@ -212,6 +213,19 @@ def resolved(ranks: int = 1, model: Model | None = None, **sections: Any) -> Run
 
 def sequential(modules: Any, **settings: Any) -> Model:
     return from_sequential(modules, summed_loss, **settings)
+
+
+def load_deepseek(bias: Tensor) -> None:
+    """Loads a small DeepSeek-V3 whose router of 4 experts has this bias."""
+    transformers = pytest.importorskip("transformers", reason="pip install 'axsparse[test]'")
+    sizes = {**hf.FAMILIES["alone"]["deepseek_v3"], "n_routed_experts": 4}
+    sizes |= {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    settings = transformers.AutoConfig.for_model("deepseek_v3", **sizes)
+    hf.saved_model(transformers, settings, Path())
+    weights = load_file("model.safetensors")
+    [name] = (name for name in weights if name.endswith("e_score_correction_bias"))
+    save_file({**weights, name: bias}, "model.safetensors")
+    ax.load_pruned(Path(), fewest_zeros=None)
 
 
 def scripted(module: nn.Module) -> nn.Module:

@@ -8,14 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_model
+from safetensors.torch import save_file, save_model
 from support.allocated import peak_of
 from support.commands import Axsparse
 from support.exhaustive import by_default
-from support.hf import FAMILIES, hf_logits, saved_model, saved_with_pictures, write_folder
+from support.hf import (
+    FAMILIES,
+    hf_logits,
+    saved_model,
+    saved_with_pictures,
+    write_folder,
+    write_llama,
+)
 from support.runs import VOCABULARY
 
 import axsparse as ax
+from axsparse.models.zoo.hf_models import full_model
 from axsparse.runtime.errors import EXIT_DATA, EXIT_MISSING
 from axsparse.samo.pruned_weight import PrunedWeight, multiplied_weights
 from axsparse.training.load_pruned import continued
@@ -129,6 +137,39 @@ def test_tensors_have_the_types_that_transformers_gives_them(
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
 
     assert_same(ax.load_pruned(tmp_path, fewest_zeros=None), theirs)
+
+
+def test_a_buffer_may_be_infinite(tmp_path: Path) -> None:
+    """As the bounds of a linear layer that clips."""
+    settings = FAMILIES["pictures"]["gemma4"]
+    vision = {**settings["vision_config"], "use_clipped_linears": True}
+    kind = transformers.AutoConfig.for_model("gemma4", **{**settings, "vision_config": vision})
+    saved_model(transformers, kind, tmp_path, torch.bfloat16, "ImageTextToText")
+
+    buffers = dict(ax.load_pruned(tmp_path, fewest_zeros=None).named_buffers())
+
+    bounds = [one for name, one in buffers.items() if name.endswith("input_max")]
+    assert bounds and all(bound == torch.inf for bound in bounds)
+
+
+def test_a_buffer_of_whole_numbers_takes_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = write_llama(tmp_path)
+
+    def counted(settings: dict[str, Any]) -> Any:
+        model = full_model(settings)
+        model.register_buffer("count", torch.zeros(2, dtype=torch.int64, device="meta"))
+        return model
+
+    monkeypatch.setattr("axsparse.training.load_pruned.full_model", counted)
+    for count in (torch.tensor([1, 2], dtype=torch.int32), torch.ones(2)):
+        save_file({**weights, "count": count}, tmp_path / "model.safetensors")
+        if count.is_floating_point():
+            with pytest.raises(ax.DataError, match="'count' is float32, not int64; get it anew"):
+                ax.load_pruned(tmp_path, fewest_zeros=None)
+        else:
+            assert ax.load_pruned(tmp_path, fewest_zeros=None).count.tolist() == [1, 2]
 
 
 def test_the_dense_model_is_never_in_memory(tmp_path: Path) -> None:
