@@ -33,7 +33,7 @@ from axsparse.models.module_buffers import (
     types_of_statistics,
 )
 from axsparse.runtime.canonical_form import canonical, canonical_gradient
-from axsparse.runtime.errors import note_errors
+from axsparse.runtime.errors import ConfigError, note_errors
 from axsparse.runtime.seeds import preserved_rng, seed_all
 from axsparse.samo.layer_state import LayerState, written_weight
 
@@ -224,19 +224,33 @@ class LayerRunner:
         inputs = tuple(
             tensor.view_as(tensor) if writes is False else tensor.clone() for tensor in inputs
         )
-        watched = () if writes is not None else (*self.parameters, *inputs)
+        watched = inputs if writes is not None else (*self.parameters, *inputs)
         versions = [tensor._version for tensor in watched]
         count = len(inputs)
         if count not in self._takes_tuple:
             self._takes_tuple[count] = takes_tuple(self._module, count)
         arguments = (tuple(inputs),) if self._takes_tuple[count] else inputs
-        with note_errors(f"layer {self.name}"):
-            outputs = as_tuple(self.name, self._run(arguments))
+        try:
+            with note_errors(f"layer {self.name}"):
+                outputs = as_tuple(self.name, self._run(arguments))
+        except RuntimeError as reason:
+            if writes is False and "leaf Variable" in str(reason):
+                raise self._now_writing() from reason
+            raise
+        changed = [old != each._version for old, each in zip(versions, watched, strict=True)]
+        if writes is False and any(changed):
+            raise self._now_writing()
         if writes is None:
-            changed = [old != each._version for old, each in zip(versions, watched, strict=True)]
             self._reject_written_weights(changed)
             self._writes[self._module.training] = any(changed[len(self.parameters) :])
         return self._apart(outputs)
+
+    def _now_writing(self) -> ConfigError:
+        """The error of a forward that writes to its inputs in later calls alone."""
+        return ConfigError(
+            f"layer {self.name}: its forward has begun to write to its input, which it did not in "
+            "its first call; let it write to a copy (x = x.clone())"
+        )
 
     def _reject_written_weights(self, changed: Sequence[bool]) -> None:
         """ConfigError for the first parameter that a forward has changed in place."""

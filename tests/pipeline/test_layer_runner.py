@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from axsparse.models import losses
 from axsparse.models.own_forward import from_module
 from axsparse.pipeline.layer_runner import LayerRunner
+from axsparse.runtime.errors import ConfigError
 
 FUSED_TOLERANCE = 1e-5
 """Of an fp32 loss: operations are fused, in another order (2e-7 seen)."""
@@ -63,6 +64,29 @@ def test_a_mode_that_is_set_between_two_steps_stays_set_behind_an_evaluation() -
         module[0].eval()
 
     assert modes == [[False] * 3, [True] * 3, *[[False] * 3, [True, False, True]] * 2]
+
+
+class Halves(nn.Linear):
+    """Writes to its input in its second call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x.mul_(0.5) if self.calls > 1 else x)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_layer_that_begins_to_write_to_its_input_is_refused_on_every_stage(
+    is_first: bool,
+) -> None:
+    layer = LayerRunner("layer", Halves(3, 3), is_recomputed=False)
+    leaf = torch.ones(2, 3, requires_grad=True)
+    inputs = (leaf if is_first else 1.0 * leaf,)
+    layer.train(inputs, (0, "layer", 0, 0))
+
+    with pytest.raises(ConfigError, match=r"^layer layer: its forward has begun to write to its"):
+        layer.train(inputs, (0, "layer", 1, 0))
 
 
 # -- fused layers ---------------------------------------------------------------------------
