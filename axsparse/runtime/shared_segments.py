@@ -19,6 +19,8 @@ SHARED = Path("/dev/shm")  # noqa: S108 - nothing is written there
 PROCESSES = Path("/proc")
 STARTING_SECONDS = 300.0
 """A younger file may belong to a job that starts just now, whose ranks have yet to open it."""
+ALL_PROCESSES = f"pid:[{0xEFFFFFFC}]"
+"""The first namespace of processes, whose number Linux fixes; it sees those of all others."""
 
 
 def leftovers(shared: Path, processes: Path) -> list[str]:
@@ -46,8 +48,12 @@ def leftovers(shared: Path, processes: Path) -> list[str]:
 
 
 def remove_leftovers(shared: Path = SHARED, processes: Path = PROCESSES) -> None:
-    """Remove the segments of earlier jobs of this user, for a job that starts on this host."""
+    """Remove the segments of earlier jobs of this user, for a job that starts on this host; none in
+    a container that does not see all processes, since others of its host may have the same
+    /dev/shm."""
     with contextlib.suppress(OSError):
+        if str((processes / "self" / "ns" / "pid").readlink()) != ALL_PROCESSES:
+            return
         for name in leftovers(shared, processes):
             with contextlib.suppress(OSError):
                 # A file of the future was made before the clock was set back.

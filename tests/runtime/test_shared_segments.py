@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from axsparse.runtime.shared_segments import (
+    ALL_PROCESSES,
     STARTING_SECONDS,
     leftovers,
     remove_leftovers,
@@ -30,7 +31,8 @@ def shared(tmp_path: Path) -> Path:
 def process(folder: Path, *, maps: str = "", opened: Path | None = None) -> Path:
     """A /proc of one process."""
     (folder / "7" / "fd").mkdir(parents=True)
-    (folder / "self").mkdir()
+    (folder / "self" / "ns").mkdir(parents=True)
+    (folder / "self" / "ns" / "pid").symlink_to(ALL_PROCESSES)
     (folder / "7" / "maps").write_text(maps)
     if opened is not None:
         (folder / "7" / "fd" / "3").symlink_to(opened)
@@ -69,6 +71,23 @@ def test_a_start_removes_what_is_left_over_and_was_not_made_just_now(
     assert {path.name for path in shared.iterdir()} == {
         *("mpich_shm_1", "mpich_shm_2", "somebody_elses")
     }
+
+
+@pytest.mark.parametrize("namespace", ["pid:[4026532201]", None])
+def test_a_start_that_may_not_see_all_processes_removes_nothing(
+    shared: Path, tmp_path: Path, namespace: str | None
+) -> None:
+    processes, before = process(tmp_path / "proc"), {*shared.iterdir()}
+    link = processes / "self" / "ns" / "pid"
+    link.unlink()
+    if namespace is not None:
+        link.symlink_to(namespace)
+    for path in before:
+        os.utime(path, (0, 0))
+
+    remove_leftovers(shared, processes)
+
+    assert {*shared.iterdir()} == before
 
 
 def test_a_job_that_fails_removes_what_it_maps_itself(shared: Path, tmp_path: Path) -> None:
