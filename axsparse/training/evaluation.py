@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -66,34 +67,35 @@ def evaluate(
 
     `after_batch` is called with how many batches are done and how many are wanted.
 
-    All ranks call this together. Only forward passes are run. Losses of entire microbatches, which
-    no layout divides, are added exactly and rounded once, so that their order does not matter.
-    `metrics` names the model's metrics. DataError on all ranks if no target counts.
+    All ranks call this together. Only forward passes are run. Losses and counts of entire
+    microbatches, which no layout divides, are added exactly and rounded once, so that their order
+    does not matter. `metrics` names the model's metrics. DataError on all ranks if no target
+    counts.
     """
     available = batches.num_evaluation_batches
     asked = available if number == "all" else min(number, available)
-    losses: list[float] = []
-    counts = [0.0] * len(metrics)
+    found: list[list[float]] = [[] for _ in ("loss", *metrics)]
     targets = 0.0
     with closing(Prefetcher(batches.evaluation, first_step=0, end=asked)) as prefetcher:
         for step in range(asked):
             batch = prefetcher.get(step)
-            for loss, *counted in (row.tolist() for row in to_host(engine.evaluate(batch))):
+            for row in to_host(engine.evaluate(batch)):
                 if coords.tp_rank:  # all tensor-parallel ranks of the last stage have the same
                     continue
-                losses.append(loss)
-                counts = [total + count for total, count in zip(counts, counted, strict=True)]
+                for values, value in zip(found, row.tolist(), strict=True):
+                    values.append(value)
             if coords.is_last and coords.tp_rank == 0:
                 targets += batch.num_targets
             after_batch(step + 1, asked)
     for layer in engine.stage.layers:
         layer.end_evaluation()
-    rows = gather_numbers(transport, [*exact_sum(losses), targets, *counts])
-    sums, remainders, *columns = (list(column) for column in zip(*rows, strict=True))
-    total_targets, *totals = map(sum, columns)
+    own = [targets, *chain.from_iterable(map(exact_sum, found))]
+    counted, *columns = zip(*gather_numbers(transport, own), strict=True)
+    total_targets = sum(counted)
     if not total_targets:
         raise everywhere(DataError("data: none of the samples of an evaluation has a target"))
-    loss, _ = exact_sum([*sums, *remainders])
+    pairs = zip(columns[::2], columns[1::2], strict=True)
+    loss, *totals = (exact_sum([*sums, *remainders])[0] for sums, remainders in pairs)
     return Evaluation(
         loss / total_targets,
         {name: total / total_targets for name, total in zip(metrics, totals, strict=True)},
