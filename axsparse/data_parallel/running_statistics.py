@@ -13,9 +13,10 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from axsparse.models.module_buffers import BufferCopies, BufferSlot, replaced, slots
+from axsparse.models.module_buffers import BufferCopies, BufferSlot, replaced, slots, version
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Op
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.shards import Replicas
 
 
@@ -80,18 +81,30 @@ class RunningStatistics:
     @contextmanager
     def _copied(self) -> Iterator[None]:
         """Copies in the places of saved buffers. The first evaluation shows which of the large ones
-        need none."""
+        need none; ConfigError if a later one writes to one of these."""
         named = {
             f"{layer}/{slot.name}": slot for layer, own in enumerate(self._layers) for slot in own
         }
+        constant = [(slot, slot.tensor) for name, slot in named.items() if name in self._constant]
+        versions = [version(tensor) for _, tensor in constant]
         slots = {name: slot for name, slot in named.items() if name not in self._constant}
-        before = {name: slot.tensor for name, slot in slots.items() if not slot.is_small}
-        with replaced(_copies_of(slots.values())):
+        before = [slot.tensor for slot in slots.values()]
+        copies = _copies_of(slots.values())
+        with replaced([*copies, *constant]):
             yield
-            for name, tensor in before.items():
-                now = slots[name].tensor
-                if now.shape == tensor.shape and bytes_of(now).equal(bytes_of(tensor)):
+            for name, tensor, (slot, copy) in zip(slots, before, copies, strict=True):
+                now = slot.tensor
+                if slot.is_small or version(copy) or now.shape != tensor.shape:
+                    continue
+                if bytes_of(now).equal(bytes_of(tensor)):
                     self._constant.add(name)
+        for (slot, tensor), seen in zip(constant, versions, strict=True):
+            if version(tensor) != seen:
+                raise ConfigError(
+                    f"buffer {slot.name!r} of {type(slot.owner).__name__}: an evaluation has begun "
+                    "to write to it, and nothing has its earlier contents; write to it in every "
+                    "evaluation, or in training alone"
+                )
 
     def _received(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The first replica's buffers of one layer; all types travel in one message."""

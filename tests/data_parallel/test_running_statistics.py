@@ -11,6 +11,7 @@ from torch import nn
 
 from axsparse.data_parallel.running_statistics import RunningStatistics
 from axsparse.runtime.communication import Transport
+from axsparse.runtime.errors import ConfigError
 from axsparse.samo.shards import Replicas
 
 
@@ -89,6 +90,30 @@ def test_large_buffers_that_evaluations_leave_as_they_are_are_copied_once() -> N
             assert module.get_buffer("counts") is counts
 
         assert not is_copied
+
+    on_replicas(1, main)
+
+
+def test_large_buffers_that_a_later_evaluation_begins_to_change_are_put_back_or_refused() -> None:
+    def main(rank: int, replicas: Replicas) -> None:
+        module = nn.Module()
+        for name in ("replaced", "equal", "written"):
+            module.register_buffer(name, torch.zeros(2**16))
+        own = [*module.buffers()]
+        statistics = RunningStatistics([module], replicas)
+
+        for number in range(3):
+            with statistics.of_first_replica(evaluates=True):
+                module.get_buffer("equal").add_(number)  # the first write leaves it equal
+                if number:
+                    module.replaced = torch.ones(2**16)
+            assert all(now is tensor for now, tensor in zip(module.buffers(), own, strict=True))
+            assert not any(tensor.any() for tensor in own)
+        with (
+            pytest.raises(ConfigError, match="buffer 'written' of Module: an evaluation has begun"),
+            statistics.of_first_replica(evaluates=True),
+        ):
+            module.get_buffer("written").add_(1)
 
     on_replicas(1, main)
 
