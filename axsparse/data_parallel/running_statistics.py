@@ -6,6 +6,7 @@ Evaluations and checkpoints use the buffers of the first replica.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
@@ -17,6 +18,7 @@ from axsparse.models.module_buffers import BufferCopies, BufferSlot, replaced, s
 from axsparse.runtime.canonical_form import bytes_of
 from axsparse.runtime.communication import Op
 from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.exchange import CODES
 from axsparse.samo.shards import Replicas
 
 
@@ -69,6 +71,7 @@ class RunningStatistics:
         they were before if the block `evaluates`.
         """
         if self._replicas.size > 1:
+            self._check_alike()
             received = [self._received([slot.tensor for slot in layer]) for layer in self._layers]
             with replaced([*zip(chain(*self._layers), chain(*received), strict=True)]):
                 yield
@@ -104,6 +107,23 @@ class RunningStatistics:
                     f"buffer {slot.name!r} of {type(slot.owner).__name__}: an evaluation has begun "
                     "to write to it, and nothing has its earlier contents; write to it in every "
                     "evaluation, or in training alone"
+                )
+
+    def _check_alike(self) -> None:
+        """ConfigError on all replicas if one has a saved buffer of another shape or type, which
+        cannot be exchanged. As in `meet`, equal codes are found by sums of them and their squares.
+        """
+        saved = [*chain(*self._layers)]
+        kinds = [f"{tuple(slot.tensor.shape)} {slot.tensor.dtype}" for slot in saved]
+        codes = [zlib.crc32(kind.encode()) % CODES for kind in kinds]
+        sums = torch.tensor([codes, [code**2 for code in codes]], dtype=torch.float64)
+        self._replicas.exchange(Op.ALL_REDUCE, sums.view(-1))
+        for slot, total, squares in zip(saved, *sums.tolist(), strict=True):
+            if self._replicas.size * int(squares) != int(total) ** 2:
+                raise ConfigError(
+                    f"buffer {slot.name!r} of {type(slot.owner).__name__}: another replica has one "
+                    "of another shape or type, and evaluations and checkpoints use the first "
+                    "replica's; keep its shape and type, or set layout.g_data: 1"
                 )
 
     def _received(self, tensors: Sequence[Tensor]) -> list[Tensor]:

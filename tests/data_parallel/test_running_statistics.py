@@ -60,6 +60,26 @@ def test_an_evaluation_sees_the_firsts_state_and_training_its_own_again(count: i
     on_replicas(count, main)
 
 
+@pytest.mark.parametrize(
+    "other", [torch.zeros(0, 3), torch.zeros(4, 0), torch.zeros(0, 4).half(), torch.zeros(2, 4)]
+)
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_buffer_of_another_kind_on_another_replica_is_refused_on_all(
+    other: torch.Tensor, evaluates: bool
+) -> None:
+    def main(rank: int, replicas: Replicas) -> None:
+        modules = [nn.Linear(2, 2), Odd(rank)]
+        if rank == 2:
+            modules[1].nothing = other
+        with (
+            pytest.raises(ConfigError, match="buffer 'nothing' of Odd: another replica has one"),
+            RunningStatistics(modules, replicas).of_first_replica(evaluates=evaluates),
+        ):
+            pass
+
+    on_replicas(3, main)
+
+
 def test_a_failed_evaluation_gives_the_buffers_back() -> None:
     def main(rank: int, replicas: Replicas) -> None:
         module = Odd(rank)
