@@ -20,7 +20,7 @@ PROCESSES = Path("/proc")
 STARTING_SECONDS = 300.0
 """A younger file may belong to a job that starts just now, whose ranks have yet to open it."""
 ALL_PROCESSES = f"pid:[{0xEFFFFFFC}]"
-"""The first namespace of processes, whose number Linux fixes; it sees those of all others."""
+"""The first namespace of processes, whose number Linux fixes; its /proc has every process."""
 
 
 def leftovers(shared: Path, processes: Path) -> list[str]:
