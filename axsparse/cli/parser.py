@@ -344,8 +344,9 @@ def _configuration_of(arguments: argparse.Namespace) -> str | None:
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """The overrides from `--set` and its short forms, as KEY=VALUE."""
-    overrides = list(arguments.overrides)
+    """The overrides from `--set` and its short forms, as KEY=VALUE without spaces around KEY."""
+    parted = (text.partition("=") for text in arguments.overrides)
+    overrides = [f"{key.strip()}{equals}{value}" for key, equals, value in parted]
     for name, key in SHORT.items():
         value = getattr(arguments, name, None)
         if value is not None:

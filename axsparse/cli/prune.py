@@ -169,7 +169,7 @@ def _order(arguments: argparse.Namespace) -> PruneOrder:
 
 
 def _sets(arguments: argparse.Namespace, key: str) -> bool:
-    return any(each.startswith(f"{key}=") for each in arguments.overrides)
+    return any(each.partition("=")[0].strip() == key for each in arguments.overrides)
 
 
 def _settings(arguments: argparse.Namespace) -> list[str]:

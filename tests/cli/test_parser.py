@@ -51,6 +51,13 @@ def test_a_run_directory_of_digits_is_a_name() -> None:
     assert configure(None, overrides_of(given)).run_dir == "0042"
 
 
+def test_overrides_begin_with_their_keys() -> None:
+    """As `axsparse prune` looks for them; a text without a value is left to the configuration."""
+    given = argparse.Namespace(overrides=["train.steps = 2", " seed", "data.blend=[a = b]"])
+
+    assert overrides_of(given) == ["train.steps= 2", "seed", "data.blend=[a = b]"]
+
+
 def test_a_reader_that_goes_away_is_no_mistake(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
