@@ -80,11 +80,9 @@ from axsparse.training.plan import (
     plan_run,
     reject_mismatching_rank,
 )
-from axsparse.training.run_directory import RunDir, open_run_dir
+from axsparse.training.run_directory import HEALED, RunDir, open_run_dir
 from axsparse.training.run_sources import Data, RunSources, open_data
 
-HEALED = "healing"
-"""The folder in the run directory with healed layers, until the first checkpoint has them."""
 OF_HEALING = ("pruning.", "data.", "model.", "seed", "precision", "batch.microbatch_size")
 """Beginnings of settings that determine the result of pruning at once and healing."""
 SAMPLED = 16
@@ -450,7 +448,9 @@ def _first_masks(
         size = min(pruning.calibration_samples, plan.config.batch.microbatch_size)
         held_out = data.training.alone(size).training(0)
         calibration = _calibration(plan, own, options, transport, data, held_out)
-        healed = _healed_layers(plan, data, run_dir / HEALED) if heals and run_dir else None
+        healed = None
+        if heals and run_dir and pruning.method != "custom":  # a score has no fingerprint
+            healed = _healed_layers(plan, data, run_dir / HEALED)
         says: Callable[[str], None] = partial(print, flush=True) if is_shown else lambda _: None
         if pruning.calibration_samples > data.training.num_samples:
             says(

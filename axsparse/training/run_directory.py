@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -32,7 +33,7 @@ from axsparse.runtime.errors import (
     writing,
 )
 from axsparse.runtime.exchange import together, value_of_first
-from axsparse.runtime.files.atomic import new_path
+from axsparse.runtime.files.atomic import UNFINISHED, new_path
 from axsparse.runtime.files.paths import expanded, is_own
 from axsparse.runtime.files.run_folder import (
     ANOTHER_RUN_DIR,
@@ -70,6 +71,9 @@ from axsparse.training.progress import Progress
 
 AUTO = "auto"
 """The value of `resume` that means the newest complete checkpoint of the run, if there is one."""
+HEALED = "healing"
+"""The folder in the run directory with healed layers, until the first checkpoint has them."""
+HEALED_FILE = re.compile(rf".+\.safetensors({re.escape(UNFINISHED)}.*)?")
 MOST_CONFIG_BYTES = 1_000_000
 NEVER = (errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 """The errors of making a directory that no later try ends."""
@@ -420,17 +424,24 @@ def _reject_broken_link(path: Path, where: str) -> None:
 
 
 def _clear(path: Path) -> None:
-    """Remove the checkpoints, traces and masks of a run, and the name of its curves at W&B; a mask
-    file that no run has written stays, and ends the run that is to write one."""
+    """Remove the checkpoints, traces, healed layers and masks of a run, and the name of its curves
+    at W&B; a mask file that no run has written stays, and ends the run that is to write one."""
     folder, began = path / CHECKPOINTS, RunMark.of(path).starts[0]
     for checkpoint in (*(path_of(folder, step) for step in steps_in(path)), *away(folder)):
         if _starts_of(checkpoint)[:1] != [began]:  # of an older mark, put back, it may be
             checkpoint_folder.remove(checkpoint)
     if (path / TRACES).is_dir():
         delete_own(path / TRACES, TRACE_FILE)
+    delete_healed(path)
     if is_own(path / MASK_FILE, MASK_MARK):
         (path / MASK_FILE).unlink()
     (path / WANDB_ID).unlink(missing_ok=True)
+
+
+def delete_healed(run_dir: Path) -> None:
+    """Delete the layers that a run has healed, once a checkpoint has them."""
+    if (run_dir / HEALED).is_dir():
+        delete_own(run_dir / HEALED, HEALED_FILE)
 
 
 def _take(path: Path, lock: RunLock) -> bool:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from support.exhaustive import by_default
 from support.runs import (
+    alone,
     default_dtype,
     job_alone,
     loaded,
@@ -273,6 +274,37 @@ def test_a_start_that_was_killed_goes_on_after_the_last_layer_that_was_healed(
     assert found is not None
     assert len(healed) == 3 + fits
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("how", [{"resume": "auto"}, {"overwrite": True}])
+def test_layers_of_another_score_are_healed_again(how: dict[str, Any], tmp_path: Path) -> None:
+    config = config_of(pruning={"method": "custom"}, run_dir=str(tmp_path / "run"))
+    scores = [lambda name, weight: weight.abs(), lambda name, weight: -weight.abs()]
+
+    def started_by(score: Any, config: Config, **own: Any) -> dict[str, Tensor]:
+        trainer = alone(loaded(mlp()), config, vector_data(), score=score, **own)
+        found = trainer.state_dict()
+        trainer.close()
+        assert found is not None
+        return found
+
+    started_by(scores[0], config, quiet=False)  # and stops before the first checkpoint
+    found = started_by(scores[1], config, quiet=False, **how)
+
+    expected = started_by(scores[1], config.with_values({"run_dir": "auto"}))
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_healed_layers_stay_until_a_checkpoint_has_them(tmp_path: Path) -> None:
+    config = config_of(run_dir=str(tmp_path), checkpoint={"every": 1})
+    trainer = alone(loaded(mlp()), config, vector_data(), quiet=False)
+    assert any((tmp_path / "healing").iterdir())
+
+    trainer.train()
+    trainer.close()
+
+    assert (tmp_path / "checkpoints" / "step-1").is_dir()
+    assert not (tmp_path / "healing").exists()
 
 
 def test_what_was_healed_with_other_settings_is_passed_over(tmp_path: Path) -> None:

@@ -166,9 +166,10 @@ def test_a_run_that_overwrites_removes_what_another_left_and_nothing_else(
     steps = run / "checkpoints"
     (steps / "step-4").rename(steps / "step-4.tmp")
     (steps / "of the user").mkdir()
-    (run / "trace").mkdir()
+    for name in ("trace", "healing"):
+        (run / name).mkdir()
     notes = [folder / "notes.txt" for folder in (run, run / "trace", steps / "step-2")]
-    names = ("mask.safetensors", "wandb-id", "trace/steps-2-3.json")
+    names = ("mask.safetensors", "wandb-id", "trace/steps-2-3.json", "healing/a.safetensors")
     for path in (*notes, *(run / name for name in names)):
         path.touch()
     lock = RunLock(run)

@@ -47,7 +47,7 @@ from axsparse.training.checkpoint.layer_files import LayerContents, TensorCopy, 
 from axsparse.training.checkpoint.verification import is_complete, read_entry
 from axsparse.training.plan import RunPlan
 from axsparse.training.progress import Progress
-from axsparse.training.run_directory import RunDir
+from axsparse.training.run_directory import RunDir, delete_healed
 
 THREAD = "axsparse checkpoint"
 T = TypeVar("T")
@@ -315,6 +315,8 @@ class Saver:
         folders.commit(folder, manifest_bytes(manifest))
         if self._mark is not None:
             self._mark.note(saved=True)
+        with suppress(OSError):
+            delete_healed(self.run_dir.folder)
         self._whole.add(manifest.progress.step)
         for step in folders.outdated(
             self.folder, self._settings, manifest.progress, self._is_complete
