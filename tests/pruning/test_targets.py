@@ -44,6 +44,18 @@ def pruned(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def all_but(kept: int) -> Convert:
+    """Matrices of blocks with so many entries at the beginning that are no zeros; below 0, with so
+    many zeros there."""
+
+    def convert(name: str, tensor: Tensor) -> Tensor:
+        if tensor.dim() == 2 and name.startswith("model.layers"):
+            tensor.view(-1)[slice(kept, None) if kept > 0 else slice(-kept)] = 0.0
+        return tensor
+
+    return convert
+
+
 def config_of(folder: Path, **pruning: Any) -> Config:
     return tiny_config(
         **{
@@ -94,6 +106,7 @@ def test_a_pattern_is_a_sparsity_that_need_not_be_said(folder: Path) -> None:
     train_in_process(2, 1, named_model(config), config, token_data())
 
 
+INSTEAD = " instead of pruning.pattern"
 RISING = {"method": "gradual", "sparsity": 0.9, "initial_sparsity": 0.6, "interval": 1}
 ELSEWHERE = "set pruning.include: all if those of other layers have zeros"
 OWN = {"layers": ["*.up_proj.weight=0.45", f"{DENSE}=0.0"]}
@@ -102,10 +115,12 @@ OWN = {"layers": ["*.up_proj.weight=0.45", f"{DENSE}=0.0"]}
 @pytest.mark.parametrize(
     ("written", "pruning", "asked", "found", "right"),
     [
-        (pruned, {"sparsity": 0.9}, "sparsity: 0.9", 0.4518, "set it to 0.45"),
-        (pruned, RISING, "initial_sparsity: 0.6", 0.4518, "set it to 0.45"),
-        (pruned, {**RISING, **OWN}, "initial_sparsity: 0.6", 0.4518, "set it to 0.56"),
-        (pruned, {"pattern": "2:4"}, "sparsity: 0.5", 0.4518, "set it to 0.45"),
+        (pruned, {"sparsity": 0.9}, "sparsity: 0.9", 0.4518, "set it to 0.4518"),
+        (pruned, RISING, "initial_sparsity: 0.6", 0.4518, "set it to 0.4518"),
+        (pruned, {**RISING, **OWN}, "initial_sparsity: 0.6", 0.4518, "set it to 0.5598"),
+        (pruned, {"pattern": "2:4"}, "sparsity: 0.5", 0.4518, "set it to 0.4518" + INSTEAD),
+        (all_but(3), {}, "sparsity: 0.45", 0.9971, "set it to 0.9971"),
+        (all_but(-3), {}, "sparsity: 0.45", 0.0029, "set it to 0.0029"),
         (unchanged, {}, "sparsity: 0.45", 0, ELSEWHERE),
         (unchanged, RISING, "initial_sparsity: 0.6", 0, ELSEWHERE),
     ],
@@ -126,6 +141,10 @@ def test_another_sparsity_than_planned_is_told_with_the_right_one(
         f"pruning.{asked}, with which the run was planned, but {found:.4f} of the loaded weights "
         f"is zero; {right}, or load weights that were pruned so"
     )
+    if right != ELSEWHERE:
+        key, number = asked.partition(":")[0], right.removesuffix(INSTEAD).split()[-1]
+        config = config.with_values({f"pruning.{key}": float(number), "pruning.pattern": None})
+        train_in_process(2, 1, model, config, token_data())
 
 
 def test_a_tensor_of_zeros_alone_was_initialized_so_and_stays_dense(folder: Path) -> None:

@@ -211,7 +211,8 @@ def masks_of_zeros(
     if sparsity == 0 or abs(sparsity - planned) > TOLERANCE:
         key = "initial_sparsity" if pruning.initial_sparsity else "sparsity"
         given = pruning.initial_sparsity or final
-        way = f"set it to {given * sparsity / planned:.2f}"
+        right = min(max(given * sparsity / planned, 0.0001), 0.9999)
+        way = f"set it to {right:.4f}{' instead of pruning.pattern' * bool(pruning.pattern)}"
         if not sparsity:
             way = "set pruning.include: all if those of other layers have zeros"
         raise everywhere(
