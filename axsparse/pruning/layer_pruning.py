@@ -35,6 +35,7 @@ from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import pack, unpack
 
 WITHOUT_INPUTS = "choose pruning.method: magnitude without pruning.heal"
+WITHOUT_HEALING = "leave pruning.heal out"
 """The suggestion that helps whatever the layers are."""
 
 
@@ -103,10 +104,11 @@ class LayerPruning:
             whys = {"two have": twice, "none has": unseen}
             said = ", ".join(f"{why} {some_of(names)}" for why, names in whys.items() if names)
             fit, own = pruned.keys() - odd, self.targets.own
-            raise ConfigError(
-                f"pruning.method: {self.method} scores a matrix by the inputs of its linear layer, "
-                f"and {said}; {to_exclude(odd, pruned, fit, WITHOUT_INPUTS, own)}"
-            )
+            why, otherwise = "pruning.heal: fits a matrix in its one layer", WITHOUT_HEALING
+            if self._sees_inputs:
+                by = "scores a matrix by the inputs of its linear layer"
+                why, otherwise = f"pruning.method: {self.method} {by}", WITHOUT_INPUTS
+            raise ConfigError(f"{why}, and {said}; {to_exclude(odd, pruned, fit, otherwise, own)}")
 
     def kept(self) -> dict[str, int]:
         """How many entries of each matrix stay."""
