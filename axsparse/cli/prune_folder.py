@@ -24,7 +24,7 @@ from torch import Tensor
 from axsparse.cli.data import prepare_and_show
 from axsparse.cli.parser import override, say
 from axsparse.cli.prune_defaults import Work, chosen, plan_lines, rising, training_settings
-from axsparse.cli.prune_order import BLOCKWISE, FACTS, PRUNED, PruneOrder
+from axsparse.cli.prune_order import BLOCKWISE, FACTS, PRUNED, PruneOrder, Schedule
 from axsparse.config.hf_config import read_json
 from axsparse.config.load import bundled_source
 from axsparse.config.schema import Config, sample_length
@@ -296,6 +296,10 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     if order.distribution == "owl":
         order = order.with_layers(before.layers)
         asked = together(transport, order.configured)
+    if order.schedule == "gradual" and _initial(order, asked, before) >= asked.pruning.sparsity:
+        if is_first:
+            say(f"axsparse: {100 * before.zeros:g} % is zero already, and masks do not rise")
+        order = replace(order, schedule="once")
     settings = [
         override("model.from", order.work / PRUNED),
         *("pruning.heal=none", f"data.sequence_length={order.length(asked)}"),
@@ -313,7 +317,13 @@ def _trained(job: Job, order: PruneOrder, asked: Config) -> Facts:
     assert evaluation is not None, "`PruneOrder.adopt` rejects train.eval_steps 0"
     trainer.close()
     entries = sum(map(math.prod, targets.shapes.values()))
-    facts = replace(before, after=evaluation.loss, pruned=before.after, entries=entries)
+    facts = replace(
+        before,
+        after=evaluation.loss,
+        pruned=before.after,
+        entries=entries,
+        schedule=order.schedule,
+    )
     with _watched_writing(order, config, trainer.coords, transport) as beats:
         write = partial(_write_trained, order, facts, targets.shapes, page, beats)
         return together(transport, lambda: write() if is_first else facts)
@@ -361,13 +371,16 @@ def _check_training(job: Job, order: PruneOrder, asked: Config) -> None:
 
 def _masks_of(order: PruneOrder, asked: Config, facts: Facts) -> list[str]:
     """The settings by which a training keeps the zeros of a folder, or makes more and more."""
-    zeros = f"{1 - facts.kept / facts.entries:.4f}"
     if order.schedule == "once":
-        same = ["pruning.layers=[]", *facts.which]
-        return ["pruning.method=zeros", f"pruning.sparsity={zeros}", *same]
+        zeros = f"pruning.sparsity={facts.zeros:.4f}"
+        return ["pruning.method=zeros", zeros, *ZEROS_ALONE, *facts.which]
+    return [*rising(asked), f"pruning.initial_sparsity={_initial(order, asked, facts):.4f}"]
+
+
+def _initial(order: PruneOrder, asked: Config, facts: Facts) -> float:
+    """The sparsity from which masks rise; OWL's sparsities have the mean asked for."""
     is_shared = asked.pruning.layers and order.distribution == "uniform"
-    initial = BLOCKWISE if is_shared else zeros  # OWL's sparsities have the mean asked for.
-    return [*rising(asked), f"pruning.initial_sparsity={initial}"]
+    return BLOCKWISE if is_shared else facts.zeros
 
 
 def _without_layers(plan: RunPlan) -> list[str]:
@@ -417,9 +430,19 @@ class Facts:
     """The settings by which its matrices are pruned without `pruning.layers`."""
     pruned: float | None = None
     """The validation loss of the pruned model before it was trained; None where it was not."""
+    schedule: Schedule = "once"
+    """The schedule of the training: masks with all zeros that are asked for do not rise."""
+
+    @property
+    def zeros(self) -> float:
+        """The share of zeros in the pruned matrices, as `pruning.sparsity` takes it."""
+        return min(round(1 - self.kept / self.entries, 4), 0.9999)
 
 
-ZEROS_ALONE = ("pruning.layers=[]", "pruning.distribution=uniform", "pruning.heal=none")
+ZEROS_ALONE = (
+    *("pruning.layers=[]", "pruning.pattern=null"),
+    *("pruning.distribution=uniform", "pruning.heal=none"),
+)
 """The settings of pruning that method zeros takes at these values alone, where a configuration of
 the user's may have others."""
 
@@ -432,7 +455,7 @@ WHICH = ("pruning.include=", "pruning.exclude=")
 def card(order: PruneOrder, config: Config, facts: Facts) -> str:
     """The model card of a pruned model, in Markdown."""
     removed = 1 - facts.kept / facts.entries
-    how, *_ = plan_lines(order, config, None)
+    how, *_ = plan_lines(replace(order, schedule=facts.schedule), config, None)
     data = ", ".join(map(str, order.data))
     # This page may become a part of the card of a folder that is made of this one.
     losses = {"before": facts.before, "before training": facts.pruned, "after": facts.after}
@@ -442,7 +465,7 @@ def card(order: PruneOrder, config: Config, facts: Facts) -> str:
         "data.source=tokens",
         override("data.path", order.work / "tokens"),
         "pruning.method=zeros",
-        f"pruning.sparsity={removed:.4f}",
+        f"pruning.sparsity={facts.zeros:.4f}",
         *(ZEROS_ALONE if str(order.config) != bundled_source() else ()),
         *(each for each in order.settings if each.startswith(TRAINED_BY)),
         *(facts.which or (each for each in order.settings if each.startswith(WHICH))),

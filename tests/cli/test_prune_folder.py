@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from support.runs import VOCABULARY, job_alone
 
 from axsparse.cli import prune_folder
 from axsparse.cli.prune_folder import Facts, card, own_options, reworded
-from axsparse.cli.prune_order import FACTS, PRUNED, Heal, PruneOrder
+from axsparse.cli.prune_order import FACTS, PRUNED, Heal, PruneOrder, Schedule
 from axsparse.config.load import configure
 from axsparse.data.dataset import TokenDataset
 from axsparse.data.preparation import Request, prepare
@@ -317,6 +318,41 @@ def test_the_card_has_the_zeros_that_are_there_and_its_command_trains_them(folde
     trained = run_alone(words, cwd=folder)
     assert trained.returncode == 0, trained
     assert f"of which {sum(v.numel() for v in matrices) - zeros:,} stay" in trained.stdout
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ("pruning.pattern=2:4",),
+        ("pruning.sparsity=0.6",),
+        ("pruning.method=magnitude", "pruning.distribution=erk"),
+    ],
+)
+def test_zeros_that_are_there_already_stay_and_need_not_be_as_many_as_asked(
+    asked: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dead units of a model are pruned beside what is asked for."""
+    path = folder / "model" / "model.safetensors"
+    tensors = load_file(path)
+    for name, value in tensors.items():
+        if re.search("gate_proj|up_proj", name):
+            value[: value.shape[0] * 3 // 4] = 0.0
+    save_file(tensors, path)
+    order = order_of(folder, *SETTINGS, "train.steps=2", "train.eval_steps=1", heal="train")
+    rises = "sparsity" in asked[0]
+    schedule: Schedule | None = "gradual" if rises else None
+    order = replace(order, settings=(*order.settings, *asked), schedule=schedule)
+
+    prune_folder.prune_folder(job_alone(), order)
+
+    said = capsys.readouterr().out
+    assert ("% is zero already, and masks do not rise" in said) == rises
+    assert "rising" not in said.partition("# out")[2]
+    file = open_weights(folder / "out" / "model.safetensors")
+    pruned = [file.read(name) for name in file.shapes if "_proj" in name]
+    zeros = sum(int((value == 0).sum()) for value in pruned) / sum(map(torch.numel, pruned))
+    assert zeros > 0.57
+    assert f"--set pruning.sparsity={zeros:.4f} " in said
 
 
 @pytest.mark.exhaustive
@@ -614,6 +650,7 @@ def test_the_card_says_how_it_was_pruned_and_the_losses() -> None:
     assert "\n60.0 % of the entries of the pruned matrices are zero.\n" in said
     assert "| 7 validation samples | before | before training | after |\n|---|" in said
     assert "| perplexity | 7.389 | 9.025 | 12.182 |\n" in said
+    assert replace(facts, entries=100_000, kept=1).zeros == 0.9999, "1 is refused"
 
 
 def test_errors_of_training_name_the_options_of_this_command(tmp_path: Path) -> None:
