@@ -35,8 +35,8 @@ from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import pack, unpack
 
 WITHOUT_INPUTS = "choose pruning.method: magnitude without pruning.heal"
-WITHOUT_HEALING = "leave pruning.heal out"
 """The suggestion that helps whatever the layers are."""
+WITHOUT_HEALING = "leave pruning.heal out"
 
 
 @dataclass(frozen=True)
