@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from axsparse.pruning.targets import n_of_m
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, TrainingError
 
 BLOCK = 128
 DAMPING = 0.01
@@ -45,16 +45,17 @@ class WandaStatistics:
     """Whether `prune` changes kept weights, too."""
 
     def __init__(self, inputs: int, device: torch.device) -> None:
-        self._squares = torch.zeros(inputs, dtype=torch.float32, device=device)
+        self.squares = torch.zeros(inputs, dtype=torch.float32, device=device)
+        """Σ x[j]² of each input."""
 
     def add(self, x: Tensor) -> None:
         """Count the inputs of one microbatch, (tokens, inputs)."""
-        self._squares += x.float().square().sum(0)
+        self.squares += x.float().square().sum(0)
 
     @property
     def norms(self) -> Tensor:
         """√(Σ x[j]²) of each input."""
-        return self._squares.sqrt()
+        return self.squares.sqrt()
 
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
         """The bool mask and the weights, zero where the mask is False, both in the shape of the
@@ -98,6 +99,10 @@ class SparseGptStatistics:
         x = x.float()
         self._moments += x.t() @ x
         self._tokens += x.shape[0]
+
+    @property
+    def squares(self) -> Tensor:
+        return self._moments.diagonal()
 
     def prune(self, weight: Tensor, how_many: HowMany) -> tuple[Tensor, Tensor]:
         upper, weight = self._factor(), weight.clone()
@@ -210,15 +215,24 @@ class ProductStatistics:
         self._matrices = weight if weight.dim() == 3 else weight.unsqueeze(0)
         self._each = [method(weight.shape[input_dim], weight.device) for _ in self._matrices]
         self._tokens = [0] * len(self._each)
+        self._names = [name]
+        if weight.dim() == 3:
+            self._names = [f"{name}[{number}]" for number in range(len(self._each))]
         self.changes_weights = method.changes_weights
 
     @property
     def unmet(self) -> list[str]:
         """The matrices that no token met."""
-        names = [self._name]
-        if self.weight.dim() == 3:
-            names = [f"{self._name}[{number}]" for number in range(len(self._each))]
-        return [name for name, tokens in zip(names, self._tokens, strict=True) if not tokens]
+        return [name for name, tokens in zip(self._names, self._tokens, strict=True) if not tokens]
+
+    def check(self) -> None:
+        """TrainingError if inputs are infinite, or no numbers: all scores would be, too."""
+        for name, own in zip(self._names, self._each, strict=True):
+            if not own.squares.isfinite().all():
+                raise TrainingError(
+                    f"{name}: its inputs are not finite in {self.weight.dtype}; choose another "
+                    "precision, or other texts"
+                )
 
     @property
     def norms(self) -> Tensor:

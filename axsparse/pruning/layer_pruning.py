@@ -29,7 +29,7 @@ from axsparse.pruning.input_statistics import (
     kept_by_inputs,
 )
 from axsparse.pruning.targets import Targets, of_all_numbers, to_exclude
-from axsparse.runtime.errors import ConfigError
+from axsparse.runtime.errors import ConfigError, TrainingError
 from axsparse.samo.layer_construction import BuiltLayer
 from axsparse.samo.masks import Shape, Weight
 from axsparse.samo.selection import pack, unpack
@@ -127,6 +127,7 @@ class LayerPruning:
         """The statistics of the pruned matrices of one layer, by name.
 
         `pass_samples` runs the layer on the inputs that decide; it is called if any do.
+        TrainingError where they are not finite.
         """
         dims = self.targets.input_dims
         gathered = {
@@ -137,6 +138,8 @@ class LayerPruning:
         if gathered:
             with WatchedProducts(gathered.values()):
                 pass_samples()
+            for one in gathered.values():
+                one.check()
         return gathered
 
     def draw(
@@ -190,7 +193,13 @@ class LayerPruning:
             mask = mask.view(shape).to(before.device)
             after = before * mask
         else:
-            mask, after = statistics.prune(before, self._how_many(name))
+            try:
+                mask, after = statistics.prune(before, self._how_many(name))
+            except torch.linalg.LinAlgError:
+                raise TrainingError(
+                    f"{name}: the moments of its inputs have no Cholesky factor in torch.float32; "
+                    "choose pruning.method: wanda, or other texts"
+                ) from None
         masks.drawn[f"{MASK}{name}"] = pack(mask.cpu().reshape(-1))
         weight.copy_(after)
         if statistics is not None and statistics.changes_weights:
