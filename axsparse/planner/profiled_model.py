@@ -138,9 +138,8 @@ def calibration_memory(
             drawn += 4 * (trained - sum(p.numel for p in matrices))
         moments.append((there + max(_made([layer]), made_after), twice))
         changes = heals or (method is not None and method.changes_weights)
-        kept_bytes = 4 if heals else stored.weight.itemsize
         for matrix in matrices:
-            drawn += matrix.numel / 8 + (kept_bytes * kept[matrix.name] if changes else 0)
+            drawn += matrix.numel / 8 + (4 * kept[matrix.name] if changes else 0)
     return lambda samples: max(fixed + samples * each for fixed, each in moments), drawn * on_host
 
 

@@ -204,7 +204,7 @@ class LayerPruning:
         weight.copy_(after)
         if statistics is not None and statistics.changes_weights:
             # Indices of two dimensions take less memory than a stack's three.
-            masks.drawn[f"{KEPT}{name}"] = weight.flatten(0, -2)[mask.flatten(0, -2)].cpu()
+            masks.drawn[f"{KEPT}{name}"] = after.flatten(0, -2)[mask.flatten(0, -2)].cpu()
 
     @property
     def _sees_inputs(self) -> bool:

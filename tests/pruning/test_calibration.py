@@ -16,7 +16,9 @@ from support.methods import published
 from support.runs import (
     VOCABULARY,
     Doing,
+    alone,
     job_alone,
+    loaded,
     summed_loss,
     tiny_config,
     tiny_gpt,
@@ -35,6 +37,7 @@ from axsparse.models.losses import linear_cross_entropy
 from axsparse.models.sequential import from_sequential
 from axsparse.models.zoo.model_registry import named_model
 from axsparse.pruning.calibration import CalibrationProgress
+from axsparse.pruning.input_statistics import SparseGptStatistics
 from axsparse.training.build import owl_sparsities
 from axsparse.training.trainer import build
 
@@ -242,6 +245,28 @@ def test_layers_that_write_into_their_inputs_are_pruned_by_what_they_were_given(
     kept, of_writing = masks(Tensor.tanh), masks(Tensor.tanh_)
 
     assert kept and all(torch.equal(mask, of_writing[name]) for name, mask in kept.items())
+
+
+def test_masters_start_as_sparsegpt_has_changed_them_and_weights_as_their_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prune, changed = SparseGptStatistics.prune, []
+
+    def noted(*given: Any) -> tuple[Tensor, Tensor]:
+        mask, after = prune(*given)
+        changed.append(after)
+        return mask, after
+
+    monkeypatch.setattr(SparseGptStatistics, "prune", noted)
+    config = tiny_config(precision="bf16", **settings(method="sparsegpt"))
+
+    trainer = alone(loaded(tiny_gpt(config)), config, token_data())
+
+    states = [(layer.state, name) for layer in trainer.layers for name in layer.state.by_full_name]
+    pruned = [(state, name) for state, name in states if not state.mask(name).all()]
+    for (state, name), after in zip(pruned, changed, strict=True):
+        assert torch.equal(state.dense_master(name), after), name
+        assert torch.equal(state.by_full_name[name].parameter, after.bfloat16()), name
 
 
 @pytest.mark.parametrize(
