@@ -357,7 +357,7 @@ class Calibration:
         inputs = tuple(each.clone() for each in inputs)
         with preserved_rng(is_seeded=True):
             seed_all(self.options.seed, name, number, "calibrate")
-            with note_errors(f"layer {name}"):
+            with note_errors(f"layer {name}"), _shown_products():
                 return tuple(map(canonical, as_tuple(name, module(*as_arguments(module, inputs)))))
 
     def _prepared(self, inputs: Tensors) -> Tensors:
@@ -387,6 +387,18 @@ class Calibration:
             if len(flow) < count:
                 backoff.pause()
         return flow
+
+
+@contextmanager
+def _shown_products() -> Iterator[None]:
+    """Keep torch's attention and encoder layers from a kernel that hides their products. The code
+    within does not wait for other ranks."""
+    is_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(is_enabled)
 
 
 @dataclass

@@ -195,7 +195,7 @@ class LayerPruning:
         else:
             try:
                 mask, after = statistics.prune(before, self._how_many(name))
-            except torch.linalg.LinAlgError:
+            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
                 raise TrainingError(
                     f"{name}: the moments of its inputs have no Cholesky factor in torch.float32; "
                     "choose pruning.method: wanda, or other texts"

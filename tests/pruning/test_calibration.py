@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import axsparse as ax
 from axsparse.config.schema import Config, parse_pattern
-from axsparse.data.dataset import Dataset
+from axsparse.data.dataset import ArrayDataset, Dataset
 from axsparse.data.order import samples_of_step
 from axsparse.models.layer import Model
 from axsparse.models.losses import linear_cross_entropy
@@ -245,6 +245,31 @@ def test_layers_that_write_into_their_inputs_are_pruned_by_what_they_were_given(
     kept, of_writing = masks(Tensor.tanh), masks(Tensor.tanh_)
 
     assert kept and all(torch.equal(mask, of_writing[name]) for name, mask in kept.items())
+
+
+def test_encoder_layers_of_torch_show_the_products_that_their_fast_path_hides() -> None:
+    torch.manual_seed(3)
+    layers = [nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)]
+    model = from_sequential(layers, lambda out, y: (out.sum((1, 2)) - y).square().sum())
+    data = ArrayDataset(torch.randn(30, 5, 16), torch.randn(30))
+    config = tiny_config(**settings(include="all"))
+
+    found = kept_of(1, 1, model, config, data)
+
+    (x,), _ = data.read(samples_of_step(30, SAMPLES, 0, config.seed))
+    for number, layer in enumerate(layers):
+        given: list[Tensor] = []
+        layer.linear1.register_forward_pre_hook(
+            lambda _, x, to=given: to.append(x[0].flatten(0, 1))
+        )
+        with torch.no_grad():
+            layer(x)
+            expected = kept_entries(layer.linear1.weight.clone(), given[0], "wanda", 0.6, None)
+            assert torch.equal(found[f"{number}.linear1.weight"], expected)
+            for name, parameter in layer.named_parameters():
+                parameter.mul_(found.get(f"{number}.{name}", torch.ones(())))
+            x = layer(x)
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_masters_start_as_sparsegpt_has_changed_them_and_weights_as_their_rounding(
