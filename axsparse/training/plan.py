@@ -435,9 +435,10 @@ def parameter_groups(
     )
     if targets is not None and config.pruning.rate_power:
         for name, kept in targets.kept().items():
-            density = kept / math.prod(targets.shapes[name])
-            usual = settings.learning_rate * density**-config.pruning.rate_power
-            rates.setdefault(name, usual)
+            if kept:  # A tensor without entries has no density, and nothing to step.
+                density = kept / math.prod(targets.shapes[name])
+                usual = settings.learning_rate * density**-config.pruning.rate_power
+                rates.setdefault(name, usual)
     groups = {}
     for name in names:
         if name in rates or name in decays:

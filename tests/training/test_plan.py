@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.local_world import LocalWorld, WorldTransport
-from support.runs import on_ranks, tiny_config, tiny_gpt, with_layout
+from support.runs import mlp, on_ranks, tiny_config, tiny_gpt, with_layout
 
 import axsparse
 from axsparse.config.load import configure, to_yaml
@@ -19,13 +19,14 @@ from axsparse.config.schema import Config
 from axsparse.config.validate import check_config
 from axsparse.models.model_profile import profile
 from axsparse.planner.stage_memory import MemoryBudget
+from axsparse.pruning.targets import find_targets
 from axsparse.runtime.communication import Transport
 from axsparse.runtime.errors import ConfigError
 from axsparse.runtime.grid import Grid
 from axsparse.runtime.local.local_transport import LocalTransport
 from axsparse.samo.precision import DTYPES
 from axsparse.training import plan
-from axsparse.training.plan import RunPlan, plan_run, reject_mismatching_rank
+from axsparse.training.plan import RunPlan, parameter_groups, plan_run, reject_mismatching_rank
 
 
 def transport(ranks: int = 1, name: str = "local") -> Transport:
@@ -114,6 +115,18 @@ def test_rates_go_by_density_but_those_that_are_named() -> None:
     assert rates.keys() >= {"block0.fc2.weight", "block1.attention.qkv.weight"}
     assert not any("bias" in name or "embed" in name for name in rates)
     assert list(rates.values()) == pytest.approx([2e-3] * len(rates))
+
+
+def test_a_tensor_that_keeps_no_entry_has_no_rate_by_its_density() -> None:
+    config = tiny_config(pruning={"sparsity": 0.99, "include": "all", "rate_power": 1.0})
+    profiled = profile(mlp(width=4, classes=3))
+    targets = find_targets(profiled, config.pruning)
+
+    groups = parameter_groups(config, profiled, targets)
+
+    kept = targets.kept()
+    assert not all(kept.values())
+    assert groups.keys() == {name for name, left in kept.items() if left}
 
 
 def test_the_last_entry_that_names_both_names_of_a_tied_weight_counts() -> None:
