@@ -307,7 +307,7 @@ def _try_size(
             loads=loads,
             memory=layout.memory(loads, cluster.overhead_bytes),
             run=run,
-            percent_of_peak=100 * flops / (run.seconds * peak),
+            percent_of_peak=100 * flops / (run.seconds * peak) if run.seconds else 0.0,
             weights=weights,
         )
     return rejection

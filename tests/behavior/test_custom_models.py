@@ -279,6 +279,20 @@ def test_replicas_are_compared_when_it_is_asked_for(every: int) -> None:
     assert len(trace.losses) == 4
 
 
+def test_a_model_whose_products_nobody_counts_trains() -> None:
+    class Squares(nn.Bilinear):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x, x)
+
+    layers = [Squares(WIDTH, WIDTH, outputs) for outputs in (WIDTH, 5)]
+    config = small_config(train={"steps": 1})
+
+    trainer = alone(from_sequential(layers, summed_loss), config, vector_data())
+
+    trainer.train()
+    assert trainer.progress.step == 1
+
+
 # -- sparse gradients, and a stage that trains nothing ------------------------------------------
 
 
