@@ -127,7 +127,7 @@ class Calibration:
 
     def draw(self) -> CalibratedMasks:
         """The masks; all ranks call this together."""
-        masks = CalibratedMasks(self.pruning.kept(), self.options.start)
+        masks = CalibratedMasks(self.pruning.targets.kept(), self.options.start)
         # Held-out samples also pass through the layers as they were, and all samples do where
         # layers are fitted.
         both = (*self.samples, *self.held_out.microbatches)

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from axsparse.pruning.targets import n_of_m
+from axsparse.pruning.targets import BLOCK, n_of_m, removed_of_block, removed_of_row
 from axsparse.runtime.errors import ConfigError, TrainingError
 
-BLOCK = 128
 DAMPING = 0.01
 """The part of the mean of the diagonal that SparseGPT adds to it."""
 HowMany: TypeAlias = "float | tuple[int, int]"
@@ -38,7 +37,7 @@ HowMany: TypeAlias = "float | tuple[int, int]"
 class WandaStatistics:
     """Gathers sums of squares of the inputs of one matrix, then prunes the matrix.
 
-    A method has the functions of this class, and its name in `METHODS`.
+    A method has the functions of this class, and its name in `METHODS` and `targets.COUNTS`.
     """
 
     changes_weights = False
@@ -79,11 +78,6 @@ class WandaStatistics:
         """The most temporary bytes of `prune` for a matrix of this shape, its results included:
         scores, and the memory that sorts them, in torch 17 bytes an entry."""
         return 21 * math.prod(shape)
-
-    @staticmethod
-    def kept(shape: tuple[int, ...], sparsity: float) -> int:
-        """How many entries of a matrix stay, unless groups decide."""
-        return shape[0] * (shape[1] - removed_of_row(shape[1], sparsity))
 
 
 class SparseGptStatistics:
@@ -140,29 +134,6 @@ class SparseGptStatistics:
         entries, block = shape[0] * shape[1], shape[0] * min(BLOCK, shape[1])
         square = 4 * shape[1] ** 2
         return max(3 * square, square + 5 * entries + max(28 * block, 4 * (entries + block)))
-
-    @staticmethod
-    def kept(shape: tuple[int, ...], sparsity: float) -> int:
-        widths = (min(BLOCK, shape[1] - start) for start in range(0, shape[1], BLOCK))
-        removed = (removed_of_block(shape[0] * width, sparsity) for width in widths)
-        return shape[0] * shape[1] - sum(removed)
-
-
-def kept_by_inputs(method: Method, shape: tuple[int, ...], how_many: HowMany) -> int:
-    """How many entries of a matrix stay, also with n of every m inputs."""
-    if isinstance(how_many, tuple):
-        return shape[0] * shape[1] // how_many[1] * how_many[0]
-    return method.kept(shape, how_many)
-
-
-def removed_of_row(inputs: int, sparsity: float) -> int:
-    """How many entries of a row Wanda removes."""
-    return int(inputs * sparsity)
-
-
-def removed_of_block(entries: int, sparsity: float) -> int:
-    """How many entries of a block SparseGPT removes: as published, one more than the fraction."""
-    return min(int(entries * sparsity) + 1, entries) if sparsity else 0
 
 
 def _prune_block(weight: Tensor, mask: Tensor, upper: Tensor, how_many: HowMany) -> Tensor:

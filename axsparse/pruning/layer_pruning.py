@@ -26,7 +26,6 @@ from axsparse.pruning.input_statistics import (
     Method,
     ProductStatistics,
     WatchedProducts,
-    kept_by_inputs,
 )
 from axsparse.pruning.targets import Targets, of_all_numbers, to_exclude
 from axsparse.runtime.errors import ConfigError, TrainingError
@@ -109,17 +108,6 @@ class LayerPruning:
                 by = "scores a matrix by the inputs of its linear layer"
                 why, otherwise = f"pruning.method: {self.method} {by}", WITHOUT_INPUTS
             raise ConfigError(f"{why}, and {said}; {to_exclude(odd, pruned, fit, otherwise, own)}")
-
-    def kept(self) -> dict[str, int]:
-        """How many entries of each matrix stay."""
-        if self.method not in METHODS:
-            return self.targets.kept()
-        kept = {}
-        for name in self.targets.shapes:
-            number, shape = self.targets.matrices(name)
-            method, how_many = STATISTICS[self.method], self._how_many(name)
-            kept[name] = number * kept_by_inputs(method, shape, how_many)
-        return kept
 
     def gathered(
         self, built: BuiltLayer, method: Method, pass_samples: Callable[[], None]

@@ -46,6 +46,9 @@ class Targets:
     """Kept entries of each tensor where `pruning.mask` gives the masks; None without."""
     input_dims: Mapping[str, int] = field(default_factory=dict)
     """`ParameterInfo.input_dim` of stacks and of transposed matrices."""
+    count: Callable[[int, int, float], int] | None = None
+    """The count of `COUNTS` by which a method keeps entries of each matrix; None keeps as many as
+    `kept_counts` says."""
 
     def kept(self, at: Callable[[float], float] = lambda final: final) -> dict[str, int]:
         """How many entries each tensor keeps; `at` maps a final sparsity to the present one.
@@ -55,6 +58,13 @@ class Targets:
         """
         if self.given is not None:
             return dict(self.given)
+        if self.count is not None:
+            kept = {}
+            for name in self.shapes:
+                number, (outputs, *inputs) = self.matrices(name)
+                sparsity = at(self.own.get(name, self.sparsity))
+                kept[name] = number * self.count(outputs, math.prod(inputs), sparsity)
+            return kept
         return kept_counts(
             self.shapes,
             at(self.sparsity),
@@ -147,13 +157,15 @@ def find_targets(
         raise ConfigError(f"{why} set samo.enabled=false")
     found = {name: matrices[name][0].input_dim for name in shapes}
     input_dims = {name: dim for name, dim in found.items() if dim is not None}
-    sparsity = pruning.sparsity
+    sparsity, count = pruning.sparsity, COUNTS.get(pruning.method)
     if pruning.pattern is not None:
         n, m = parse_pattern(pruning.pattern)
-        sparsity = 1 - n / m
+        sparsity, count = 1 - n / m, None
         turned = [name for name in shapes if matrices[name][0].is_transposed]
         check_pattern(shapes, n, m, input_dims, turned)
-    return Targets(shapes, sparsity, pruning.distribution, own, input_dims=input_dims)
+    return Targets(
+        shapes, sparsity, pruning.distribution, own, input_dims=input_dims, count=count
+    )
 
 
 def _none_left(
@@ -375,6 +387,36 @@ def erdos_renyi_kernel(
         weakest = min(claims.values())
         kept[max(name for name, claim in claims.items() if claim == weakest)] -= 1
     return kept
+
+
+# -- by inputs, in rows or blocks of a matrix ---------------------------------------------
+
+BLOCK = 128
+"""Columns that SparseGPT prunes at a time."""
+
+
+def removed_of_row(inputs: int, sparsity: float) -> int:
+    """How many entries of a row Wanda removes."""
+    return int(inputs * sparsity)
+
+
+def removed_of_block(entries: int, sparsity: float) -> int:
+    """How many entries of a block SparseGPT removes: as published, one more than the fraction."""
+    return min(int(entries * sparsity) + 1, entries) if sparsity else 0
+
+
+def _kept_by_rows(outputs: int, inputs: int, sparsity: float) -> int:
+    return outputs * (inputs - removed_of_row(inputs, sparsity))
+
+
+def _kept_by_blocks(outputs: int, inputs: int, sparsity: float) -> int:
+    widths = (min(BLOCK, inputs - start) for start in range(0, inputs, BLOCK))
+    return outputs * inputs - sum(removed_of_block(outputs * width, sparsity) for width in widths)
+
+
+COUNTS = {"wanda": _kept_by_rows, "sparsegpt": _kept_by_blocks}
+"""How many entries of a matrix stay, by its outputs, its inputs and a sparsity, under the methods
+that calibration samples decide."""
 
 
 # -- N:M, as sparse tensor cores need it (2:4) ------------------------------------------

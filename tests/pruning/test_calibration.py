@@ -247,6 +247,17 @@ def test_layers_that_write_into_their_inputs_are_pruned_by_what_they_were_given(
     assert kept and all(torch.equal(mask, of_writing[name]) for name, mask in kept.items())
 
 
+@pytest.mark.parametrize("method", ["wanda", "sparsegpt"])
+def test_a_plan_says_how_many_entries_the_method_keeps_in_rows_or_blocks(method: str) -> None:
+    config = tiny_config(**settings(method=method, sparsity=0.9))  # of 32 inputs 28 go, not 29
+
+    trainer = alone(loaded(tiny_gpt(config)), config, token_data())
+
+    tensors = [it for layer in trainer.layers for it in layer.state.by_full_name.items()]
+    kept = {name: each.full_kept for name, each in tensors if each.full_kept < each.full_numel}
+    assert trainer.plan.kept_at_start == kept
+
+
 def test_encoder_layers_of_torch_show_the_products_that_their_fast_path_hides() -> None:
     torch.manual_seed(3)
     layers = [nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True) for _ in range(2)]

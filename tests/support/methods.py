@@ -9,8 +9,7 @@ import torch
 from support.oracle import Oracle, Trace, mask_of_largest
 from torch import Tensor
 
-from axsparse.pruning.input_statistics import BLOCK
-from axsparse.pruning.targets import kept_counts
+from axsparse.pruning.targets import BLOCK, kept_counts
 from axsparse.runtime.seeds import keyed_generator
 
 
