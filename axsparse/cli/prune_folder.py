@@ -430,7 +430,7 @@ class Facts:
     """The settings by which its matrices are pruned without `pruning.layers`."""
     pruned: float | None = None
     """The validation loss of the pruned model before it was trained; None where it was not."""
-    schedule: Schedule = "once"
+    schedule: Schedule | None = "once"
     """The schedule of the training: masks with all zeros that are asked for do not rise."""
 
     @property

@@ -269,8 +269,8 @@ def test_a_pruned_weight_that_is_frozen_and_thawed_keeps_its_mask(
     def run(steps: int, *, is_frozen: bool, resume: str | None = "auto") -> Ran:
         config = tiny_config(batch=FEW_MICROBATCHES, train={"steps": steps})
         model = partial(thawing, is_frozen=is_frozen)
-        given = {"model": model, "data": vector_data(), "resume": resume}
-        return ran(layout, config, tmp_path / "run", **given)
+        run_dir, data = tmp_path / "run", vector_data()
+        return ran(layout, config, run_dir, model=model, data=data, resume=resume)
 
     begun = run(1, is_frozen=False, resume=None)
     for steps in (2, 3):
