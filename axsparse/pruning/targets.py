@@ -163,9 +163,7 @@ def find_targets(
         sparsity, count = 1 - n / m, None
         turned = [name for name in shapes if matrices[name][0].is_transposed]
         check_pattern(shapes, n, m, input_dims, turned)
-    return Targets(
-        shapes, sparsity, pruning.distribution, own, input_dims=input_dims, count=count
-    )
+    return Targets(shapes, sparsity, pruning.distribution, own, input_dims=input_dims, count=count)
 
 
 def _none_left(
