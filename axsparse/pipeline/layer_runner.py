@@ -234,7 +234,7 @@ class LayerRunner:
             with note_errors(f"layer {self.name}"):
                 outputs = as_tuple(self.name, self._run(arguments))
         except RuntimeError as reason:
-            if writes is False and "leaf Variable" in str(reason):
+            if writes is False and "view of a leaf Variable" in str(reason):
                 raise self._now_writing() from reason
             raise
         changed = [old != each._version for old, each in zip(versions, watched, strict=True)]

@@ -167,6 +167,19 @@ def test_transformations_traces_and_other_names_get_the_dense_weight(
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
+@pytest.mark.filterwarnings("ignore")
+@torch.no_grad()
+def test_an_accelerated_model_can_be_compiled() -> None:
+    dense = prune(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)), 0.7)
+    for weight in dense.parameters():
+        weight.copy_(weight.bfloat16())
+    x = torch.randn(2, 5, 64)
+
+    compiled = torch.compile(ax.accelerate(copy.deepcopy(dense)), backend="eager")
+
+    torch.testing.assert_close(compiled(x), dense(x), atol=1e-5, rtol=0)
+
+
 def test_gradients_of_inputs_are_torchs() -> None:
     linear = linear_of(0.6, torch.float32)
     with torch.no_grad():
